@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use bindgen::callbacks::{DeriveInfo, EnumVariantCustomBehavior, EnumVariantValue, ParseCallbacks};
 
 /// Enums for which a list of variant names is generated. Each has the prefix that names lose, and the list's name.
-const ENUMS_WITH_NAMES: [(&str, &str, &str); 10] = [
+const ENUMS_WITH_NAME_LISTS: [(&str, &str, &str); 10] = [
     ("lb_counter", "LB_COUNTER_", "LB_COUNTER_NAMES"),
     ("server_counter", "SERVER_COUNTER_", "SERVER_COUNTER_NAMES"),
     ("decap_counter", "DECAP_COUNTER_", "DECAP_COUNTER_NAMES"),
@@ -59,9 +59,9 @@ impl ParseCallbacks for EnumCollector {
     }
 }
 
-fn name_list_source(variants: &[(String, String, i64)]) -> String {
+fn generate_name_lists(variants: &[(String, String, i64)]) -> String {
     let mut source_text = String::new();
-    for (enum_name, prefix, constant) in ENUMS_WITH_NAMES {
+    for (enum_name, prefix, constant) in ENUMS_WITH_NAME_LISTS {
         let mut listed_variants: Vec<(i64, String)> = variants
             .iter()
             .filter(|(name, variant, _)| name == enum_name && !variant.ends_with("_COUNT"))
@@ -99,5 +99,5 @@ fn main() {
         .expect("bindgen on bpf/include/intf.h (needs libclang: Debian package libclang1-19)");
     let output_directory = PathBuf::from(std::env::var_os("OUT_DIR").unwrap());
     bindings.write_to_file(output_directory.join("intf.rs")).unwrap();
-    std::fs::write(output_directory.join("names.rs"), name_list_source(&enum_variants.lock().unwrap())).unwrap();
+    std::fs::write(output_directory.join("names.rs"), generate_name_lists(&enum_variants.lock().unwrap())).unwrap();
 }

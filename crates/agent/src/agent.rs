@@ -296,10 +296,10 @@ impl Agent {
         if self.config.manage_timestamps && has_stamped_services(configuration) {
             timestamps::manage_sysctl(stamps_new_connections(configuration), &mut self.saved_settings)?;
         }
-        let services_with_ids_and_modes: Vec<_> =
+        let service_parameters: Vec<_> =
             configuration.services.iter().map(|service| (service.address, service.server_id, service.mode)).collect();
         configuration.address.into_iter().for_each(|address| self.bpf_programs.set_outer_address_family(address));
-        self.bpf_programs.set_services(&services_with_ids_and_modes)?;
+        self.bpf_programs.set_services(&service_parameters)?;
         self.decapsulator.set_services(&configuration.services)?;
         // Only TCP services are steered, because only they have listening sockets.
         let tcp_services = configuration.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
@@ -315,7 +315,7 @@ impl Agent {
         }
         self.cpu_of_queue = queues::cpus_of_queues(&self.nic_name, self.rss_manager.receive_queue_count());
         self.load_source.set_queue_cpus(&self.cpu_of_queue);
-        self.renew_times_in_maps();
+        self.renew_bpf_map_times();
         self.daisy_chain.apply_mac_address_changes(&mut self.bpf_programs);
         let rss_warning = self.verify_rss();
         self.warnings.clear();
@@ -347,13 +347,13 @@ impl Agent {
     }
 
     /// Renews the 32-bit times in BPF maps before they become so old that the difference to the current time wraps.
-    fn renew_times_in_maps(&mut self) {
+    fn renew_bpf_map_times(&mut self) {
         let (keys, key_switch_ms) = self.bpf_programs.keys_and_switch_ms();
         let renewed_key_switch_ms = key_activation::renew_activation_time_ms(key_switch_ms, monotonic_ms());
         if renewed_key_switch_ms != key_switch_ms {
             self.bpf_programs.set_keys(&keys, renewed_key_switch_ms);
         }
-        self.bpf_programs.refresh_clamp_times(monotonic_ms());
+        self.bpf_programs.limit_clamp_time_ages(monotonic_ms());
     }
 
     fn on_rss_changed(&mut self) {

@@ -16,7 +16,7 @@ const CONNECTION_COUNT_INTERVAL: Duration = Duration::from_secs(5);
 /// Interval between the starts of two connection counts while a server drains.
 const DRAINING_COUNT_INTERVAL: Duration = Duration::from_secs(1);
 /// Minimum pause after a count, as a multiple of its duration, so that counting uses at most 1/20 of a CPU.
-const PAUSE_FACTOR: u32 = 20;
+const MIN_INTERVAL_TO_DURATION_RATIO: u32 = 20;
 
 /// Counter of each service's open connections. It holds the newest result and the thread of the count in progress.
 #[derive(Default)]
@@ -50,7 +50,7 @@ impl ConnectionCounter {
     fn is_count_due(&self, is_draining: bool) -> bool {
         let interval = if is_draining { DRAINING_COUNT_INTERVAL } else { CONNECTION_COUNT_INTERVAL };
         self.last_start_and_duration.is_none_or(|(last_start, last_duration)| {
-            last_start.elapsed() >= interval.max(last_duration * PAUSE_FACTOR)
+            last_start.elapsed() >= interval.max(last_duration * MIN_INTERVAL_TO_DURATION_RATIO)
         })
     }
 
@@ -101,7 +101,7 @@ impl ConnectionCounter {
 
     pub fn newest_counted_connections(&self) -> Option<CountedConnections> {
         self.newest_count.as_ref().map(|connection_count| CountedConnections {
-            elapsed: connection_count.started_at.elapsed(),
+            age: connection_count.started_at.elapsed(),
             configuration_generation: connection_count.configuration_generation,
             services: connection_count.counts_by_service.clone(),
         })

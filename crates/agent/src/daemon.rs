@@ -272,7 +272,7 @@ impl ControllerStream {
 
 fn apply_configuration(agent: &mut Agent, configuration: v1::AgentConfiguration, connection: &ControllerConnection) {
     let generation = configuration.generation;
-    match AgentConfiguration::read(configuration) {
+    match AgentConfiguration::from_message(configuration) {
         Ok((configuration, unusable_services)) => agent.configure(configuration, &unusable_services),
         Err(error) => {
             tracing::warn!(

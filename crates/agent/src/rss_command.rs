@@ -107,7 +107,7 @@ pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
         print_line(args.json, &nic_line)?;
         return Ok(true);
     }
-    let mut bpf_programs = ServerPrograms::load_only(true)?;
+    let mut bpf_programs = ServerPrograms::load_unattached(true)?;
     bpf_programs.set_rss_config(Some(&rss_config), 1);
     let _tc_attachment =
         tc::attach_until_drop(bpf_programs.program(Direction::Ingress).as_fd(), interface_index, Direction::Ingress)?;

@@ -36,10 +36,9 @@ impl SettingsStore {
         let map_pin = pin_directory.join("remembered");
         if map_pin.exists() {
             let settings_map = MapHandle::from_pinned_path(&map_pin).with_context(|| map_pin.display().to_string())?;
-            let not_a_settings_map =
+            let wrong_map_message =
                 || format!("{}: expected a map with one entry, of this agent's settings", map_pin.display());
-            let map_value =
-                settings_map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.with_context(not_a_settings_map)?;
+            let map_value = settings_map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.with_context(wrong_map_message)?;
             let text = map_value.split(|byte| *byte == 0).next().unwrap_or_default();
             if text.is_empty() {
                 return Ok(Self { settings_map, map_pin, current_settings: SavedSettings::default() });

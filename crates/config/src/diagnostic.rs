@@ -24,7 +24,7 @@ pub struct Diagnostic {
     /// Description of the expected value, if there is one.
     pub expected: Option<Box<str>>,
     /// Valid name that is most similar to the one found, if one is similar enough.
-    pub nearest: Option<Box<str>>,
+    pub nearest_name: Option<Box<str>>,
 }
 
 /// Line and column in a file.
@@ -64,7 +64,7 @@ impl Diagnostic {
             key: String::new(),
             problem: truncate_text(problem.to_owned()),
             expected,
-            nearest: None,
+            nearest_name: None,
         }
     }
 
@@ -77,7 +77,7 @@ impl Diagnostic {
             "key": (!self.key.is_empty()).then_some(&self.key),
             "problem": self.problem,
             "expected": self.expected,
-            "nearest": self.nearest,
+            "nearest": self.nearest_name,
             "message": self.to_string(),
         })
     }
@@ -96,7 +96,7 @@ impl fmt::Display for Diagnostic {
         if let Some(expected) = &self.expected {
             write!(f, ": expected {expected}")?;
         }
-        match &self.nearest {
+        match &self.nearest_name {
             Some(nearest) => write!(f, " (nearest: `{nearest}`)"),
             None => Ok(()),
         }

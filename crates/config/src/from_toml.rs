@@ -257,14 +257,14 @@ impl FromToml for usize {
 
 /// Integer from `MIN` to `MAX`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Number<const MIN: u64, const MAX: u64>(pub u64);
+pub struct BoundedInteger<const MIN: u64, const MAX: u64>(pub u64);
 
-impl<const MIN: u64, const MAX: u64> FromToml for Number<MIN, MAX> {
+impl<const MIN: u64, const MAX: u64> FromToml for BoundedInteger<MIN, MAX> {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         match value.get_ref() {
             DeValue::Integer(integer) => {
-                let unsigned = to_i64(integer).and_then(|integer| u64::try_from(integer).ok());
-                let number = unsigned.filter(|number| (MIN..=MAX).contains(number)).map(Self);
+                let unsigned_integer = to_i64(integer).and_then(|integer| u64::try_from(integer).ok());
+                let number = unsigned_integer.filter(|number| (MIN..=MAX).contains(number)).map(Self);
                 let source_text = reader.text_at(&value.span()).to_owned();
                 reader.ok_or_report(
                     number.ok_or_else(|| format!("{source_text}: expected {}", Self::expected())),
@@ -284,19 +284,19 @@ impl<const MIN: u64, const MAX: u64> FromToml for Number<MIN, MAX> {
     }
 }
 
-impl<const MIN: u64, const MAX: u64> Number<MIN, MAX> {
+impl<const MIN: u64, const MAX: u64> BoundedInteger<MIN, MAX> {
     const FITS_32_BITS: () = assert!(MAX <= u32::MAX as u64);
 }
 
-impl<const MIN: u64, const MAX: u64> From<Number<MIN, MAX>> for u32 {
-    fn from(number: Number<MIN, MAX>) -> Self {
-        let () = Number::<MIN, MAX>::FITS_32_BITS;
+impl<const MIN: u64, const MAX: u64> From<BoundedInteger<MIN, MAX>> for u32 {
+    fn from(number: BoundedInteger<MIN, MAX>) -> Self {
+        let () = BoundedInteger::<MIN, MAX>::FITS_32_BITS;
         number.0 as u32
     }
 }
 
-impl<const MIN: u64, const MAX: u64> From<Number<MIN, MAX>> for usize {
-    fn from(number: Number<MIN, MAX>) -> Self {
+impl<const MIN: u64, const MAX: u64> From<BoundedInteger<MIN, MAX>> for usize {
+    fn from(number: BoundedInteger<MIN, MAX>) -> Self {
         number.0 as usize
     }
 }
@@ -317,8 +317,8 @@ impl From<Name> for String {
 impl FromToml for Name {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parse_text(value, reader, |name| {
-            let is_readable = name.chars().all(|c| !c.is_whitespace() && !c.is_control());
-            match name.is_empty() || !is_readable || name.len() > MAX_NAME_BYTES {
+            let is_printable = name.chars().all(|c| !c.is_whitespace() && !c.is_control());
+            match name.is_empty() || !is_printable || name.len() > MAX_NAME_BYTES {
                 true => Err(format!("name {name:?}: expected {}", Self::expected())),
                 false => Ok(Self(name.to_owned())),
             }

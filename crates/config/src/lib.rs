@@ -24,7 +24,7 @@ mod tests;
 mod time;
 
 pub use diagnostic::{Diagnostic, Diagnostics, find_nearest_name};
-pub use from_toml::{FromToml, LocatedValue, Name, Number, choice_schema, parse_choice, parse_text};
+pub use from_toml::{BoundedInteger, FromToml, LocatedValue, Name, choice_schema, parse_choice, parse_text};
 pub use host::{AbsolutePath, InterfaceName};
 pub use reader::{Reader, TableReader};
 pub use secret::{Secret, SecretText, read_secret, reject_foreign_secrets};

@@ -27,7 +27,7 @@ struct PendingDiagnostic {
     /// Name of the key, or `None` if it must be found from the location.
     key: Option<String>,
     message: String,
-    nearest: Option<String>,
+    nearest_name: Option<String>,
 }
 
 /// Syntax errors of the file, and the lines at which later checks are unreliable because of them.
@@ -78,7 +78,7 @@ impl<'a> Reader<'a> {
         // An empty span means that a value is missing, so there is no key to find from the location.
         let key = span.is_empty().then(String::new);
         let message = join_lines(error.message());
-        self.pending_diagnostics.push(PendingDiagnostic { span, key, message, nearest: None });
+        self.pending_diagnostics.push(PendingDiagnostic { span, key, message, nearest_name: None });
     }
 
     fn into_diagnostics(self, root: &DeValue<'_>) -> Diagnostics {
@@ -94,7 +94,7 @@ impl<'a> Reader<'a> {
                 key,
                 &pending_diagnostic.message,
             );
-            Diagnostic { nearest: pending_diagnostic.nearest.map(String::into), ..diagnostic }
+            Diagnostic { nearest_name: pending_diagnostic.nearest_name.map(String::into), ..diagnostic }
         };
         let mut shown_diagnostics: Vec<Diagnostic> = self.pending_diagnostics.into_iter().map(to_diagnostic).collect();
         shown_diagnostics.sort_by_key(|mistake| mistake.location);
@@ -150,7 +150,7 @@ impl<'a> Reader<'a> {
             span,
             key,
             message: message.to_string(),
-            nearest: nearest(),
+            nearest_name: nearest(),
         });
     }
 

@@ -38,12 +38,12 @@ pub(crate) struct ParsedToml<'a> {
 }
 
 /// Size, in bytes, of the part that is parsed first. Each further part is larger by half.
-const FIRST_PREFIX_BYTES: usize = 64 << 10;
+const INITIAL_PREFIX_BYTES: usize = 64 << 10;
 
 /// Parses growing parts of a text until one has more errors than are shown. Parsing everything at once would be slow.
 /// Each error (also a duplicate key) takes a hundred times as long as valid text of its size.
 fn parse_until_error_limit(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
-    let mut prefix_bytes = FIRST_PREFIX_BYTES;
+    let mut prefix_bytes = INITIAL_PREFIX_BYTES;
     loop {
         let prefix = text.get(..prefix_bytes).and_then(|part| Some(&part[..=part.rfind('\n')?]));
         // A larger part is tried if this one ends within a character or its first line.
@@ -130,11 +130,12 @@ impl Source {
                 first_too_many = error.unexpected().map_or(self.text.len(), |span| span.start());
             }
         });
-        let parsed_end = (0..=first_too_many).rev().find(|at| self.text.is_char_boundary(*at)).unwrap_or_default();
-        let (table, mut errors) = parse_until_error_limit(&self.text[..parsed_end]);
-        let found_count = errors.len().max(count);
+        let parsed_byte_count =
+            (0..=first_too_many).rev().find(|at| self.text.is_char_boundary(*at)).unwrap_or_default();
+        let (table, mut errors) = parse_until_error_limit(&self.text[..parsed_byte_count]);
+        let error_count = errors.len().max(count);
         errors.truncate(MAX_SHOWN_DIAGNOSTICS);
-        ParsedToml { table, omitted_error_count: found_count - errors.len(), errors }
+        ParsedToml { table, omitted_error_count: error_count - errors.len(), errors }
     }
 
     /// Returns the file's top-level keys, even if the file has mistakes.
@@ -167,8 +168,8 @@ impl Source {
 
     pub(crate) fn location(&self, span: &Span) -> Location {
         let index = self.line_index(span.start);
-        let text_before = self.text.get(self.line_starts[index]..span.start).unwrap_or_default();
-        Location { line: index as u32 + 1, column: text_before.chars().count() as u32 + 1 }
+        let preceding_text = self.text.get(self.line_starts[index]..span.start).unwrap_or_default();
+        Location { line: index as u32 + 1, column: preceding_text.chars().count() as u32 + 1 }
     }
 
     fn line_index(&self, at: usize) -> usize {

@@ -10,8 +10,8 @@ use serde_json::json;
 
 use crate::secret::read_secret_checking_owner;
 use crate::{
-    BoundedDuration, Diagnostics, LocatedValue, MILLISECOND_NS, Name, Number, SECOND_NS, Secret, Source, Spanned,
-    config_enum, config_struct, schema,
+    BoundedDuration, BoundedInteger, Diagnostics, LocatedValue, MILLISECOND_NS, Name, SECOND_NS, Secret, Source,
+    Spanned, config_enum, config_struct, schema,
 };
 
 config_struct! {
@@ -23,9 +23,9 @@ config_struct! {
         /// How often it looks.
         interval: Option<BoundedDuration<{ 10 * MILLISECOND_NS }, { SECOND_NS }>>,
         /// How many.
-        count: Number<1, 9> = Number(3),
+        count: BoundedInteger<1, 9> = BoundedInteger(3),
         /// Position of the part.
-        place: Option<Where>,
+        place: Option<Position>,
         /// File of the hash key.
         key_file: Option<Secret<RssKey>>,
         /// Its services.
@@ -46,7 +46,7 @@ config_struct! {
 
 config_enum! {
     #[derive(Debug, PartialEq)]
-    enum Where by "kind" {
+    enum Position by "kind" {
         /// Here.
         Here as "here" {},
         /// Elsewhere.
@@ -85,7 +85,7 @@ fn valid_file_is_read() {
                 [[service]]\nlisten = \"10.0.0.1:80\"\n";
     let daemon = parse_daemon(text).unwrap();
     assert_eq!(daemon.interval.unwrap().0, Duration::from_millis(500));
-    assert_eq!((daemon.count.0, daemon.place), (9, Some(Where::There { path: "/p".into() })));
+    assert_eq!((daemon.count.0, daemon.place), (9, Some(Position::There { path: "/p".into() })));
     assert_eq!(daemon.services[0].get_ref().listen.value, Some("10.0.0.1:80".parse().unwrap()));
 }
 
@@ -137,7 +137,7 @@ fn each_diagnostic_names_the_value_and_the_expected_values() {
 }
 
 #[test]
-fn contradictions_are_reported_with_other_mistakes() {
+fn contradictory_values_are_reported_with_other_mistakes() {
     let text = "name = \"a\"\ncount = 0\nservice = [{ listen = \"[::1]:1\" }, { listen = \"[::1]:1\" }]\n";
     assert_eq!(
         diagnostic_lines(text),
@@ -194,7 +194,7 @@ fn mistakes_are_printed_as_json() {
 }
 
 #[test]
-fn missing_file_is_named() {
+fn missing_file_is_named_in_the_error() {
     let error = Source::read(Path::new("/nonexistent/daemon.toml")).unwrap_err().to_string();
     assert!(error.starts_with("/nonexistent/daemon.toml: No such file"), "{error}");
     assert!(error.ends_with(": expected a readable TOML file"), "{error}");

@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn printed_times_parse_again() {
+    fn formatted_times_can_be_parsed() {
         for (ns, text) in [
             (0, "0s"),
             (100 * MILLISECOND_NS, "100ms"),

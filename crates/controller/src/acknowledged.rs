@@ -40,24 +40,24 @@ impl Controller {
             .filter(|(_, _, confirmed_generation, _)| *confirmed_generation < newest_generation)
             .map(|(component, name, confirmed_generation, _)| waiting_peer(component, name, *confirmed_generation))
             .collect();
-        let peer_refusals = |(component, name, _, refused_updates): &(&str, &str, u64, &[v1::RefusedUpdate])| {
+        let peer_refused_updates = |(component, name, _, refused_updates): &(&str, &str, u64, &[v1::RefusedUpdate])| {
             refused_updates
                 .iter()
                 .map(|refused_update| RefusedUpdate::new(component, name, refused_update))
                 .collect::<Vec<_>>()
         };
-        let all_refusals: Vec<RefusedUpdate> = peers.iter().flat_map(peer_refusals).collect();
+        let all_refused_updates: Vec<RefusedUpdate> = peers.iter().flat_map(peer_refused_updates).collect();
         let lost_load_balancers = self.load_balancers.iter().filter(|(_, balancer)| !balancer.is_alive(now));
         let lost_load_balancers = lost_load_balancers
             .map(|(name, balancer)| waiting_peer(LOAD_BALANCER_KIND, name, balancer.confirmed_generation));
-        let (waiting_count, refused_count) = (waiting_peers.len() as u64, all_refusals.len() as u64);
+        let (waiting_count, refused_count) = (waiting_peers.len() as u64, all_refused_updates.len() as u64);
         Acknowledgements {
             configuration_generation: newest_generation,
             acknowledged_count: peers.len() as u64 - waiting_count,
             waiting_count,
             waiting: waiting_peers.into_iter().take(MAX_LISTED_PEERS).collect(),
             refused_count,
-            refused: all_refusals.into_iter().take(MAX_LISTED_PEERS).collect(),
+            refused: all_refused_updates.into_iter().take(MAX_LISTED_PEERS).collect(),
             disconnected: lost_load_balancers.take(MAX_LISTED_PEERS).collect(),
         }
     }

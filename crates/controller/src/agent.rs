@@ -17,12 +17,12 @@ use super::traffic::TrafficTotals;
 #[derive(Debug, Default)]
 pub struct Agent {
     pub session: Option<LiveSession>,
-    pub newest_report: Option<LatestReport>,
+    pub newest_report: Option<NewestReport>,
     /// Generation of the newest confirmed configuration. The server's BPF programs keep it after the agent has ended.
     pub confirmed_generation: u64,
     /// Traffic to the server, as load balancers counted it until the newest report was accepted.
     pub traffic_at_report: TrafficTotals,
-    pub rss: KnownRss,
+    pub rss_state: RssState,
     /// Time by which the newest report's wall clock was ahead of the controller's, if above the tolerance.
     pub clock_lead: Option<Duration>,
     load_tracker: LoadTracker,
@@ -44,7 +44,7 @@ pub struct LiveSession {
 
 /// Fields of the newest report that `coreward status` shows.
 #[derive(Debug)]
-pub struct LatestReport {
+pub struct NewestReport {
     /// Time at which the report arrived, since the controller's start.
     pub received_at: Duration,
     /// Time at which the report expires, since the controller's start.
@@ -68,8 +68,7 @@ pub struct AgentDetails {
 
 impl AgentDetails {
     fn from_report(details: ReportDetails, now: Now) -> Self {
-        let ReportDetails { counters, warnings, dispatch: dispatched_services, connections, refused: refused_updates } =
-            details;
+        let ReportDetails { counters, warnings, dispatch: dispatched_services, connections, refused_updates } = details;
         let connection_count =
             connections.map(|counted_connections| ConnectionCount::from_report(counted_connections, now));
         Self { counters, warnings, dispatched_services, connection_count, refused_updates }
@@ -87,7 +86,7 @@ pub struct ConnectionCount {
 
 impl ConnectionCount {
     fn from_report(reported_connections: CountedConnections, now: Now) -> Self {
-        let CountedConnections { elapsed: age, configuration_generation, services: connections_by_service } =
+        let CountedConnections { age, configuration_generation, services: connections_by_service } =
             reported_connections;
         Self { started_at: now.monotonic.saturating_sub(age), configuration_generation, connections_by_service }
     }
@@ -103,7 +102,7 @@ impl ConnectionCount {
 
 /// RSS configuration of a server, as its agent reported it.
 #[derive(Debug, Default)]
-pub struct KnownRss {
+pub struct RssState {
     rss_generation: Option<u64>,
     pub reported_rss: Option<ReportedRss>,
     /// Reason why the RSS configuration is unknown, if the agent's report is the cause.
@@ -143,7 +142,7 @@ impl Agent {
     }
 
     pub fn rss_config(&self) -> Option<&RssConfig> {
-        self.rss.reported_rss.as_ref().and_then(|reported_rss| reported_rss.rss.as_ref())
+        self.rss_state.reported_rss.as_ref().and_then(|reported_rss| reported_rss.rss.as_ref())
     }
 
     pub fn report_state(&self, now: Now) -> ReportState {
@@ -187,8 +186,8 @@ impl Agent {
         now: Now,
     ) -> Result<(), Rejection> {
         let report = report.inspect_err(|error| {
-            if let ReportError::Rss(problem) = error {
-                self.rss.mark_unknown(format!("its RSS was refused: {problem}"));
+            if let ReportError::InvalidRss(problem) = error {
+                self.rss_state.mark_unknown(format!("its RSS was refused: {problem}"));
             }
         })?;
         if let Some(session) = &mut self.session {
@@ -202,10 +201,10 @@ impl Agent {
         let clock_lead = report.sent_at.saturating_sub(now.wall);
         self.clock_lead = (clock_lead > MAX_CLOCK_LEAD).then_some(clock_lead);
         self.load_tracker.record_report(report.readings, alpha)?;
-        self.rss.update_rss(report.rss_generation, report.rss);
+        self.rss_state.update_rss(report.rss_generation, report.rss);
         let previous_details = self.newest_report.take().map(|previous_report| previous_report.details);
         let details = report.details.map(|details| AgentDetails::from_report(details, now)).or(previous_details);
-        self.newest_report = Some(LatestReport {
+        self.newest_report = Some(NewestReport {
             received_at: now.monotonic,
             expires_at: now.monotonic + report.time_to_live,
             open_connections: report.open_connections,
@@ -222,7 +221,7 @@ fn report_quota(interval: Duration) -> Quota {
     Quota { interval: interval / 2, burst: REPORT_BURST }
 }
 
-impl KnownRss {
+impl RssState {
     /// Replaces the RSS configuration by the reported one. If the NIC's RSS has changed and the report lacks it, the
     /// configuration becomes unknown, because a wrong one is worse than none.
     fn update_rss(&mut self, generation: u64, reported_rss: Option<ReportedRss>) {

@@ -91,7 +91,7 @@ impl Controller {
         now: Now,
     ) -> Result<u64, Vec<String>> {
         let generation = server.drain.as_ref().map_or(self.fleet.generation, |drain| drain.generation);
-        let confirmation_time = self.load_balancers.confirmed_since(generation, now);
+        let confirmation_time = self.load_balancers.confirmation_time(generation, now);
         let counted_connections = newest_connection_count(agent, now);
         let is_count_after_drain = |connection_count: &ConnectionCount| {
             connection_count.configuration_generation >= generation

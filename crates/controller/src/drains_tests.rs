@@ -13,7 +13,7 @@ use super::{Controller, Now, Session};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::drains::DrainRequest;
 use coreward_fleet::fleet::Fleet;
-use coreward_fleet::records::Records;
+use coreward_fleet::records::FleetRecords;
 
 fn at(seconds: u64) -> Now {
     let monotonic = Duration::from_secs(seconds);
@@ -30,7 +30,7 @@ const TWO_SERVER_FLEET: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\
 
 struct Harness {
     config: FleetConfig,
-    records: Records,
+    records: FleetRecords,
     controller: Controller,
     sequence: u64,
 }
@@ -39,7 +39,7 @@ impl Harness {
     fn new() -> Self {
         let config = FleetConfig::parse(&Source::from_text("fleet.toml", TWO_SERVER_FLEET)).unwrap();
         let random_source = &mut seeded_rng(5, 0);
-        let mut records = Records::generate(at(0).wall, random_source);
+        let mut records = FleetRecords::generate(at(0).wall, random_source);
         records.apply_document(&config, at(0).wall, random_source).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
         Self { config, records, controller, sequence: 0 }
@@ -59,7 +59,7 @@ impl Harness {
     fn send_report(&mut self, session: &Session, connection_count: Option<(u64, u64, u32)>, now: Now) {
         self.sequence += 1;
         let connections = connection_count.map(|(age, configuration_generation, connections)| CountedConnections {
-            elapsed: Duration::from_secs(age),
+            age: Duration::from_secs(age),
             configuration_generation,
             services: [("web".to_owned(), connections), ("api".to_owned(), 100)].into(),
         });
@@ -93,7 +93,7 @@ impl Harness {
 }
 
 #[test]
-fn drain_count_is_valid_after_all_load_balancers_confirmed() {
+fn drained_connections_are_counted_after_all_load_balancers_confirmed() {
     let mut harness = Harness::new();
     let balancer_sessions = ["lb1", "lb2"].map(|name| harness.controller.register_load_balancer(name, at(10)).unwrap());
     let session = harness.controller.register("s1", "test", at(10)).unwrap();

@@ -11,7 +11,7 @@ use coreward_model::connection_table::TableOwnerNumber;
 use coreward_model::cookie::FleetCookieKeys;
 use coreward_model::forwarding::{Forwarding, gue_source_port};
 use coreward_model::placement::{
-    CandidateCore, PlacementRule, PlacementState, PlacementTable, TableMember, mix_hash, two_draws,
+    CandidateCore, PlacementRule, PlacementState, PlacementTable, TableMember, draw_two_below, mix_hash,
 };
 use coreward_model::policy::{Pool, PoolServer, ServerLoads};
 use coreward_model::tuple::{FourTuple, MixedAddressFamilies, ServiceAddress};
@@ -64,7 +64,8 @@ impl Controller {
         let service = self.services.iter().find(|service| service.configuration().address == address);
         let service = service
             .ok_or_else(|| ExplainError::UnknownService { address, known_services: self.known_service_addresses() })?;
-        let owner_and_name = |(name, record): (&String, &LoadBalancerRecord)| Some((record.owner?, name.clone()));
+        let owner_and_name =
+            |(name, record): (&String, &LoadBalancerRecord)| Some((record.owner_number?, name.clone()));
         Ok(ServiceView {
             service: service.configuration().clone(),
             table: service.newest_table().map(|new_table| new_table.table),
@@ -111,7 +112,7 @@ impl ServiceView {
             self.names_and_vlans.insert(id, (name, vlan));
             pool_servers.extend(pool_server);
         }
-        self.pool = self.pool.replace_servers(pool_servers);
+        self.pool = self.pool.with_servers(pool_servers);
         self
     }
 
@@ -119,18 +120,18 @@ impl ServiceView {
     /// packets, the explanation contains all that the controller can know. Fails if client and VIP are of different
     /// address families.
     pub fn explain(&self, client: SocketAddr, packet: ExplainedPacket) -> Result<Explanation, ExplainError> {
-        Ok(self.connection_case(client)?.explain_packet(packet))
+        Ok(self.connection_explainer(client)?.explain_packet(packet))
     }
 
-    fn connection_case(&self, client: SocketAddr) -> Result<ConnectionCase<'_>, ExplainError> {
-        Ok(ConnectionCase {
+    fn connection_explainer(&self, client: SocketAddr) -> Result<ConnectionExplainer<'_>, ExplainError> {
+        Ok(ConnectionExplainer {
             service_view: self,
             four_tuple: FourTuple::new(client, self.service.address.vip_and_port)?,
         })
     }
 }
 
-struct ConnectionCase<'a> {
+struct ConnectionExplainer<'a> {
     service_view: &'a ServiceView,
     four_tuple: FourTuple,
 }
@@ -138,11 +139,11 @@ struct ConnectionCase<'a> {
 /// Server to which the packet goes, if the controller can know it, and the reason in one sentence.
 type PacketVerdict = (Option<ServerId>, String);
 
-impl ConnectionCase<'_> {
+impl ConnectionExplainer<'_> {
     fn packet_verdict(&self, packet: ExplainedPacket) -> PacketVerdict {
         match (packet, self.service_view.table.as_deref()) {
             (ExplainedPacket::Established { tsecr, is_reset }, table) => {
-                self.established_verdict(table, tsecr, is_reset)
+                self.verdict_on_established_connection(table, tsecr, is_reset)
             }
             (ExplainedPacket::NewConnection, Some(table)) => self.verdict_on_new_connection(table),
             (ExplainedPacket::NewConnection, None) => (None, "no table has been made yet".to_owned()),
@@ -218,7 +219,7 @@ impl ConnectionCase<'_> {
         let bucket_description = self.describe_bucket(table, chosen_id);
         let server_name = self.server_name(chosen_id);
         let chosen_candidate =
-            self.candidates_of_connection(table).into_iter().find(|candidate| candidate.server == chosen_id);
+            self.connection_candidates(table).into_iter().find(|candidate| candidate.server == chosen_id);
         let reason = match chosen_candidate {
             Some(candidate) if !is_load_independent(table) => {
                 format!(
@@ -235,7 +236,7 @@ impl ConnectionCase<'_> {
     }
 
     fn verdict_by_assignments(&self, table: &PlacementTable) -> PacketVerdict {
-        let mut candidates = self.candidates_of_connection(table);
+        let mut candidates = self.connection_candidates(table);
         // The sort is stable, so that the first of equal loads wins, as in the data plane.
         candidates.sort_by_key(|candidate| candidate.fixed_point_load);
         candidates.dedup_by_key(|candidate| candidate.core_slot);
@@ -293,7 +294,7 @@ impl ConnectionCase<'_> {
 
     fn verdict_by_two_draws(&self, table: &PlacementTable) -> PacketVerdict {
         let hash = table.groups.first().map_or(0, |key| key.toeplitz_hash(&self.four_tuple.bytes()));
-        let (first_position, second_position) = two_draws(mix_hash(hash), table.members.len() as u32);
+        let (first_position, second_position) = draw_two_below(mix_hash(hash), table.members.len() as u32);
         let drawn_members = [first_position, second_position].map(|position| table.members[position as usize]);
         let chosen_server = table.select_server(&mut PlacementState::for_table(table), &self.four_tuple);
         let load_description = if self.service_view.service.policy == "pow2" { "mean load" } else { "compared" };
@@ -318,11 +319,11 @@ impl ConnectionCase<'_> {
     }
 
     /// Returns the candidates for the connection, which are those of its bucket in every RSS group.
-    fn candidates_of_connection(&self, table: &PlacementTable) -> Vec<CandidateCore> {
+    fn connection_candidates(&self, table: &PlacementTable) -> Vec<CandidateCore> {
         let tuple_bytes = self.four_tuple.bytes();
         let candidates_per_group = table.groups.iter().enumerate().flat_map(|(group, key)| {
             let bucket = table.bucket_count.bucket(key.toeplitz_hash(&tuple_bytes));
-            table.candidates_of(group, bucket).to_vec()
+            table.bucket_candidates(group, bucket).to_vec()
         });
         candidates_per_group.collect()
     }

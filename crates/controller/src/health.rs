@@ -8,7 +8,7 @@ use coreward_model::ServerId;
 use coreward_model::health::{HealthCheck, HealthTracker, HealthVerdict, Probe, majority_verdicts};
 
 use super::Now;
-use super::load_balancers::{HealthTarget, LoadBalancers, START_GRACE};
+use super::load_balancers::{HealthTarget, LoadBalancers, START_GRACE_PERIOD};
 use coreward_fleet::fleet::{Fleet, FleetService};
 use coreward_fleet::records::Membership;
 
@@ -73,7 +73,7 @@ impl HealthState {
             let agent_check = self.agent_checks.entry(target).or_insert_with(|| AgentCheck {
                 health_check: check.clone(),
                 health_tracker: HealthTracker::default(),
-                due_at: now.monotonic.max(START_GRACE),
+                due_at: now.monotonic.max(START_GRACE_PERIOD),
             });
             if now.monotonic >= agent_check.due_at {
                 agent_check.health_tracker.record_result(has_reporting_agent(target.1), check.thresholds);

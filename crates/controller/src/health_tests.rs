@@ -14,7 +14,7 @@ use super::tests::plain_report;
 use super::{Controller, Now};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;
-use coreward_fleet::records::Records;
+use coreward_fleet::records::FleetRecords;
 
 fn at(milliseconds: u64) -> Now {
     let monotonic = Duration::from_millis(milliseconds);
@@ -33,7 +33,7 @@ fn three_server_config(service: &str) -> FleetConfig {
 }
 
 struct Harness {
-    records: Records,
+    records: FleetRecords,
     controller: Controller,
     sessions: BTreeMap<&'static str, u64>,
 }
@@ -41,7 +41,7 @@ struct Harness {
 impl Harness {
     fn new(service: &str, load_balancers: &[&'static str]) -> Self {
         let config = three_server_config(service);
-        let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
+        let mut records = FleetRecords::generate(at(0).wall, &mut seeded_rng(5, 0));
         records.apply_document(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
         let mut register_session =
@@ -68,7 +68,8 @@ impl Harness {
             let checked_server = ServerCheckResult { verdict, error: error.to_owned(), ..Default::default() };
             (ServiceIndex::new(0).unwrap(), ServerId::try_from(id as u64).unwrap(), checked_server)
         };
-        let health_message = HealthMessage { servers: verdicts.chars().enumerate().map(to_checked_server).collect() };
+        let health_message =
+            HealthMessage { check_results: verdicts.chars().enumerate().map(to_checked_server).collect() };
         self.controller.load_balancers.record_health(self.sessions[load_balancer], health_message, now);
     }
 
@@ -103,7 +104,7 @@ impl Harness {
 const TCP_CHECK: &str = "[service.health]\ncheck = \"tcp\"\n";
 
 #[test]
-fn only_load_balancers_on_the_list_may_connect() {
+fn only_listed_load_balancers_may_connect() {
     let config_with_allowed_lb1 = |service: &str| {
         let text = format!("load_balancers = [\"lb1\"]\n{}", three_server_config(service).source().text());
         FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
@@ -129,7 +130,7 @@ fn first_tables_wait_for_health_verdicts() {
 }
 
 #[test]
-fn majority_of_load_balancers_decides() {
+fn majority_of_load_balancers_decides_server_health() {
     let mut harness = Harness::new(TCP_CHECK, &["lb1", "lb2", "lb3"]);
     assert_eq!(harness.next_members(at(0)), [0, 1, 2]);
     harness.report_verdicts("lb1", "udu", at(100));
@@ -150,13 +151,13 @@ fn majority_of_load_balancers_decides() {
     );
     assert_eq!(harness.controller.status(at(900)).servers[1].state_for_ms, Some(500));
     // A lost load balancer has no vote.
-    let time_after_lb_timeout = 400 + LOAD_BALANCER_TIMEOUT.as_millis() as u64 + 5_000;
-    harness.report_verdicts("lb2", "uuu", at(time_after_lb_timeout));
-    assert_eq!(harness.next_members(at(time_after_lb_timeout)), [0, 1, 2]);
+    let time_after_lb_timeout_ms = 400 + LOAD_BALANCER_TIMEOUT.as_millis() as u64 + 5_000;
+    harness.report_verdicts("lb2", "uuu", at(time_after_lb_timeout_ms));
+    assert_eq!(harness.next_members(at(time_after_lb_timeout_ms)), [0, 1, 2]);
     // When all load balancers are lost, the verdict remains.
-    harness.report_verdicts("lb2", "duu", at(time_after_lb_timeout));
-    assert_eq!(harness.next_members(at(time_after_lb_timeout)), [1, 2]);
-    assert_eq!(harness.next_members(at(2 * time_after_lb_timeout)), [1, 2]);
+    harness.report_verdicts("lb2", "duu", at(time_after_lb_timeout_ms));
+    assert_eq!(harness.next_members(at(time_after_lb_timeout_ms)), [1, 2]);
+    assert_eq!(harness.next_members(at(2 * time_after_lb_timeout_ms)), [1, 2]);
 }
 
 #[test]

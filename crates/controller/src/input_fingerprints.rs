@@ -39,7 +39,7 @@ pub struct InputFingerprints {
 
 impl InputFingerprints {
     /// Returns the shards to poll, which are the next one, or all shards if `is_full_poll` is set or in the first call.
-    pub fn next<T>(&mut self, members: &BTreeMap<ServerId, T>, is_full_poll: bool) -> Vec<Shard> {
+    pub fn next_shards<T>(&mut self, members: &BTreeMap<ServerId, T>, is_full_poll: bool) -> Vec<Shard> {
         let first_shard_from = |lowest_number: u64| {
             let first_id = ServerId::try_from(lowest_number).ok()?;
             members.range(first_id..).next().map(|(id, _)| Shard::of(*id))
@@ -77,7 +77,7 @@ mod tests {
     fn first_poll_returns_all_shards_and_later_polls_one_each() {
         let members = members_with_ids(&[3, 2047, 9_000, 16_383]);
         let mut fingerprints = InputFingerprints::default();
-        let first_poll = fingerprints.next(&members, false);
+        let first_poll = fingerprints.next_shards(&members, false);
         assert_eq!(first_poll, [Shard(0), Shard(4), Shard(7)]);
         let member_ids_of = |shard: Shard| shard.members_in_shard(&members).map(|id| id.get()).collect::<Vec<_>>();
         assert_eq!(
@@ -85,12 +85,12 @@ mod tests {
             [vec![3, 2047], vec![9_000], vec![16_383]]
         );
         assert!(fingerprints.update(1, &[(Shard(0), 5), (Shard(4), 6), (Shard(7), 7)]));
-        let mut next_poll = || fingerprints.next(&members, false);
+        let mut next_poll = || fingerprints.next_shards(&members, false);
         assert_eq!(
             [next_poll(), next_poll(), next_poll(), next_poll()],
             [[Shard(0)], [Shard(4)], [Shard(7)], [Shard(0)]]
         );
-        assert_eq!(fingerprints.next(&members, true), first_poll);
+        assert_eq!(fingerprints.next_shards(&members, true), first_poll);
         assert!(!fingerprints.update(1, &[(Shard(4), 6)]));
         assert!(fingerprints.update(1, &[(Shard(4), 8)]));
         assert!(fingerprints.update(2, &[(Shard(4), 8)]));
@@ -99,8 +99,8 @@ mod tests {
     #[test]
     fn service_without_servers_has_no_shard() {
         let mut fingerprints = InputFingerprints::default();
-        assert_eq!(fingerprints.next(&members_with_ids(&[]), true), []);
+        assert_eq!(fingerprints.next_shards(&members_with_ids(&[]), true), []);
         assert!(fingerprints.update(1, &[]));
-        assert_eq!(fingerprints.next(&members_with_ids(&[]), false), []);
+        assert_eq!(fingerprints.next_shards(&members_with_ids(&[]), false), []);
     }
 }

@@ -142,7 +142,7 @@ pub struct RetiredConfiguration {
     _fleet: Fleet,
     _services: HashMap<ServiceIndex, Service>,
     _positions_by_server: HashMap<ServerId, Vec<usize>>,
-    _replaced: Vec<PreviousService>,
+    _replaced_services: Vec<PreviousService>,
 }
 
 /// Controller of one fleet, which receives loads of servers and computes placement tables from them.
@@ -157,7 +157,7 @@ pub struct Controller {
     accepted_report_count: u64,
     rejection_counts: BTreeMap<&'static str, u64>,
     /// Number of accepted reports whose wall clock was ahead of this host's by more than the tolerance.
-    pub reports_ahead_count: u64,
+    pub clock_ahead_report_count: u64,
     last_session_number: u64,
     positions_by_index: HashMap<ServiceIndex, usize>,
     positions_by_server: HashMap<ServerId, Vec<usize>>,
@@ -177,7 +177,7 @@ impl Controller {
             racks: Racks::default(),
             accepted_report_count: 0,
             rejection_counts: Rejection::COUNTER_NAMES.into_iter().map(|reason| (reason, 0)).collect(),
-            reports_ahead_count: 0,
+            clock_ahead_report_count: 0,
             last_session_number: 0,
             positions_by_index: HashMap::new(),
             positions_by_server: HashMap::new(),
@@ -197,11 +197,11 @@ impl Controller {
     /// Activates a new configuration. Servers that are in both configurations keep their state.
     pub fn configure(&mut self, fleet: Fleet) {
         let indexed_services = ServiceIndexes::of(&fleet);
-        drop(self.configure_indexed(fleet, indexed_services));
+        drop(self.configure_with_indexes(fleet, indexed_services));
     }
 
     /// Activates a configuration with computed indexes. Returns the previous one, which can be dropped later.
-    pub fn configure_indexed(&mut self, fleet: Fleet, indexes: ServiceIndexes) -> RetiredConfiguration {
+    pub fn configure_with_indexes(&mut self, fleet: Fleet, indexes: ServiceIndexes) -> RetiredConfiguration {
         self.agents.retain_fleet_agents(&fleet);
         self.load_balancers.set_known_names(fleet.load_balancer_records.keys());
         let old_services = std::mem::take(&mut self.services);
@@ -232,17 +232,17 @@ impl Controller {
             _fleet: old_fleet,
             _services: old_services_by_index,
             _positions_by_server: old_positions_by_server,
-            _replaced: replaced_services,
+            _replaced_services: replaced_services,
         }
     }
 
     /// Registers an agent for its server and returns its session. Fails if the server is unknown or has a live agent.
     pub fn register(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Rejection> {
-        self.register_via(server, version, None, now)
+        self.register_with_relay(server, version, None, now)
     }
 
     /// Registers an agent, like [`Controller::register`], which may be connected through a rack.
-    pub fn register_via(
+    pub fn register_with_relay(
         &mut self,
         server: &str,
         version: &str,
@@ -261,7 +261,7 @@ impl Controller {
         now: Now,
     ) -> Result<Session, Rejection> {
         let id = self.fleet.server_id(server).ok_or_else(|| Rejection::UnknownServer(server.to_owned()))?;
-        self.check_relay(id, relay.as_ref())?;
+        self.require_allowed_relay(id, relay.as_ref())?;
         let agent = self.agents.get_or_insert(server, id);
         if !agent.take_registration_token(now) {
             return Err(Rejection::TooManyRegistrations(server.to_owned()));
@@ -297,7 +297,7 @@ impl Controller {
     pub fn agent_configuration(&self, session: &Session) -> Result<AgentConfiguration, Rejection> {
         let unknown_server = || Rejection::UnknownServer(session.server().to_owned());
         let id = self.fleet.server_id(session.server()).ok_or_else(unknown_server)?;
-        self.check_relay(id, session.relay.as_ref())?;
+        self.require_allowed_relay(id, session.relay.as_ref())?;
         let predecessors = self.services.iter().filter_map(|service| service.predecessors(id));
         Ok(self.fleet.agent_configuration(
             id,
@@ -328,7 +328,7 @@ impl Controller {
 
     pub fn record_load_balancer_traffic(&mut self, session: u64, message: &TrafficMessage, now: Now) {
         let opened_connections = self.load_balancers.record_traffic(session, message, self.fleet.load_ewma_alpha, now);
-        self.share_limiter.add(&opened_connections);
+        self.share_limiter.add_opened_connections(&opened_connections);
         self.on_traffic_changed(now);
     }
 
@@ -352,8 +352,8 @@ impl Controller {
     }
 
     /// Returns the bucket histories that have changed since the last call and must be stored, by service name.
-    pub fn changed_histories(&mut self) -> Vec<(String, BucketHistory)> {
-        self.services.iter_mut().filter_map(Service::take_changed_history).collect()
+    pub fn take_changed_bucket_histories(&mut self) -> Vec<(String, BucketHistory)> {
+        self.services.iter_mut().filter_map(Service::take_changed_bucket_history).collect()
     }
 
     /// Returns a number that increases with every change of any agent's [`AgentConfiguration::previous_servers`].
@@ -397,7 +397,7 @@ impl Controller {
         }
         let sent_at = report.as_ref().ok().map(|report| report.sent_at);
         agent.record_report(report, self.fleet.load_ewma_alpha, self.fleet.generation, now)?;
-        self.reports_ahead_count += u64::from(agent.clock_lead.is_some());
+        self.clock_ahead_report_count += u64::from(agent.clock_lead.is_some());
         if let Some(id) = self.fleet.server_id(server_name) {
             agent.traffic_at_report = self.load_balancers.traffic_totals(id);
             self.on_load_changed(id, TableTrigger { received_at: now.monotonic, is_load_change: true, sent_at });
@@ -491,8 +491,9 @@ impl Controller {
     }
 
     fn begin_interval(&mut self, position: usize) {
-        let opened_connections = self.load_balancers.take_newly_opened(self.services[position].configuration().index);
-        self.services[position].begin_interval(opened_connections);
+        let opened_connection_count =
+            self.load_balancers.take_opened_connection_count(self.services[position].configuration().index);
+        self.services[position].begin_interval(opened_connection_count);
     }
 
     /// Returns the arrival times of the servers' newest reports that are later than `lower_bound` (monotonic clock).

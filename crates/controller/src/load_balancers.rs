@@ -21,11 +21,11 @@ pub type HealthTarget = (ServiceIndex, ServerId);
 
 /// Time after which a server that no load balancer can reach gets no new connections. During shorter interruptions, the
 /// data plane sends first packets to other servers.
-pub const UNREACHABLE_AFTER: Duration = Duration::from_secs(3);
+pub const UNREACHABLE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Time after the controller's start during which missing load balancers and agents do not count as lost, because they
 /// retry at least every two seconds.
-pub const START_GRACE: Duration = Duration::from_secs(5);
+pub const START_GRACE_PERIOD: Duration = Duration::from_secs(5);
 
 /// Load balancers by name, including connected ones and those in the records.
 #[derive(Debug, Default)]
@@ -216,7 +216,7 @@ impl LoadBalancers {
 
     /// Returns the time since which all live load balancers have used this or a newer configuration, since the
     /// controller's start. The error lists those that have not confirmed it, and is empty if no load balancer is live.
-    pub fn confirmed_since(&self, generation: u64, now: Now) -> Result<Duration, Vec<&str>> {
+    pub fn confirmation_time(&self, generation: u64, now: Now) -> Result<Duration, Vec<&str>> {
         let unconfirmed_balancers =
             self.live_load_balancers(now).filter(|(_, balancer)| balancer.confirmed_generation < generation);
         let unconfirmed_names: Vec<&str> = unconfirmed_balancers.map(|(name, _)| name.as_str()).collect();
@@ -259,9 +259,9 @@ impl LoadBalancers {
     }
 
     /// Returns how many connections to the service were opened since the last call, or `None` if it is not known yet.
-    pub fn take_newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
+    pub fn take_opened_connection_count(&mut self, service: ServiceIndex) -> Option<u64> {
         let opened_per_balancer =
-            self.by_name.values_mut().filter_map(|balancer| balancer.traffic.take_newly_opened(service));
+            self.by_name.values_mut().filter_map(|balancer| balancer.traffic.take_opened_connection_count(service));
         opened_per_balancer.reduce(u64::saturating_add)
     }
 
@@ -300,11 +300,11 @@ impl LoadBalancers {
         self.by_name.get(name).is_some_and(|balancer| balancer.is_alive(now))
     }
 
-    /// Returns whether no load balancer has been able to reach the server for [`UNREACHABLE_AFTER`].
+    /// Returns whether no load balancer has been able to reach the server for [`UNREACHABLE_TIMEOUT`].
     pub fn is_unreachable(&self, server: &str, now: Now) -> bool {
         let is_long_unresolved = |balancer: &LoadBalancer| {
             let unresolved_since = balancer.unresolved_since.get(server);
-            unresolved_since.is_some_and(|start_time| now.monotonic.saturating_sub(*start_time) >= UNREACHABLE_AFTER)
+            unresolved_since.is_some_and(|start_time| now.monotonic.saturating_sub(*start_time) >= UNREACHABLE_TIMEOUT)
         };
         let mut reporting_balancers =
             self.connected_load_balancers().filter(|(_, balancer)| balancer.reported_state.is_some()).peekable();
@@ -328,7 +328,7 @@ impl LoadBalancers {
 impl ReportedHealth {
     fn record_results(&mut self, message: HealthMessage, now: Now) {
         let check_results: BTreeMap<HealthTarget, ServerCheckResult> = message
-            .servers
+            .check_results
             .into_iter()
             .map(|(service, server, check_result)| ((service, server), check_result))
             .collect();
@@ -354,6 +354,6 @@ impl LoadBalancer {
     pub fn is_alive(&self, now: Now) -> bool {
         let last_message_at =
             self.session.as_ref().map_or(self.session_ended_at, |live_session| live_session.last_message_at);
-        now.monotonic < START_GRACE.max(last_message_at + LOAD_BALANCER_TIMEOUT)
+        now.monotonic < START_GRACE_PERIOD.max(last_message_at + LOAD_BALANCER_TIMEOUT)
     }
 }

@@ -122,7 +122,7 @@ impl Controller {
         snapshot.add_value(&STORE_BEHIND, [], self.is_store_outdated().into());
         snapshot.add_value(&STORE_HAS_DOCUMENT, [], self.fleet.has_document().into());
         snapshot.add_value(&SERVERS_LIMITED, [], self.share_limiter.limited_server_count() as f64);
-        snapshot.add_value(&REPORTS_AHEAD_TOTAL, [], self.reports_ahead_count as f64);
+        snapshot.add_value(&REPORTS_AHEAD_TOTAL, [], self.clock_ahead_report_count as f64);
         for (id, server) in &self.fleet.servers {
             if let Some(report) = self.agent(*id).and_then(|agent| agent.newest_report.as_ref()) {
                 component::add_dispatch_counters(snapshot, &server.name, &report.details.dispatched_services);

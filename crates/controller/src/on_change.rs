@@ -64,7 +64,7 @@ impl Controller {
         }
     }
 
-    pub(super) fn on_relayed_loads(&mut self, service: ServiceIndex, summary: &RackSummary, now: Now) {
+    pub(super) fn on_relayed_loads_changed(&mut self, service: ServiceIndex, summary: &RackSummary, now: Now) {
         let Some(position) = self.positions_by_index.get(&service) else { return };
         let service = &mut self.services[*position];
         if !service.reads_loads() {
@@ -134,7 +134,7 @@ impl Controller {
     /// Polls a shard of the service's servers, or only the service's own inputs if it has no servers (`None`).
     fn poll_shard(&mut self, position: usize, shard: Option<Shard>, now: Now) {
         let shard_fingerprint = shard.map(|shard| (shard, self.server_inputs_fingerprint(position, shard, now)));
-        let service_fingerprint = self.inputs_fingerprint(position, now);
+        let service_fingerprint = self.service_inputs_fingerprint(position, now);
         let service = &mut self.services[position];
         if !service.update_fingerprints(service_fingerprint, shard_fingerprint.as_slice()) {
             return;
@@ -159,7 +159,7 @@ impl Controller {
     }
 
     /// Returns a hash of the service's inputs, except loads, counts, and the inputs of its servers.
-    fn inputs_fingerprint(&self, position: usize, now: Now) -> u64 {
+    fn service_inputs_fingerprint(&self, position: usize, now: Now) -> u64 {
         let service = &self.services[position];
         let fleet_service = service.configuration();
         let mut hasher = foldhash::fast::FixedState::default().build_hasher();

@@ -11,7 +11,7 @@ use super::tests::plain_report;
 use super::{Controller, Now, Session};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;
-use coreward_fleet::records::Records;
+use coreward_fleet::records::FleetRecords;
 
 fn at(milliseconds: u64) -> Now {
     let monotonic = Duration::from_millis(milliseconds);
@@ -39,7 +39,7 @@ fn four_server_fleet(fleet_keys: &str) -> FleetConfig {
 
 struct Harness {
     controller: Controller,
-    records: Records,
+    records: FleetRecords,
     sessions: Vec<Session>,
     sequence: u64,
 }
@@ -51,7 +51,7 @@ impl Harness {
 
     fn with_fleet_keys(fleet_keys: &str) -> Self {
         let config = four_server_fleet(fleet_keys);
-        let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
+        let mut records = FleetRecords::generate(at(0).wall, &mut seeded_rng(5, 0));
         records.apply_document(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
         let sessions = (0..4).map(|n| controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
@@ -128,7 +128,7 @@ fn oldest_change_is_the_trigger_of_a_table() {
     harness.controller.table_acks.record_confirmation(7, web_index, 1, at(16));
     harness.controller.table_acks.record_confirmation(7, web_index, 2, at(18));
     assert_eq!(harness.controller.table_acks.latency_since_receipt.count(), 1);
-    assert!((harness.controller.table_acks.latency_since_receipt.sum() - 0.008).abs() < 1e-9);
+    assert!((harness.controller.table_acks.latency_since_receipt.sum_s() - 0.008).abs() < 1e-9);
 }
 
 #[test]
@@ -161,7 +161,7 @@ fn counts_continue_until_a_newer_load_arrives() {
 }
 
 #[test]
-fn traffic_makes_tables_of_its_policies_due() {
+fn traffic_makes_tables_of_traffic_policies_due() {
     let mut harness = Harness::new();
     harness.controller.poll_inputs(at(0), true);
     harness.make_and_list_due_tables(at(0));
@@ -211,7 +211,7 @@ fn inputs_of_many_servers_are_polled_shard_by_shard() {
         text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.{}.{}\"\nid = {n}\n", n >> 8, n & 0xff);
     }
     let config = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
-    let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
+    let mut records = FleetRecords::generate(at(0).wall, &mut seeded_rng(5, 0));
     records.apply_document(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
     let mut controller = Controller::new(Fleet::new(&config, &records));
     let mut step_count = 0;

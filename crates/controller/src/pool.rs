@@ -72,7 +72,7 @@ impl Controller {
         let pool = pool.for_next_table(self.load_balancers.connected_count() as u32);
         let pool = pool
             .with_rack_summaries(self.racks.valid_summaries_of_service(fleet_service.index, now).cloned().collect());
-        if places_each_datagram(fleet_service) { pool.counting_requests() } else { pool }
+        if places_each_datagram(fleet_service) { pool.counting_placements_as_requests() } else { pool }
     }
 
     /// Returns the pool of the newest table after its changed servers have been read again.
@@ -139,8 +139,9 @@ impl Controller {
     fn open_connections(&self, id: ServerId, agent: Option<&Agent>) -> u32 {
         let Some(report) = agent.and_then(|agent| agent.newest_report.as_ref()) else { return 0 };
         let traffic_at_report = agent.map(|agent| &agent.traffic_at_report);
-        let increase_since_report = traffic_at_report
-            .map_or(0, |earlier_totals| self.load_balancers.traffic_totals(id).opened_since(earlier_totals));
+        let increase_since_report = traffic_at_report.map_or(0, |earlier_totals| {
+            self.load_balancers.traffic_totals(id).connection_increase_since(earlier_totals)
+        });
         u32::try_from((i64::from(report.open_connections) + increase_since_report).max(0)).unwrap_or(u32::MAX)
     }
 }

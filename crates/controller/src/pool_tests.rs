@@ -15,7 +15,7 @@ use super::tests::plain_report;
 use super::{Controller, Now, Session};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;
-use coreward_fleet::records::Records;
+use coreward_fleet::records::FleetRecords;
 
 fn at(seconds: u64) -> Now {
     let monotonic = Duration::from_secs(seconds);
@@ -34,14 +34,14 @@ fn fleet_config(servers: &[&str], service: &str) -> FleetConfig {
 }
 
 struct Harness {
-    records: Records,
+    records: FleetRecords,
     controller: Controller,
 }
 
 impl Harness {
     fn new(servers: &[&str], service: &str) -> Self {
         let config = fleet_config(servers, service);
-        let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
+        let mut records = FleetRecords::generate(at(0).wall, &mut seeded_rng(5, 0));
         records.apply_document(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
         Self { records, controller }
@@ -95,10 +95,10 @@ fn traffic_message(counts: &[(u64, u64, u64)]) -> TrafficMessage {
     }
 }
 
-fn buckets_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
+fn bucket_counts_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
     let mut bucket_counts = BTreeMap::new();
     for bucket in 0..table.bucket_count.get() {
-        *bucket_counts.entry(table.candidates_of(0, bucket)[0].server.get()).or_default() += 1;
+        *bucket_counts.entry(table.bucket_candidates(0, bucket)[0].server.get()).or_default() += 1;
     }
     bucket_counts
 }
@@ -107,7 +107,7 @@ fn buckets_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
 fn weights_divide_buckets_and_weight_0_gets_none() {
     let mut harness = Harness::new(&["weight = 3", "", "weight = 0"], "policy = \"maglev\"\n");
     let table = harness.make_table(at(0));
-    assert_eq!(buckets_by_server(&table), BTreeMap::from([(0, 96), (1, 32)]));
+    assert_eq!(bucket_counts_by_server(&table), BTreeMap::from([(0, 96), (1, 32)]));
     assert!(table.consistent_servers.iter().all(|server| *server != id(2)));
     let configured_servers = harness.controller.fleet_configuration(at(0)).services.remove(0).servers;
     assert_eq!(configured_servers.iter().map(|server| server.is_eligible).collect::<Vec<_>>(), [true, true, false]);
@@ -119,14 +119,15 @@ fn weights_divide_buckets_and_weight_0_gets_none() {
 fn new_server_has_a_slow_start_but_initial_servers_have_none() {
     let service_keys = "policy = \"maglev\"\nslow_start = \"100s\"\nbuckets = 1024\n";
     let mut harness = Harness::new(&["", ""], service_keys);
-    assert_eq!(buckets_by_server(&harness.make_table(at(0))), BTreeMap::from([(0, 512), (1, 512)]));
+    assert_eq!(bucket_counts_by_server(&harness.make_table(at(0))), BTreeMap::from([(0, 512), (1, 512)]));
     harness.configure(&["", "", ""], service_keys, at(10));
-    let buckets_of_new_server =
-        |harness: &mut Harness, now: u64| buckets_by_server(&harness.make_table(at(now))).get(&2).copied().unwrap_or(0);
+    let new_server_bucket_count = |harness: &mut Harness, now: u64| {
+        bucket_counts_by_server(&harness.make_table(at(now))).get(&2).copied().unwrap_or(0)
+    };
     let (initial_count, halfway_count, full_count) = (
-        buckets_of_new_server(&mut harness, 10),
-        buckets_of_new_server(&mut harness, 60),
-        buckets_of_new_server(&mut harness, 110),
+        new_server_bucket_count(&mut harness, 10),
+        new_server_bucket_count(&mut harness, 60),
+        new_server_bucket_count(&mut harness, 110),
     );
     // The three totals are 2 + 1/64, 2.5 and 3 shares.
     assert!(
@@ -135,9 +136,9 @@ fn new_server_has_a_slow_start_but_initial_servers_have_none() {
     );
     // After a drain, the server joins again with a slow start.
     harness.configure(&["", "", "state = \"draining\""], service_keys, at(200));
-    assert_eq!(buckets_of_new_server(&mut harness, 200), 0);
+    assert_eq!(new_server_bucket_count(&mut harness, 200), 0);
     harness.configure(&["", "", ""], service_keys, at(300));
-    assert!(buckets_of_new_server(&mut harness, 300) <= 10 && buckets_of_new_server(&mut harness, 400) >= 340);
+    assert!(new_server_bucket_count(&mut harness, 300) <= 10 && new_server_bucket_count(&mut harness, 400) >= 340);
     // The choice for connections without a cookie is complete at once.
     harness.configure(&["", "", "", ""], service_keys, at(500));
     assert!(harness.make_table(at(500)).consistent_servers.iter().filter(|server| **server == id(3)).count() > 200);
@@ -173,32 +174,33 @@ fn open_connections_are_reported_plus_new_ones() {
 }
 
 #[test]
-fn opened_connections_are_the_load_balancers_counts() {
+fn opened_connections_are_counted_by_load_balancers() {
     let mut harness = Harness::new(&["", ""], "");
-    let take_opened_connections =
-        |harness: &mut Harness| harness.controller.load_balancers.take_newly_opened(ServiceIndex::new(0).unwrap());
+    let take_opened_connection_count = |harness: &mut Harness| {
+        harness.controller.load_balancers.take_opened_connection_count(ServiceIndex::new(0).unwrap())
+    };
     let lb1_session = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
     let lb2_session = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
     let report_traffic = |harness: &mut Harness, session, server_counts: &[(u64, u64, u64)], now| {
         harness.controller.record_load_balancer_traffic(session, &traffic_message(server_counts), now);
     };
     report_traffic(&mut harness, lb1_session, &[(0, 1000, 0), (1, 500, 0)], at(1));
-    assert_eq!(take_opened_connections(&mut harness), None, "the new part is unknown");
+    assert_eq!(take_opened_connection_count(&mut harness), None, "the new part is unknown");
     report_traffic(&mut harness, lb1_session, &[(0, 1010, 0), (1, 505, 0)], at(2));
     report_traffic(&mut harness, lb2_session, &[(0, 77, 0)], at(2));
-    assert_eq!(take_opened_connections(&mut harness), Some(15));
+    assert_eq!(take_opened_connection_count(&mut harness), Some(15));
     report_traffic(&mut harness, lb1_session, &[(0, 1011, 0), (1, 505, 0)], at(3));
     report_traffic(&mut harness, lb1_session, &[(0, 1012, 0), (1, 505, 0)], at(4));
     report_traffic(&mut harness, lb2_session, &[(0, 80, 0)], at(4));
-    assert_eq!(take_opened_connections(&mut harness), Some(2 + 3), "twice before it was asked");
+    assert_eq!(take_opened_connection_count(&mut harness), Some(2 + 3), "twice before it was asked");
     report_traffic(&mut harness, lb2_session, &[(0, 4, 0)], at(5));
-    assert_eq!(take_opened_connections(&mut harness), Some(0));
+    assert_eq!(take_opened_connection_count(&mut harness), Some(0));
     report_traffic(&mut harness, lb2_session, &[(0, 10, 0)], at(6));
-    assert_eq!(take_opened_connections(&mut harness), Some(6));
+    assert_eq!(take_opened_connection_count(&mut harness), Some(6));
 }
 
 #[test]
-fn cores_of_packet_placement_count_with_the_mean_load() {
+fn packet_placement_uses_the_mean_load_of_cores() {
     let unequal_busy_ns = [0, 80_000_000];
     let core_loads_in_table = |service: &str| {
         let mut harness = Harness::new(&["", ""], &format!("policy = \"crossrss\"\n{service}"));
@@ -210,11 +212,11 @@ fn cores_of_packet_placement_count_with_the_mean_load() {
         let pool = harness.controller.compute_pool(&harness.controller.services[0], at(1));
         pool.servers().iter().map(|server| server.loads.as_ref().unwrap().cores().unwrap().to_vec()).collect::<Vec<_>>()
     };
-    let loads_of_tcp_service = core_loads_in_table("");
-    assert!(loads_of_tcp_service[0][0] == 0.0 && loads_of_tcp_service[0][1] > loads_of_tcp_service[1][0]);
-    assert_eq!(core_loads_in_table("protocol = \"udp\"\n"), loads_of_tcp_service, "flows");
-    let loads_of_packet_service = core_loads_in_table("protocol = \"udp\"\nudp = \"packet\"\n");
-    assert_eq!(loads_of_packet_service, [vec![loads_of_tcp_service[0][1] / 2.0; 2], loads_of_tcp_service[1].clone()]);
+    let tcp_service_loads = core_loads_in_table("");
+    assert!(tcp_service_loads[0][0] == 0.0 && tcp_service_loads[0][1] > tcp_service_loads[1][0]);
+    assert_eq!(core_loads_in_table("protocol = \"udp\"\n"), tcp_service_loads, "flows");
+    let packet_service_loads = core_loads_in_table("protocol = \"udp\"\nudp = \"packet\"\n");
+    assert_eq!(packet_service_loads, [vec![tcp_service_loads[0][1] / 2.0; 2], tcp_service_loads[1].clone()]);
 }
 
 #[test]
@@ -223,8 +225,8 @@ fn previous_servers_of_buckets_are_sent_to_agents() {
     let sessions: Vec<Session> = (0..2).map(|n| harness.connect_agent(n, 0, at(0))).collect();
     let old_servers = harness.make_table(at(0)).consistent_servers;
     assert!(harness.make_table(at(0)).previous_consistent_servers.is_empty());
-    assert_eq!(harness.controller.changed_histories().len(), 1);
-    assert!(harness.controller.changed_histories().is_empty());
+    assert_eq!(harness.controller.take_changed_bucket_histories().len(), 1);
+    assert!(harness.controller.take_changed_bucket_histories().is_empty());
     let change_count = harness.controller.predecessor_change_count();
     harness.configure(&["", "", "state = \"draining\""], "", at(1));
     let table = harness.make_table(at(1));
@@ -237,7 +239,7 @@ fn previous_servers_of_buckets_are_sent_to_agents() {
         assert_eq!(previous_servers.iter().map(|server| server.id).collect::<Vec<_>>(), [id(2)]);
     }
     // A new controller process continues from the records.
-    let (name, history) = harness.controller.changed_histories().remove(0);
+    let (name, history) = harness.controller.take_changed_bucket_histories().remove(0);
     harness.records.services.get_mut(&name).unwrap().bucket_history = history;
     harness.controller =
         Controller::new(Fleet::new(&fleet_config(&["", "", "state = \"draining\""], ""), &harness.records));
@@ -265,14 +267,16 @@ fn silent_load_balancers_are_lost() {
     let is_alive = |harness: &Harness, now: Duration| {
         !harness.controller.live_load_balancers(Now { monotonic: now, wall: now, record: now }).is_empty()
     };
-    let session_end = Duration::from_secs(21);
+    let session_end_time = Duration::from_secs(21);
     assert!(
-        is_alive(&harness, session_end + LOAD_BALANCER_TIMEOUT - Duration::from_millis(1))
-            && !is_alive(&harness, session_end + LOAD_BALANCER_TIMEOUT)
+        is_alive(&harness, session_end_time + LOAD_BALANCER_TIMEOUT - Duration::from_millis(1))
+            && !is_alive(&harness, session_end_time + LOAD_BALANCER_TIMEOUT)
     );
     let silent_session = harness.controller.register_load_balancer("lb1", at(30)).unwrap();
-    let last_message = Duration::from_secs(30);
-    assert!(is_alive(&harness, Duration::from_secs(31)) && !is_alive(&harness, last_message + LOAD_BALANCER_TIMEOUT));
+    let last_message_time = Duration::from_secs(30);
+    assert!(
+        is_alive(&harness, Duration::from_secs(31)) && !is_alive(&harness, last_message_time + LOAD_BALANCER_TIMEOUT)
+    );
     harness.controller.record_load_balancer_state(
         silent_session,
         coreward_wire::v1::LoadBalancerState::default(),

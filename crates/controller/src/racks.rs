@@ -169,7 +169,7 @@ impl Controller {
         if connected_racks.peek().is_none() {
             return Vec::new();
         }
-        let permitted_servers = self.fleet.servers_by_rack();
+        let permitted_servers = self.fleet.rack_server_counts();
         let status_of_rack = |(name, rack): (&String, &Rack)| {
             let mut server_names: Vec<String> =
                 rack.sessions_by_stream.values().map(|session| session.server().to_owned()).collect();
@@ -180,27 +180,27 @@ impl Controller {
                 version: rack.version.clone(),
                 age_ms: now.monotonic.saturating_sub(rack.last_message_at).as_millis() as u32,
                 servers: server_names,
-                permitted_servers: permitted_servers.server_count_of_rack(name),
+                permitted_servers: permitted_servers.server_count(name),
             }
         };
         connected_racks.map(status_of_rack).collect()
     }
 
     /// Fails if the fleet document does not allow a rack with this name.
-    fn check_rack(&self, name: &str) -> Result<(), Rejection> {
+    fn require_allowed_rack(&self, name: &str) -> Result<(), Rejection> {
         let is_allowed = self.fleet.allowed_racks.as_ref().is_none_or(|racks| racks.contains(name));
         if is_allowed { Ok(()) } else { Err(Rejection::UnknownRack(name.to_owned())) }
     }
 
     /// Fails if the agent may not report for the server through its rack. A direct agent proves its identity by its
     /// certificate. A rack has authenticated its agents, so the fleet document limits the servers that it may report.
-    pub(super) fn check_relay(&self, id: ServerId, relay: Option<&RackRelay>) -> Result<(), Rejection> {
+    pub(super) fn require_allowed_relay(&self, id: ServerId, relay: Option<&RackRelay>) -> Result<(), Rejection> {
         let Some(RackRelay { rack_name: name, .. }) =
-            relay.filter(|relay| !self.fleet.may_connect_through(id, &relay.rack_name))
+            relay.filter(|relay| !self.fleet.may_connect_through_rack(id, &relay.rack_name))
         else {
             return Ok(());
         };
-        let permitted_racks = self.fleet.allowed_racks_of(id).into_iter().flatten().cloned().collect();
+        let permitted_racks = self.fleet.server_allowed_racks(id).into_iter().flatten().cloned().collect();
         Err(Rejection::ForeignRack {
             server: self.fleet.servers[&id].name.clone(),
             rack: name.to_string(),
@@ -211,7 +211,7 @@ impl Controller {
     /// Registers a rack and returns its session. Fails if a rack with this name is connected and has reported recently,
     /// or if the fleet document does not list the rack.
     pub fn register_rack(&mut self, name: &str, version: &str, now: Now) -> Result<u64, Rejection> {
-        let rack_check = self.check_rack(name);
+        let rack_check = self.require_allowed_rack(name);
         self.count_rejection(rack_check)?;
         let racks = &mut self.racks;
         if let Some(connected_rack) = racks.by_name.get(name).filter(|rack| rack.session.is_some()) {
@@ -288,7 +288,7 @@ impl Controller {
             rack.summaries_by_service.extend(new_summaries.iter().map(to_received_summary));
         }
         for (service, summary) in &new_summaries {
-            self.on_relayed_loads(*service, summary, now);
+            self.on_relayed_loads_changed(*service, summary, now);
         }
         Ok(())
     }
@@ -306,7 +306,7 @@ impl Controller {
     /// but not this one.
     pub fn rack_configuration(&self, session: u64, now: Now) -> Result<Option<RackConfiguration>, Rejection> {
         let Some((name, rack)) = self.racks.connected_rack(session) else { return Ok(None) };
-        self.check_rack(name)?;
+        self.require_allowed_rack(name)?;
         let rack_server = |(stream_number, id): (u64, ServerId)| {
             let fleet_server = &self.fleet.servers[&id];
             RackServer { stream_number, id, weight: fleet_server.weight, capacity: fleet_server.capacity }
@@ -316,7 +316,7 @@ impl Controller {
         Ok(Some(RackConfiguration {
             report_interval: self.fleet.report_interval,
             detail_interval: self.racks.detail_interval(),
-            alpha: self.fleet.load_ewma_alpha,
+            load_ewma_alpha: self.fleet.load_ewma_alpha,
             services: rack_services.filter(|service| !service.members.is_empty()).collect(),
             servers,
         }))

@@ -11,7 +11,7 @@ use super::rejection::Rejection;
 use super::{Controller, Now, Session};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;
-use coreward_fleet::records::Records;
+use coreward_fleet::records::FleetRecords;
 
 const START_TIME: Duration = Duration::from_secs(1_700_000_000);
 
@@ -21,14 +21,14 @@ fn at(milliseconds: u64) -> Now {
 }
 
 struct Harness {
-    records: Records,
+    records: FleetRecords,
     controller: Controller,
 }
 
 impl Harness {
     /// Creates a harness with the document's keys (`fleet`), and one server for each line in `servers`.
     fn new(fleet: &str, servers: &[&str]) -> Self {
-        let records = Records::generate(START_TIME, &mut seeded_rng(5, 0));
+        let records = FleetRecords::generate(START_TIME, &mut seeded_rng(5, 0));
         let empty_config = FleetConfig::parse_stored(&Source::from_text("fleet.toml", "")).unwrap();
         let mut harness = Self { controller: Controller::new(Fleet::new(&empty_config, &records)), records };
         harness.configure(fleet, servers);
@@ -50,7 +50,7 @@ impl Harness {
         self.controller.register_rack(name, "test", at(0)).unwrap()
     }
 
-    fn connect_agent_via(
+    fn connect_agent_through_rack(
         &mut self,
         rack_session: u64,
         name: &str,
@@ -58,7 +58,7 @@ impl Harness {
         stream: u64,
     ) -> Result<Session, Rejection> {
         let rack_relay = RackRelay { rack_session, rack_name: name.into(), stream_number: stream };
-        self.controller.register_via(server, "test", Some(rack_relay), at(0))
+        self.controller.register_with_relay(server, "test", Some(rack_relay), at(0))
     }
 
     /// Returns the stream numbers and server ids in the rack's configuration.
@@ -77,7 +77,7 @@ fn foreign_rack_rejection(server: &str, rack: &str, racks: &[&str]) -> Rejection
 fn any_rack_may_report_for_any_server_by_default() {
     let mut harness = Harness::new("", &["", ""]);
     let rack_session = harness.register_rack("r1");
-    harness.connect_agent_via(rack_session, "r1", "s0", 1).unwrap();
+    harness.connect_agent_through_rack(rack_session, "r1", "s0", 1).unwrap();
     assert_eq!(harness.configured_streams(rack_session), [(1, 0)]);
     let status = harness.controller.status(at(0));
     assert_eq!((status.racks[0].permitted_servers, &status.racks[0].servers), (2, &vec!["s0".to_owned()]));
@@ -90,10 +90,13 @@ fn rack_reports_only_for_servers_that_name_it() {
     let unknown_rack_rejection = harness.controller.register_rack("r3", "test", at(0)).unwrap_err();
     assert_eq!(unknown_rack_rejection, Rejection::UnknownRack("r3".to_owned()));
     let [first, second] = ["r1", "r2"].map(|name| harness.register_rack(name));
-    assert_eq!(harness.connect_agent_via(second, "r2", "s0", 1), Err(foreign_rack_rejection("s0", "r2", &["r1"])));
-    assert_eq!(harness.connect_agent_via(first, "r1", "s1", 1), Err(foreign_rack_rejection("s1", "r1", &[])));
-    harness.connect_agent_via(first, "r1", "s0", 2).unwrap();
-    harness.connect_agent_via(second, "r2", "s2", 2).unwrap();
+    assert_eq!(
+        harness.connect_agent_through_rack(second, "r2", "s0", 1),
+        Err(foreign_rack_rejection("s0", "r2", &["r1"]))
+    );
+    assert_eq!(harness.connect_agent_through_rack(first, "r1", "s1", 1), Err(foreign_rack_rejection("s1", "r1", &[])));
+    harness.connect_agent_through_rack(first, "r1", "s0", 2).unwrap();
+    harness.connect_agent_through_rack(second, "r2", "s2", 2).unwrap();
     harness.controller.register("s1", "test", at(0)).unwrap();
     assert_eq!((harness.configured_streams(first), harness.configured_streams(second)), (vec![(2, 0)], vec![(2, 2)]));
     let status = harness.controller.status(at(0));
@@ -110,7 +113,7 @@ fn rack_reports_only_for_servers_that_name_it() {
 fn new_document_disconnects_forbidden_peers() {
     let mut harness = Harness::new("", &["racks = [\"r1\"]"]);
     let rack_session = harness.register_rack("r1");
-    let session = harness.connect_agent_via(rack_session, "r1", "s0", 1).unwrap();
+    let session = harness.connect_agent_through_rack(rack_session, "r1", "s0", 1).unwrap();
     assert!(harness.controller.agent_configuration(&session).is_ok());
     harness.configure("", &["racks = [\"r2\"]"]);
     assert_eq!(harness.controller.agent_configuration(&session), Err(foreign_rack_rejection("s0", "r1", &["r2"])));
@@ -127,19 +130,19 @@ fn rack_assignment_of_a_departed_server_still_holds() {
     harness.configure("", &["gone", ""]);
     let rack_session = harness.register_rack("r2");
     assert_eq!(
-        harness.connect_agent_via(rack_session, "r2", "s0", 1),
+        harness.connect_agent_through_rack(rack_session, "r2", "s0", 1),
         Err(foreign_rack_rejection("s0", "r2", &["r1"]))
     );
     harness.configure("", &["", ""]);
-    harness.connect_agent_via(rack_session, "r2", "s0", 1).unwrap();
+    harness.connect_agent_through_rack(rack_session, "r2", "s0", 1).unwrap();
 }
 
 #[test]
 fn agent_that_reconnects_through_another_rack_leaves_the_old_rack() {
     let mut harness = Harness::new("", &["", ""]);
     let first_rack = harness.register_rack("r1");
-    harness.connect_agent_via(first_rack, "r1", "s0", 1).unwrap();
-    harness.connect_agent_via(first_rack, "r1", "s1", 2).unwrap();
+    harness.connect_agent_through_rack(first_rack, "r1", "s0", 1).unwrap();
+    harness.connect_agent_through_rack(first_rack, "r1", "s1", 2).unwrap();
     // The rack has not noticed yet that its agent is gone.
     let second_rack = harness.register_rack("r2");
     let config_versions =
@@ -166,7 +169,7 @@ fn rejections_name_the_required_role() {
 fn summaries_are_accepted_per_service() {
     let mut harness = Harness::new("", &["", ""]);
     let rack_session = harness.register_rack("r1");
-    harness.connect_agent_via(rack_session, "r1", "s0", 1).unwrap();
+    harness.connect_agent_through_rack(rack_session, "r1", "s0", 1).unwrap();
     let web_index = harness.controller.fleet().services[0].index;
     let summary_for_service = |service: u32| v1::RackSummary {
         service_index: service,

@@ -79,9 +79,9 @@ pub enum Rejection {
     #[error("load balancer {0:?} is one more than {MAX_LOAD_BALANCERS}: expected fewer, or older ones to be forgotten")]
     TooManyLoadBalancers(String),
     #[error(transparent)]
-    Readings(#[from] RejectedReadings),
+    InvalidReadings(#[from] RejectedReadings),
     #[error(transparent)]
-    Malformed(#[from] ReportError),
+    MalformedReport(#[from] ReportError),
 }
 
 impl Rejection {
@@ -118,13 +118,13 @@ impl Rejection {
             Rejection::UnknownLoadBalancer(_) => "unknown_load_balancer",
             Rejection::ForeignRack { .. } => "foreign_rack",
             Rejection::Superseded(_) => "superseded",
-            Rejection::Readings(RejectedReadings::OutOfOrder { .. }) => "out_of_order",
-            Rejection::Readings(RejectedReadings::ClockStalled { .. }) => "clock_stalled",
-            Rejection::Readings(RejectedReadings::NoCores) => "no_cores",
-            Rejection::Malformed(ReportError::Rss(_)) => "malformed_rss",
-            Rejection::Readings(RejectedReadings::ImpossibleLoad { .. }) => "impossible_load",
-            Rejection::Malformed(ReportError::TimeToLive(_)) => "time_to_live",
-            Rejection::Malformed(ReportError::TooLarge { .. }) => "too_large",
+            Rejection::InvalidReadings(RejectedReadings::OutOfOrder { .. }) => "out_of_order",
+            Rejection::InvalidReadings(RejectedReadings::ClockStalled { .. }) => "clock_stalled",
+            Rejection::InvalidReadings(RejectedReadings::NoCores) => "no_cores",
+            Rejection::MalformedReport(ReportError::InvalidRss(_)) => "malformed_rss",
+            Rejection::InvalidReadings(RejectedReadings::ImpossibleLoad { .. }) => "impossible_load",
+            Rejection::MalformedReport(ReportError::TimeToLiveMsOutOfRange(_)) => "time_to_live",
+            Rejection::MalformedReport(ReportError::TooLarge { .. }) => "too_large",
             Rejection::TooManyReports(_) => "too_often",
             Rejection::TooManyRegistrations(_) => "too_many_registrations",
             Rejection::TooManyLoadBalancers(_) => "too_many_load_balancers",

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use coreward_api::types::{KeyPhase as ShownPhase, Keys};
 
-use super::load_balancers::{LoadBalancer, START_GRACE};
+use super::load_balancers::{LoadBalancer, START_GRACE_PERIOD};
 use super::{Controller, Now};
 use coreward_fleet::fleet::{AdminState, FleetServer};
 use coreward_fleet::key_ring::KeyPhase;
@@ -79,7 +79,7 @@ impl Controller {
             KeyPhase::Steady => {
                 let key_age = now.record.saturating_sub(key_ring.current_since);
                 let is_rotation_due = self.fleet.key_rotation.is_some_and(|interval| key_age >= interval);
-                if is_rotation_due { self.announce_step(false, now).map(Some) } else { Ok(None) }
+                if is_rotation_due { self.announcement_step(false, now).map(Some) } else { Ok(None) }
             }
         }
     }
@@ -89,7 +89,7 @@ impl Controller {
     pub fn requested_key_step(&self, is_forced: bool, now: Now) -> Result<KeyStep, RotationError> {
         let key_ring = &self.fleet.key_ring;
         if key_ring.phase == KeyPhase::Steady {
-            return self.announce_step(is_forced, now);
+            return self.announcement_step(is_forced, now);
         }
         let unconfirmed_peers = self.unconfirmed_peers(is_forced, now);
         if unconfirmed_peers.is_empty() {
@@ -102,7 +102,7 @@ impl Controller {
         Err(RotationError::UnderWay { peers: unconfirmed_peers, generation: key_ring.generation })
     }
 
-    fn announce_step(&self, is_forced: bool, now: Now) -> Result<KeyStep, RotationError> {
+    fn announcement_step(&self, is_forced: bool, now: Now) -> Result<KeyStep, RotationError> {
         let key_ring = &self.fleet.key_ring;
         let key_age = now.record.saturating_sub(key_ring.current_since);
         let required_age = self.fleet.max_connection_lifetime;
@@ -144,14 +144,14 @@ impl Controller {
         {
             return None;
         }
-        let is_starting = now.monotonic < START_GRACE;
+        let is_starting = now.monotonic < START_GRACE_PERIOD;
         let is_connected = agent.is_some_and(|agent| agent.session.is_some()) || is_starting;
         let is_waited_for = is_connected || !(connected_only || server.admin_state == AdminState::Left);
         is_waited_for.then(|| format!("the agent of {}", server.name))
     }
 
     /// Returns the time since which the present key has been used, by the wall clock (s since 1970), for display.
-    fn key_since_unix_s(&self, now: Now) -> u64 {
+    fn key_start_unix_s(&self, now: Now) -> u64 {
         let key_age = now.record.saturating_sub(self.fleet.key_ring.current_since);
         now.wall.saturating_sub(key_age).as_secs()
     }
@@ -162,7 +162,7 @@ impl Controller {
         let key_ring = &self.fleet.key_ring;
         Keys {
             current: key_ring.keys.current.get() as u32,
-            current_since_unix_s: self.key_since_unix_s(now),
+            current_since_unix_s: self.key_start_unix_s(now),
             phase: match key_ring.phase {
                 KeyPhase::Steady => ShownPhase::Steady,
                 KeyPhase::Announced { .. } => ShownPhase::Announced,

@@ -17,7 +17,7 @@ use super::{Controller, Now, Session};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::key_ring::KeyPhase;
-use coreward_fleet::records::Records;
+use coreward_fleet::records::FleetRecords;
 
 const SERVER_COUNT: usize = 3;
 const MAX_CONNECTION_LIFETIME: Duration = Duration::from_secs(1000);
@@ -67,7 +67,7 @@ impl<S> Peer<S> {
 
 struct Harness {
     config: FleetConfig,
-    records: Records,
+    records: FleetRecords,
     controller: Controller,
     now: Duration,
     load_balancers: Vec<Peer<u64>>,
@@ -78,7 +78,7 @@ struct Harness {
 
 impl Harness {
     fn new(config: FleetConfig) -> Self {
-        let mut records = Records::generate(Duration::ZERO, &mut seeded_rng(5, 0));
+        let mut records = FleetRecords::generate(Duration::ZERO, &mut seeded_rng(5, 0));
         records.apply_document(&config, Duration::ZERO, &mut seeded_rng(6, 0)).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
         let agents = (0..SERVER_COUNT).map(|_| Peer::new()).collect();
@@ -162,7 +162,7 @@ impl Harness {
         }
     }
 
-    fn confirm_all(&mut self) {
+    fn confirm_all_configurations(&mut self) {
         self.now += Duration::from_millis(100);
         self.sequence += 1;
         let now = self.now();
@@ -177,7 +177,7 @@ impl Harness {
         }
         for agent in &self.agents {
             if let Some(stream) = &agent.stream {
-                let report = report_of(self.sequence, now, stream.confirmed_generation);
+                let report = report_with_generation(self.sequence, now, stream.confirmed_generation);
                 self.controller.record_report(&stream.session, Ok(report), now).unwrap();
             }
         }
@@ -197,13 +197,13 @@ impl Harness {
     }
 
     /// Delivers and confirms all configurations until none is left.
-    fn deliver_and_confirm_all(&mut self) {
+    fn deliver_and_confirm_all_configurations(&mut self) {
         self.connect_all_peers();
         for _ in 0..100 {
             self.load_balancers.iter_mut().for_each(Peer::receive_configuration);
             self.agents.iter_mut().for_each(Peer::receive_configuration);
         }
-        self.confirm_all();
+        self.confirm_all_configurations();
     }
 
     /// Returns whether every load balancer that was ever configured has each key that a server stamps with.
@@ -223,7 +223,7 @@ impl Harness {
         match event {
             0..3 => self.load_balancers[balancer].receive_configuration(),
             3..6 => self.agents[agent].receive_configuration(),
-            6..9 => self.confirm_all(),
+            6..9 => self.confirm_all_configurations(),
             9 => self.disconnect_balancer(balancer),
             10 => self.connect_balancer(balancer),
             11 => self.disconnect_agent(agent),
@@ -246,7 +246,7 @@ impl Harness {
     }
 }
 
-fn report_of(sequence: u64, now: Now, configuration_generation: u64) -> AgentReport {
+fn report_with_generation(sequence: u64, now: Now, configuration_generation: u64) -> AgentReport {
     let time_to_live = Duration::from_millis(1);
     AgentReport { time_to_live, configuration_generation, ..plain_report(sequence, now, &[0]) }
 }
@@ -254,7 +254,7 @@ fn report_of(sequence: u64, now: Now, configuration_generation: u64) -> AgentRep
 /// Returns a harness in which all peers are connected and have confirmed, and the key is old enough to rotate.
 fn settled_harness(additional_keys: &str, service: &str) -> Harness {
     let mut harness = Harness::new(fleet_config(additional_keys, service));
-    harness.deliver_and_confirm_all();
+    harness.deliver_and_confirm_all_configurations();
     harness.now += MAX_CONNECTION_LIFETIME;
     harness
 }
@@ -263,9 +263,9 @@ fn settled_harness(additional_keys: &str, service: &str) -> Harness {
 fn harness_after_rotation(additional_keys: &str) -> Harness {
     let mut harness = settled_harness(additional_keys, "");
     harness.take_key_step(KeyStep::Announce { is_forced: false });
-    harness.deliver_and_confirm_all();
+    harness.deliver_and_confirm_all_configurations();
     harness.take_key_step(KeyStep::Switch);
-    harness.deliver_and_confirm_all();
+    harness.deliver_and_confirm_all_configurations();
     harness.now += MAX_CONNECTION_LIFETIME;
     harness
 }
@@ -285,7 +285,7 @@ proptest! {
         // A rotation completes when all peers are back.
         let previous_rotation_count = harness.rotation_count;
         for _ in 0..4 {
-            harness.deliver_and_confirm_all();
+            harness.deliver_and_confirm_all_configurations();
             prop_assert!(harness.are_all_stamps_readable());
             harness.now += MAX_CONNECTION_LIFETIME;
             if let Ok(step) = harness.controller.requested_key_step(false, harness.now()) {
@@ -310,7 +310,7 @@ fn rotation_has_two_phases_and_changes_the_stamping_key() {
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None), "no daemon has confirmed it");
     let keys_status = harness.controller.keys(harness.now());
     assert_eq!((keys_status.phase, keys_status.waiting_for.len()), (ShownPhase::Announced, 2 + SERVER_COUNT));
-    harness.deliver_and_confirm_all();
+    harness.deliver_and_confirm_all_configurations();
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(Some(KeyStep::Switch)));
     harness.take_key_step(KeyStep::Switch);
     let switched_ring = harness.records.key_ring.clone();
@@ -326,11 +326,11 @@ fn rotation_survives_a_restart_in_both_phases() {
     let announced_keys = harness.records.key_ring.keys;
     harness.restart_controller();
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
-    harness.deliver_and_confirm_all();
+    harness.deliver_and_confirm_all_configurations();
     harness.restart_controller();
     // This process does not have the confirmations that the previous one received.
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
-    harness.deliver_and_confirm_all();
+    harness.deliver_and_confirm_all_configurations();
     let key_step = harness.controller.due_key_step(harness.now()).unwrap().unwrap();
     harness.take_key_step(key_step);
     harness.restart_controller();
@@ -350,7 +350,7 @@ fn missing_confirmations_are_listed_by_name() {
     harness.connect_agent(1);
     (0..10).for_each(|_| harness.load_balancers[0].receive_configuration());
     (0..2).for_each(|n| harness.agents[n].receive_configuration());
-    harness.confirm_all();
+    harness.confirm_all_configurations();
     let rejection = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
     let generation = harness.records.key_ring.generation;
     assert_eq!(
@@ -366,7 +366,7 @@ fn missing_confirmations_are_listed_by_name() {
     harness.take_key_step(KeyStep::Announce { is_forced: false });
     (0..10).for_each(|_| harness.load_balancers[0].receive_configuration());
     (0..2).for_each(|n| (0..10).for_each(|_| harness.agents[n].receive_configuration()));
-    harness.confirm_all();
+    harness.confirm_all_configurations();
     let rejection = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
     assert!(matches!(&rejection, RotationError::UnderWay { peers: who, .. } if who.len() == 2), "{rejection}");
     assert!(rejection.to_string().starts_with("a rotation is under way: load balancer lb1, the agent of s2 have not"));
@@ -378,9 +378,9 @@ fn missing_confirmations_are_listed_by_name() {
 fn young_key_is_not_rotated_without_force() {
     let mut harness = settled_harness("", "");
     harness.take_key_step(KeyStep::Announce { is_forced: false });
-    harness.deliver_and_confirm_all();
+    harness.deliver_and_confirm_all_configurations();
     harness.take_key_step(KeyStep::Switch);
-    harness.deliver_and_confirm_all();
+    harness.deliver_and_confirm_all_configurations();
     harness.now += Duration::from_secs(100);
     let rejection = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
     assert!(matches!(rejection, RotationError::KeyTooYoung { expected: MAX_CONNECTION_LIFETIME, .. }));
@@ -408,7 +408,7 @@ fn rotation_does_not_wait_for_servers_that_do_not_stamp() {
     harness.connect_balancer(0);
     harness.load_balancers[0].receive_configuration();
     harness.now += MAX_CONNECTION_LIFETIME;
-    harness.confirm_all();
+    harness.confirm_all_configurations();
     assert_eq!(harness.controller.requested_key_step(false, harness.now()), Ok(KeyStep::Announce { is_forced: false }));
 }
 
@@ -417,8 +417,8 @@ fn forced_rotation_waits_for_daemons_of_a_new_controller() {
     let mut harness = harness_after_rotation("");
     harness.take_key_step(KeyStep::Announce { is_forced: true });
     harness.restart_controller();
-    let started_step =
+    let now_after_start =
         |seconds: u64| Now { monotonic: Duration::from_secs(seconds), wall: harness.now, record: harness.now };
-    assert_eq!(harness.controller.due_key_step(started_step(4)), Ok(None));
-    assert_eq!(harness.controller.due_key_step(started_step(5)), Ok(Some(KeyStep::Switch)));
+    assert_eq!(harness.controller.due_key_step(now_after_start(4)), Ok(None));
+    assert_eq!(harness.controller.due_key_step(now_after_start(5)), Ok(Some(KeyStep::Switch)));
 }

@@ -49,7 +49,7 @@ impl Controller {
     }
 
     fn service_member(&self, service: &Service, id: ServerId, now: Now) -> ServiceMember {
-        let state_reason = self.state_reason_in(service, id, now);
+        let state_reason = self.state_reason_in_service(service, id, now);
         let check_results = self.load_balancers.check_results((service.configuration().index, id), now);
         let check_results = check_results.into_iter().map(|(load_balancer, check_result, age)| CheckedBy {
             load_balancer: load_balancer.to_owned(),
@@ -74,7 +74,7 @@ impl Controller {
         let states_by_service =
             self.positions_by_server.get(&id).into_iter().flatten().map(|position| &self.services[*position]);
         let states_by_service: Vec<(&str, StateReason)> = states_by_service
-            .map(|service| (service.configuration().name.as_str(), self.state_reason_in(service, id, now)))
+            .map(|service| (service.configuration().name.as_str(), self.state_reason_in_service(service, id, now)))
             .collect();
         let services_where_down = |best_state: ServerState| {
             let down_services = states_by_service
@@ -105,7 +105,7 @@ impl Controller {
         }
     }
 
-    fn state_reason_in(&self, service: &Service, id: ServerId, now: Now) -> StateReason {
+    fn state_reason_in_service(&self, service: &Service, id: ServerId, now: Now) -> StateReason {
         let fleet_service = service.configuration();
         // There are no verdicts before the first table.
         let eligibility = self.eligibility(fleet_service, id, now);

@@ -20,7 +20,7 @@ use coreward_fleet::fleet::FleetService;
 
 /// Fraction of its full share that a server has at the beginning of a slow start. With 0, a pool of new servers would
 /// have no share at all.
-const MIN_RAMP: f64 = 1.0 / 64.0;
+const MIN_SLOW_START_FRACTION: f64 = 1.0 / 64.0;
 
 /// Whether a server may take a service's new connections, and if not, why.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -68,7 +68,7 @@ pub struct Service {
     has_table: bool,
     bucket_history: BucketHistory,
     /// Whether the bucket history has changed since it was last stored.
-    is_history_changed: bool,
+    is_bucket_history_changed: bool,
     /// Servers that owned buckets of each server earlier, during this process. The flow tables of load balancers keep
     /// the connections of these servers.
     predecessors: BTreeMap<ServerId, BTreeSet<ServerId>>,
@@ -79,7 +79,7 @@ pub struct Service {
     /// Pool from which the newest table was made, or `None` if all servers must be read again.
     cached_pool: Option<Pool>,
     /// Number of connections opened in the last full report interval, if known.
-    opened_in_interval: Option<u64>,
+    connections_opened_in_interval: Option<u64>,
     is_new_interval: bool,
     /// Fingerprints of the newest table's inputs, except loads.
     input_fingerprints: InputFingerprints,
@@ -112,13 +112,13 @@ impl Service {
             is_failing_open: false,
             has_table: false,
             bucket_history: configuration.bucket_history.clone(),
-            is_history_changed: false,
+            is_bucket_history_changed: false,
             predecessors: configuration.bucket_history.previous_servers_by_current(),
             predecessor_change_count: 0,
             due_trigger: None,
             dirty_servers: DirtySet::default(),
             cached_pool: None,
-            opened_in_interval: None,
+            connections_opened_in_interval: None,
             is_new_interval: true,
             input_fingerprints: InputFingerprints::default(),
             configuration,
@@ -237,7 +237,7 @@ impl Service {
         let Some(start_time) = eligible_from.filter(|_| !self.configuration.slow_start.is_zero()) else { return 1.0 };
         let elapsed_fraction =
             now.monotonic.saturating_sub(start_time).as_secs_f64() / self.configuration.slow_start.as_secs_f64();
-        elapsed_fraction.clamp(MIN_RAMP, 1.0)
+        elapsed_fraction.clamp(MIN_SLOW_START_FRACTION, 1.0)
     }
 
     /// Returns whether the service's tables depend on the loads that servers report.
@@ -304,12 +304,12 @@ impl Service {
     /// Begins a report interval. `opened_count` is the number of connections opened in the previous interval, if it is
     /// known.
     pub fn begin_interval(&mut self, opened_count: Option<u64>) {
-        self.opened_in_interval = opened_count;
+        self.connections_opened_in_interval = opened_count;
         self.is_new_interval = true;
     }
 
     pub fn with_interval_inputs(&self, pool: Pool) -> Pool {
-        let pool = match self.opened_in_interval {
+        let pool = match self.connections_opened_in_interval {
             Some(opened_count) => pool.with_opened_connections(opened_count),
             None => pool,
         };
@@ -323,18 +323,18 @@ impl Service {
 
     /// Returns the shards of servers to poll next, or all shards if `is_full_poll` is set.
     pub fn next_shards(&mut self, is_full_poll: bool) -> Vec<Shard> {
-        self.input_fingerprints.next(&self.configuration.members, is_full_poll)
+        self.input_fingerprints.next_shards(&self.configuration.members, is_full_poll)
     }
 
     pub fn make_table(&mut self, pool: &Pool, now: Now) -> NewTable {
         self.table_generation += 1;
         let mut table = self.policy.compute_table(pool, self.configuration.buckets, self.table_generation);
         if self.bucket_history.update(&table.consistent_servers) {
-            self.is_history_changed = true;
+            self.is_bucket_history_changed = true;
             self.add_predecessors();
         }
         if !table.members.is_empty() {
-            table.previous_consistent_servers = self.bucket_history.previous_servers_or_empty();
+            table.previous_consistent_servers = self.bucket_history.previous_servers_if_moved();
         }
         table.down_servers = self.down_servers().collect();
         self.is_new_interval = false;
@@ -390,8 +390,8 @@ impl Service {
             && !matches!(self.configuration.mode.consistency, Consistency::None | Consistency::HashTable)
     }
 
-    pub fn take_changed_history(&mut self) -> Option<(String, BucketHistory)> {
-        std::mem::take(&mut self.is_history_changed)
+    pub fn take_changed_bucket_history(&mut self) -> Option<(String, BucketHistory)> {
+        std::mem::take(&mut self.is_bucket_history_changed)
             .then(|| (self.configuration.name.clone(), self.bucket_history.clone()))
     }
 

@@ -19,13 +19,13 @@ use super::{Controller, Now};
 /// Interval at which the allowances are updated. Within an interval a server can exceed its allowance.
 const UPDATE_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum time between two updates for which servers gain allowance.
-const MAX_COUNTED_ELAPSED: Duration = Duration::from_secs(1);
+const MAX_ALLOWANCE_GAIN_TIME: Duration = Duration::from_secs(1);
 
 /// Limiter of the share that each server gets of the new connections.
 #[derive(Debug, Default)]
 pub struct ShareLimiter {
-    opened_by_service: HashMap<ServiceIndex, u64>,
-    opened_by_server: HashMap<ServerId, u64>,
+    opened_connections_by_service: HashMap<ServiceIndex, u64>,
+    opened_connections_by_server: HashMap<ServerId, u64>,
     updated_at: Duration,
     allowances: HashMap<ServerId, ConnectionAllowance>,
     /// Servers that currently get no new connections of a service.
@@ -33,13 +33,13 @@ pub struct ShareLimiter {
 }
 
 impl ShareLimiter {
-    pub fn add(&mut self, newly_opened: &OpenedConnections) {
+    pub fn add_opened_connections(&mut self, newly_opened: &OpenedConnections) {
         for (service, count) in &newly_opened.opened_by_service {
-            let service_count = self.opened_by_service.entry(*service).or_default();
+            let service_count = self.opened_connections_by_service.entry(*service).or_default();
             *service_count = service_count.saturating_add(*count);
         }
         for (server, count) in &newly_opened.opened_by_server {
-            let server_count = self.opened_by_server.entry(*server).or_default();
+            let server_count = self.opened_connections_by_server.entry(*server).or_default();
             *server_count = server_count.saturating_add(*count);
         }
     }
@@ -63,15 +63,19 @@ impl ShareLimiter {
 
     /// Updates the allowances. `fair_counts` has each server's fair number of connections opened in `elapsed`.
     fn update_allowances(&mut self, fair_counts: &HashMap<ServerId, f64>, elapsed: Duration) {
-        let opened_by_server = std::mem::take(&mut self.opened_by_server);
-        for id in fair_counts.keys().chain(opened_by_server.keys()) {
-            let fair_count = fair_counts.get(id).copied().unwrap_or(0.0);
-            let fair_rate_per_second = fair_count / elapsed.as_secs_f64();
+        let opened_connections_by_server = std::mem::take(&mut self.opened_connections_by_server);
+        for id in fair_counts.keys().chain(opened_connections_by_server.keys()) {
+            let fair_connection_count = fair_counts.get(id).copied().unwrap_or(0.0);
+            let fair_rate_per_second = fair_connection_count / elapsed.as_secs_f64();
             self.allowances.entry(*id).or_insert_with(|| ConnectionAllowance::full(fair_rate_per_second));
         }
         for (id, allowance) in &mut self.allowances {
             let fair_count = fair_counts.get(id).copied().unwrap_or(0.0);
-            allowance.update(fair_count, opened_by_server.get(id).copied().unwrap_or(0) as f64, elapsed.as_secs_f64());
+            allowance.update(
+                fair_count,
+                opened_connections_by_server.get(id).copied().unwrap_or(0) as f64,
+                elapsed.as_secs_f64(),
+            );
         }
     }
 }
@@ -94,19 +98,19 @@ impl Controller {
             return;
         }
         self.share_limiter.updated_at = now.monotonic;
-        let mut fair_counts: HashMap<ServerId, f64> = HashMap::new();
-        for (index, opened_count) in std::mem::take(&mut self.share_limiter.opened_by_service) {
+        let mut fair_connection_counts: HashMap<ServerId, f64> = HashMap::new();
+        for (index, opened_count) in std::mem::take(&mut self.share_limiter.opened_connections_by_service) {
             let Some(position) = self.positions_by_index.get(&index) else { continue };
             for (id, share) in self.fair_shares(*position, now) {
-                *fair_counts.entry(id).or_default() += share * opened_count as f64;
+                *fair_connection_counts.entry(id).or_default() += share * opened_count as f64;
             }
         }
-        let previously_limited: HashSet<ServerId> = self.share_limiter.limited_servers().collect();
+        let previously_limited_servers: HashSet<ServerId> = self.share_limiter.limited_servers().collect();
         let servers = &self.fleet.servers;
         self.share_limiter.allowances.retain(|id, _| servers.contains_key(id));
-        self.share_limiter.update_allowances(&fair_counts, elapsed.min(MAX_COUNTED_ELAPSED));
+        self.share_limiter.update_allowances(&fair_connection_counts, elapsed.min(MAX_ALLOWANCE_GAIN_TIME));
         let limited_servers: HashSet<ServerId> = self.share_limiter.limited_servers().collect();
-        self.log_limited_servers(&previously_limited, &limited_servers);
+        self.log_limited_servers(&previously_limited_servers, &limited_servers);
         self.exclude_limited_servers(&limited_servers, now);
     }
 
@@ -129,9 +133,9 @@ impl Controller {
                 excluded_servers.extend(spent_ids.into_iter().map(|id| (service_index, id)));
             }
         }
-        let previously_excluded = std::mem::replace(&mut self.share_limiter.excluded_servers, excluded_servers);
+        let previously_excluded_servers = std::mem::replace(&mut self.share_limiter.excluded_servers, excluded_servers);
         let changed_servers =
-            previously_excluded.symmetric_difference(&self.share_limiter.excluded_servers).map(|(_, id)| *id);
+            previously_excluded_servers.symmetric_difference(&self.share_limiter.excluded_servers).map(|(_, id)| *id);
         for id in changed_servers.collect::<HashSet<_>>() {
             self.on_load_source_changed(id);
         }

@@ -8,19 +8,19 @@ use coreward_model::placement::PlacementState;
 use coreward_model::rss::{RssKey, seeded_rng};
 use coreward_wire::{ServerTraffic, TrafficMessage};
 
-use super::tests::{even_rss, plain_report};
+use super::tests::{plain_report, uniform_rss};
 use super::*;
 use coreward_fleet::config::FleetConfig;
-use coreward_fleet::records::Records;
+use coreward_fleet::records::FleetRecords;
 
 const SERVER_COUNT: usize = 10;
 const CORE_COUNT: usize = 4;
-/// Number of new connections at all servers per interval of 100 ms. Each lasts for `LIFETIME_INTERVALS`.
+/// Number of new connections at all servers per interval of 100 ms. Each lasts for `CONNECTION_LIFETIME_INTERVALS`.
 const CONNECTIONS_PER_INTERVAL: u64 = 20;
-const LIFETIME_INTERVALS: usize = 50;
+const CONNECTION_LIFETIME_INTERVALS: usize = 50;
 /// CPU time that a connection takes per interval (ns). All connections together use half of the cores' time.
 const BUSY_NS_PER_CONNECTION: u64 = 2_000_000;
-const FALSE_SERVER: usize = 0;
+const BYZANTINE_SERVER: usize = 0;
 
 fn at(interval: u64) -> Now {
     let monotonic = Duration::from_millis(100 * interval);
@@ -37,20 +37,20 @@ struct Harness {
     open_connections: VecDeque<Vec<(usize, usize)>>,
     core_busy_ns: Vec<[u64; CORE_COUNT]>,
     opened_counts: Vec<u64>,
-    is_byzantine: bool,
+    has_byzantine_server: bool,
     /// RSS key that the false server reports, and every connection's hash with it, or `None` for the others' key.
-    false_key_and_hash: Option<(RssKey, u32)>,
+    byzantine_key_and_hash: Option<(RssKey, u32)>,
 }
 
 impl Harness {
-    fn new(policy: &str, is_byzantine: bool) -> Self {
+    fn new(policy: &str, has_byzantine_server: bool) -> Self {
         let mut text = String::new();
         for n in 0..SERVER_COUNT {
             text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n", n + 1);
         }
         text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"{policy}\"\n");
         let config = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
-        let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
+        let mut records = FleetRecords::generate(at(0).wall, &mut seeded_rng(5, 0));
         records.apply_document(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
         let sessions =
@@ -64,20 +64,20 @@ impl Harness {
             open_connections: VecDeque::new(),
             core_busy_ns: vec![[0; CORE_COUNT]; SERVER_COUNT],
             opened_counts: vec![0; SERVER_COUNT],
-            is_byzantine,
-            false_key_and_hash: None,
+            has_byzantine_server,
+            byzantine_key_and_hash: None,
         }
     }
 
     fn report_all_servers(&mut self, interval: u64) {
         for (server, core) in self.open_connections.iter().flatten() {
-            if !self.is_byzantine || *server != FALSE_SERVER {
+            if !self.has_byzantine_server || *server != BYZANTINE_SERVER {
                 self.core_busy_ns[*server][*core] += BUSY_NS_PER_CONNECTION;
             }
         }
         for (n, session) in self.sessions.iter().enumerate() {
-            let mut rss = (interval == 0).then(|| even_rss(128, CORE_COUNT as u32));
-            if let Some((key, _)) = self.false_key_and_hash.as_ref().filter(|_| n == FALSE_SERVER)
+            let mut rss = (interval == 0).then(|| uniform_rss(128, CORE_COUNT as u32));
+            if let Some((key, _)) = self.byzantine_key_and_hash.as_ref().filter(|_| n == BYZANTINE_SERVER)
                 && let Some(rss) = rss.as_mut().and_then(|reported_rss| reported_rss.rss.as_mut())
             {
                 rss.key = key.clone();
@@ -97,18 +97,18 @@ impl Harness {
         for _ in 0..CONNECTIONS_PER_INTERVAL {
             self.random_state = self.random_state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             let connection_hash = self.random_state >> 25;
-            let false_key_hash = |key: &RssKey| {
-                self.false_key_and_hash.as_ref().filter(|(false_key, _)| false_key == key).map(|(_, hash)| *hash)
+            let byzantine_key_hash = |key: &RssKey| {
+                self.byzantine_key_and_hash.as_ref().filter(|(false_key, _)| false_key == key).map(|(_, hash)| *hash)
             };
             let chosen_server = table.select_server_by_hash(&mut placement_state, |group| {
-                false_key_hash(&table.groups[group]).unwrap_or(connection_hash)
+                byzantine_key_hash(&table.groups[group]).unwrap_or(connection_hash)
             });
             let server_number = usize::from(chosen_server.unwrap().get());
             self.opened_counts[server_number] += 1;
             new_connections.push((server_number, connection_hash as usize % CORE_COUNT));
         }
         self.open_connections.push_back(new_connections);
-        if self.open_connections.len() > LIFETIME_INTERVALS {
+        if self.open_connections.len() > CONNECTION_LIFETIME_INTERVALS {
             self.open_connections.pop_front();
         }
         let numbered_counts = self.opened_counts.iter().enumerate();
@@ -125,58 +125,58 @@ impl Harness {
     }
 
     /// Returns the false server's share of the connections that are opened during the second minute.
-    fn share_of_false_server(&mut self) -> f64 {
+    fn byzantine_server_share(&mut self) -> f64 {
         (0..600).for_each(|interval| self.simulate_interval(interval));
-        let opened_before = self.opened_counts.clone();
+        let previous_opened_counts = self.opened_counts.clone();
         (600..1200).for_each(|interval| self.simulate_interval(interval));
         let opened_sum: u64 = self
             .opened_counts
             .iter()
-            .zip(&opened_before)
+            .zip(&previous_opened_counts)
             .map(|(count_after, count_before)| count_after - count_before)
             .sum();
-        (self.opened_counts[FALSE_SERVER] - opened_before[FALSE_SERVER]) as f64 / opened_sum as f64
+        (self.opened_counts[BYZANTINE_SERVER] - previous_opened_counts[BYZANTINE_SERVER]) as f64 / opened_sum as f64
     }
 }
 
 #[test]
-fn byzantine_agent_gets_at_most_twice_its_fair_share() {
+fn byzantine_server_gets_at_most_twice_its_fair_share() {
     for policy in ["crossrss", "crossrss-plus", "least:cpu"] {
         let mut harness = Harness::new(policy, true);
-        let false_share = harness.share_of_false_server();
-        assert!(false_share < 0.21, "{policy}: {false_share}");
+        let byzantine_share = harness.byzantine_server_share();
+        assert!(byzantine_share < 0.21, "{policy}: {byzantine_share}");
         assert_eq!(harness.controller.share_limiter.limited_server_count(), 1, "{policy}");
     }
 }
 
 /// If the false server is excluded too late, it gets connections in a burst.
 #[test]
-fn false_server_gets_twice_its_fair_share_at_most_in_any_ten_seconds() {
+fn byzantine_server_gets_at_most_twice_its_share_in_ten_seconds() {
     let mut harness = Harness::new("least:cpu", true);
-    let opened_by_interval: Vec<[u64; 2]> = (0..1_200)
+    let opened_counts_by_interval: Vec<[u64; 2]> = (0..1_200)
         .map(|interval| {
             harness.simulate_interval(interval);
-            [harness.opened_counts[FALSE_SERVER], harness.opened_counts.iter().sum()]
+            [harness.opened_counts[BYZANTINE_SERVER], harness.opened_counts.iter().sum()]
         })
         .collect();
-    let false_share = |window: &[[u64; 2]]| {
+    let byzantine_share = |window: &[[u64; 2]]| {
         let [[false_count, total_count], [later_false_count, later_total_count]] =
             [window[0], window[window.len() - 1]];
         (later_false_count - false_count) as f64 / (later_total_count - total_count) as f64
     };
-    let maximum_share = opened_by_interval[600..].windows(101).map(false_share).fold(0.0, f64::max);
+    let maximum_share = opened_counts_by_interval[600..].windows(101).map(byzantine_share).fold(0.0, f64::max);
     // The connections of a quarter of a second may come after the allowance is spent.
     assert!(maximum_share < 0.2 + 0.25 / 10.0, "{maximum_share}");
 }
 
 /// A key that gives every connection the same hash, such as one of zeros, puts all connections into one bucket.
 #[test]
-fn false_server_with_a_degenerate_key_gets_no_larger_share() {
+fn byzantine_server_with_a_degenerate_key_gets_no_larger_share() {
     for hash in 0..16 {
         let mut harness = Harness::new("crossrss", true);
-        harness.false_key_and_hash = Some((RssKey::new(&[0; 40]).unwrap(), hash));
-        let false_share = harness.share_of_false_server();
-        assert!(false_share < 0.21, "hash {hash}: {false_share}");
+        harness.byzantine_key_and_hash = Some((RssKey::new(&[0; 40]).unwrap(), hash));
+        let byzantine_share = harness.byzantine_server_share();
+        assert!(byzantine_share < 0.21, "hash {hash}: {byzantine_share}");
     }
 }
 
@@ -192,11 +192,11 @@ fn honest_servers_are_not_limited() {
 }
 
 #[test]
-fn false_server_that_reports_its_load_again_is_no_longer_limited() {
+fn byzantine_server_is_not_limited_once_it_reports_its_load() {
     let mut harness = Harness::new("crossrss", true);
     (0..300).for_each(|interval| harness.simulate_interval(interval));
     assert_eq!(harness.controller.share_limiter.limited_server_count(), 1);
-    harness.is_byzantine = false;
+    harness.has_byzantine_server = false;
     (300..900).for_each(|interval| harness.simulate_interval(interval));
     assert_eq!(harness.controller.share_limiter.limited_server_count(), 0);
 }

@@ -169,7 +169,7 @@ impl Controller {
                         .map_or(0, |(_, received_at)| milliseconds_since(*received_at, now)),
                     connected: balancer.is_connected(),
                     alive: balancer.is_alive(now),
-                    owner: record.and_then(|record| record.owner).map(|owner| owner.get().into()),
+                    owner: record.and_then(|record| record.owner_number).map(|owner| owner.get().into()),
                     address: record.and_then(|record| record.address),
                 }
             })
@@ -256,7 +256,7 @@ impl Controller {
         }
         let rss_groups = self.rss_groups(pool);
         let ungrouped_servers =
-            rss_groups.iter().flat_map(|group| &group.without_core_loads).filter(|server| server.rss.is_some());
+            rss_groups.iter().flat_map(|group| &group.servers_without_core_loads).filter(|server| server.rss.is_some());
         let ungrouped_names = self.server_names(ungrouped_servers.map(|server| server.id));
         Some(format!(
             "more than {} different RSS keys: the cores of {} count by their mean load (manage_rss = true gives all \
@@ -315,7 +315,7 @@ impl Controller {
                 .collect(),
             drained: self.drain_of(id, now),
             rack: agent.session.as_ref().and_then(|session| session.rack_name.as_ref().map(ToString::to_string)),
-            racks: self.fleet.allowed_racks_of(id).map(|racks| racks.iter().cloned().collect()),
+            racks: self.fleet.server_allowed_racks(id).map(|racks| racks.iter().cloned().collect()),
             connections: agent.connection_count(now).map(|count| to_counted_connections(count, now)),
         }
     }
@@ -337,7 +337,7 @@ impl Controller {
                 clock_lead.as_millis()
             ));
         }
-        warnings.extend(agent.rss.problem.clone());
+        warnings.extend(agent.rss_state.problem.clone());
         if let (Some(rss), Some(loads)) = (agent.rss_config(), agent.loads(now)) {
             warnings.extend(queue_count_warning(rss, loads.len()));
         }
@@ -348,7 +348,7 @@ impl Controller {
 
 /// Returns a server's RSS configuration as displayed. It includes the full key only if `rss_keys` is set.
 fn displayed_rss(agent: &Agent, rss_keys: bool) -> Option<ServerRss> {
-    let reported_rss = agent.rss.reported_rss.as_ref()?;
+    let reported_rss = agent.rss_state.reported_rss.as_ref()?;
     let rss_config = agent.rss_config();
     Some(ServerRss {
         source: reported_rss.source.clone(),
@@ -365,7 +365,7 @@ fn displayed_rss(agent: &Agent, rss_keys: bool) -> Option<ServerRss> {
 
 /// Returns a warning about packets that are sent to another load balancer.
 fn migration_warning(other: OtherBalancer) -> String {
-    match other.is_handed_over {
+    match other.takes_new_connections {
         true => format!("new connections are sent to {} (migrate_to)", other.address),
         false => format!(
             "what is of no connection known here is sent to {} (migrate_from): counter `to_other_balancer`",

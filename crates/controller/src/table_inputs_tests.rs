@@ -12,11 +12,11 @@ use coreward_wire::{HealthMessage, ServerCheckResult, TrafficMessage, v1};
 use proptest::prelude::*;
 
 use super::service::{Eligibility, Service};
-use super::tests::{even_rss, plain_report};
+use super::tests::{plain_report, uniform_rss};
 use super::{Controller, Now, Session};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;
-use coreward_fleet::records::Records;
+use coreward_fleet::records::FleetRecords;
 
 const SERVER_COUNT: usize = 4;
 const POLICIES: [&str; 4] = ["hash", "crossrss-plus", "least", "pow2"];
@@ -29,8 +29,8 @@ enum InputChange {
     Report { server: usize, busy_ms: u64, cores: u32 },
     Disconnect { server: usize },
     Configure { states: ServerStates, weight: u32, capacity: Option<u32>, slow_start: bool, fail_open: bool },
-    Check { is_down: [bool; SERVER_COUNT] },
-    Unresolved { servers: [bool; SERVER_COUNT] },
+    CheckResults { is_down: [bool; SERVER_COUNT] },
+    UnresolvedServers { servers: [bool; SERVER_COUNT] },
     Traffic { server: usize, opened: u64 },
     LoseLoadBalancer,
     Nothing,
@@ -49,8 +49,8 @@ fn any_change() -> impl Strategy<Value = InputChange> {
                 InputChange::Configure { states, weight, capacity, slow_start, fail_open }
             }
         ),
-        2 => any::<[bool; SERVER_COUNT]>().prop_map(|is_down| InputChange::Check { is_down }),
-        1 => any::<[bool; SERVER_COUNT]>().prop_map(|servers| InputChange::Unresolved { servers }),
+        2 => any::<[bool; SERVER_COUNT]>().prop_map(|is_down| InputChange::CheckResults { is_down }),
+        1 => any::<[bool; SERVER_COUNT]>().prop_map(|servers| InputChange::UnresolvedServers { servers }),
         2 => (0..SERVER_COUNT, 1..50u64).prop_map(|(server, opened)| InputChange::Traffic { server, opened }),
         1 => Just(InputChange::LoseLoadBalancer),
         2 => Just(InputChange::Nothing),
@@ -84,7 +84,7 @@ fn config_after(change: &InputChange) -> FleetConfig {
 
 struct Harness {
     controller: Controller,
-    records: Records,
+    records: FleetRecords,
     agent_sessions: [Option<Session>; SERVER_COUNT],
     sequence: u64,
     balancer_session: Option<u64>,
@@ -94,14 +94,14 @@ struct Harness {
 }
 
 impl Harness {
-    fn configure_all_servers() -> InputChange {
+    fn all_servers_configuration() -> InputChange {
         let server_states = [Some(true); SERVER_COUNT];
         InputChange::Configure { states: server_states, weight: 1, capacity: None, slow_start: false, fail_open: false }
     }
 
     fn new() -> Self {
-        let initial_change = Self::configure_all_servers();
-        let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
+        let initial_change = Self::all_servers_configuration();
+        let mut records = FleetRecords::generate(at(0).wall, &mut seeded_rng(5, 0));
         records.apply_document(&config_after(&initial_change), at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let controller = Controller::new(Fleet::new(&config_after(&initial_change), &records));
         let (agent_sessions, traffic_message, table_inputs_by_service) = Default::default();
@@ -117,28 +117,28 @@ impl Harness {
     }
 
     /// Applies the change, makes the tables that are due, and compares their inputs with the present ones.
-    fn apply_and_check(&mut self, change: &InputChange, now: Now) {
+    fn apply_change_and_check_inputs(&mut self, change: &InputChange, now: Now) {
         self.apply_change(change, now);
         self.controller.poll_inputs(now, true);
         while self.controller.make_next_due_table(now).is_some() {}
-        self.check_inputs(now);
+        self.assert_table_inputs_are_current(now);
     }
 
     /// Records the load balancer's check of every server for every service.
     fn report_checks(&mut self, is_down: &[bool; SERVER_COUNT], now: Now) {
-        let Some(session) = self.connected_balancer(now) else { return };
+        let Some(session) = self.get_or_connect_balancer(now) else { return };
         let service_indexes: Vec<_> =
             self.controller.services.iter().map(|service| service.configuration().index).collect();
         let targets = service_indexes.into_iter().flat_map(|index| (0..SERVER_COUNT).map(move |n| (index, n)));
         let checked_server = |verdict| ServerCheckResult { verdict: Some(verdict), ..Default::default() };
         let check_result = |n: usize| checked_server(if is_down[n] { HealthVerdict::Down } else { HealthVerdict::Up });
         let checked_servers = targets.map(|(index, n)| (index, id(n), check_result(n))).collect();
-        self.controller.load_balancers.record_health(session, HealthMessage { servers: checked_servers }, now);
+        self.controller.load_balancers.record_health(session, HealthMessage { check_results: checked_servers }, now);
     }
 
     /// Records the servers whose MAC addresses the load balancer does not know.
     fn report_unresolved_servers(&mut self, is_unresolved: &[bool; SERVER_COUNT], now: Now) {
-        let Some(session) = self.connected_balancer(now) else { return };
+        let Some(session) = self.get_or_connect_balancer(now) else { return };
         let unresolved_names = is_unresolved
             .iter()
             .enumerate()
@@ -162,10 +162,10 @@ impl Harness {
                     self.controller.configure(Fleet::new(&config, &self.records));
                 }
             }
-            InputChange::Check { is_down } => self.report_checks(is_down, now),
-            InputChange::Unresolved { servers } => self.report_unresolved_servers(servers, now),
+            InputChange::CheckResults { is_down } => self.report_checks(is_down, now),
+            InputChange::UnresolvedServers { servers } => self.report_unresolved_servers(servers, now),
             InputChange::Traffic { server, opened } => {
-                let Some(session) = self.connected_balancer(now) else { return };
+                let Some(session) = self.get_or_connect_balancer(now) else { return };
                 self.traffic_message.servers.entry(id(*server)).or_default().opened_connection_count += opened;
                 self.controller.record_load_balancer_traffic(session, &self.traffic_message, now);
             }
@@ -188,12 +188,12 @@ impl Harness {
         let mut report = plain_report(self.sequence, now, &vec![busy_ms * 1_000_000 * self.sequence; cores as usize]);
         report.time_to_live = Duration::from_secs(2);
         report.rss_generation = u64::from(cores);
-        report.rss = Some(even_rss(128, cores));
+        report.rss = Some(uniform_rss(128, cores));
         report.open_connections = busy_ms as u32;
         let _ = self.controller.record_report(session, Ok(report), now);
     }
 
-    fn connected_balancer(&mut self, now: Now) -> Option<u64> {
+    fn get_or_connect_balancer(&mut self, now: Now) -> Option<u64> {
         if self.balancer_session.is_none() {
             self.balancer_session = self.controller.register_load_balancer("lb", now).ok();
         }
@@ -211,17 +211,17 @@ impl Harness {
     }
 
     /// Compares the inputs of each service's newest table with the present values of the same inputs.
-    fn check_inputs(&mut self, now: Now) {
+    fn assert_table_inputs_are_current(&mut self, now: Now) {
         for service in &self.controller.services {
             let service_name = &service.configuration().name;
-            let present_pool = self.controller.compute_pool(service, now);
-            let present_inputs = comparable_inputs(service, &present_pool);
+            let current_pool = self.controller.compute_pool(service, now);
+            let current_inputs = comparable_inputs(service, &current_pool);
             // A dropped pool is read again for the next table, which is not due yet.
             let table_inputs = self.table_inputs_by_service.entry(service_name.clone()).or_default();
             if let Some(pool) = service.cached_pool() {
                 *table_inputs = comparable_inputs(service, pool);
             }
-            assert_eq!(*table_inputs, present_inputs, "{service_name}");
+            assert_eq!(*table_inputs, current_inputs, "{service_name}");
             for server in table_inputs {
                 assert_eq!(
                     server.is_eligible,
@@ -254,44 +254,44 @@ fn comparable_inputs(service: &Service, pool: &Pool) -> Vec<PoolServer> {
 /// A table in which a server begins its slow start has the new fraction as an input, and not the earlier value 1.
 #[test]
 fn slow_start_ends_by_a_new_configuration_or_after_its_time() {
-    let configure_server = |second_state: Option<bool>, slow_start: bool| InputChange::Configure {
+    let server_configuration_change = |second_state: Option<bool>, slow_start: bool| InputChange::Configure {
         states: [Some(true), second_state, None, None],
         weight: 1,
         capacity: None,
         slow_start,
         fail_open: false,
     };
-    for (next, pause) in [(configure_server(Some(true), false), 1), (InputChange::Nothing, 2_500)] {
+    for (next, pause) in [(server_configuration_change(Some(true), false), 1), (InputChange::Nothing, 2_500)] {
         let mut harness = Harness::new();
-        harness.apply_and_check(&configure_server(None, true), at(1));
-        harness.apply_and_check(&configure_server(Some(true), true), at(2));
-        harness.apply_and_check(&next, at(2 + pause));
+        harness.apply_change_and_check_inputs(&server_configuration_change(None, true), at(1));
+        harness.apply_change_and_check_inputs(&server_configuration_change(Some(true), true), at(2));
+        harness.apply_change_and_check_inputs(&next, at(2 + pause));
     }
 }
 
 /// A new configuration removes load balancers that are neither on record nor connected, and their counts.
 #[test]
-fn counts_of_a_removed_load_balancer_leave_the_table() {
+fn traffic_of_a_removed_load_balancer_leaves_the_table() {
     let mut harness = Harness::new();
-    harness.apply_and_check(&InputChange::Traffic { server: 1, opened: 1 }, at(1));
-    harness.apply_and_check(&InputChange::Report { server: 1, busy_ms: 0, cores: 2 }, at(2));
-    harness.apply_and_check(&InputChange::Traffic { server: 1, opened: 1 }, at(3));
-    harness.apply_and_check(&InputChange::LoseLoadBalancer, at(4));
-    harness.apply_and_check(&Harness::configure_all_servers(), at(5));
+    harness.apply_change_and_check_inputs(&InputChange::Traffic { server: 1, opened: 1 }, at(1));
+    harness.apply_change_and_check_inputs(&InputChange::Report { server: 1, busy_ms: 0, cores: 2 }, at(2));
+    harness.apply_change_and_check_inputs(&InputChange::Traffic { server: 1, opened: 1 }, at(3));
+    harness.apply_change_and_check_inputs(&InputChange::LoseLoadBalancer, at(4));
+    harness.apply_change_and_check_inputs(&Harness::all_servers_configuration(), at(5));
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
-    fn cached_inputs_of_tables_equal_freshly_read_ones(
+    fn cached_table_inputs_equal_recomputed_inputs(
         changes in proptest::collection::vec((any_change(), 1..3_000u64), 1..40),
     ) {
         let mut harness = Harness::new();
         let mut now_ms = 0;
         for (change, pause) in changes {
             now_ms += pause;
-            harness.apply_and_check(&change, at(now_ms));
+            harness.apply_change_and_check_inputs(&change, at(now_ms));
         }
     }
 }

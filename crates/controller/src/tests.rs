@@ -17,7 +17,7 @@ use proptest::prelude::*;
 use super::explain::ExplainedPacket;
 use super::*;
 use coreward_fleet::config::FleetConfig;
-use coreward_fleet::records::Records;
+use coreward_fleet::records::FleetRecords;
 
 const START_TIME: Duration = Duration::from_secs(1_700_000_000);
 
@@ -38,14 +38,14 @@ fn fleet_config(states: &[&str], policy: &str) -> FleetConfig {
 }
 
 struct Harness {
-    records: Records,
+    records: FleetRecords,
     controller: Controller,
 }
 
 impl Harness {
     fn new(states: &[&str], policy: &str) -> Self {
         let random_source = &mut seeded_rng(5, 0);
-        let mut records = Records::generate(START_TIME, random_source);
+        let mut records = FleetRecords::generate(START_TIME, random_source);
         let config = fleet_config(states, policy);
         records.apply_document(&config, START_TIME, random_source).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
@@ -64,10 +64,10 @@ impl Harness {
             (0..loads.len()).map(|n| self.controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
         for (session, loads) in sessions.iter().zip(loads) {
             self.controller
-                .record_report(session, Ok(report_with_clock(1, at(0), &vec![0; loads.len()])), at(0))
+                .record_report(session, Ok(report_with_initial_rss(1, at(0), &vec![0; loads.len()])), at(0))
                 .unwrap();
             let busy_ns: Vec<u64> = loads.iter().map(|load| (load * 100e6) as u64).collect();
-            self.controller.record_report(session, Ok(report_with_clock(2, at(100), &busy_ns)), at(100)).unwrap();
+            self.controller.record_report(session, Ok(report_with_initial_rss(2, at(100), &busy_ns)), at(100)).unwrap();
         }
         sessions
     }
@@ -98,19 +98,19 @@ fn client_address(port: u16) -> std::net::SocketAddr {
 }
 
 /// Returns an RSS configuration that distributes buckets evenly, with core = bucket mod number of cores.
-pub(super) fn even_rss(entries: u32, cores: u32) -> ReportedRss {
+pub(super) fn uniform_rss(entries: u32, cores: u32) -> ReportedRss {
     let queues: Vec<u32> = (0..entries).map(|entry| entry % cores).collect();
     let rss = RssConfig { key: RssKey::microsoft(), indirection_table: IndirectionTable::new(&queues).unwrap() };
     ReportedRss { source: "ethtool".into(), rss: Some(rss) }
 }
 
 /// Returns a report whose readings are on a clock that runs like the controller's.
-fn report_with_clock(sequence: u64, now: Now, busy_ns: &[u64]) -> AgentReport {
+fn report_with_initial_rss(sequence: u64, now: Now, busy_ns: &[u64]) -> AgentReport {
     AgentReport {
         time_to_live: Duration::from_millis(300),
         open_connections: 10,
         rss_generation: 1,
-        rss: (sequence == 1).then(|| even_rss(128, 4)),
+        rss: (sequence == 1).then(|| uniform_rss(128, 4)),
         ..plain_report(sequence, now, busy_ns)
     }
 }
@@ -137,7 +137,7 @@ pub(super) fn plain_report(sequence: u64, now: Now, busy_ns: &[u64]) -> AgentRep
 
 const THREE_ACTIVE_SERVERS: [&str; 3] = ["active"; 3];
 
-fn buckets_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
+fn bucket_counts_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
     let mut bucket_counts = BTreeMap::new();
     for candidate in &table.candidates {
         *bucket_counts.entry(candidate.server.get()).or_default() += 1;
@@ -149,19 +149,19 @@ fn buckets_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
 fn tables_follow_reported_loads() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
     // Without reports, bucket i goes to server i mod n.
-    assert_eq!(buckets_by_server(&harness.make_table(at(0))), BTreeMap::from([(0, 43), (1, 43), (2, 42)]));
+    assert_eq!(bucket_counts_by_server(&harness.make_table(at(0))), BTreeMap::from([(0, 43), (1, 43), (2, 42)]));
     let sessions = harness.report_loads(&[&[0.9, 0.1, 0.9, 0.9], &[0.2, 0.8, 0.8, 0.8], &[0.5, 0.5, 0.5, 0.5]]);
     let table = harness.make_table(at(100));
-    let chosen_servers: Vec<u16> = (0..4).map(|bucket| table.candidates_of(0, bucket)[0].server.get()).collect();
+    let chosen_servers: Vec<u16> = (0..4).map(|bucket| table.bucket_candidates(0, bucket)[0].server.get()).collect();
     assert_eq!(chosen_servers, [1, 0, 2, 2]);
     // s2 becomes busy. Half of the change counts (alpha 0.5), so 0.5 becomes 0.75, less than the others' 0.8 and 0.9.
     harness
         .controller
-        .record_report(&sessions[2], Ok(report_with_clock(3, at(200), &[150_000_000; 4])), at(200))
+        .record_report(&sessions[2], Ok(report_with_initial_rss(3, at(200), &[150_000_000; 4])), at(200))
         .unwrap();
     let table = harness.make_table(at(200));
-    assert_eq!(table.candidates_of(0, 2)[0].server.get(), 2);
-    assert_eq!(table.candidates_of(0, 2)[0].fixed_point_load, coreward_model::load::load_to_fixed_point(0.75));
+    assert_eq!(table.bucket_candidates(0, 2)[0].server.get(), 2);
+    assert_eq!(table.bucket_candidates(0, 2)[0].fixed_point_load, coreward_model::load::load_to_fixed_point(0.75));
     assert_eq!(table.generation, 3);
 }
 
@@ -171,18 +171,18 @@ fn server_without_fresh_reports_counts_with_the_mean_load() {
     assert!(!harness.controller.are_all_loads_known(at(0)));
     let sessions = harness.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
     assert!(harness.controller.are_all_loads_known(at(400)) && !harness.controller.are_all_loads_known(at(401)));
-    assert_eq!(buckets_by_server(&harness.make_table(at(100))), BTreeMap::from([(0, 128)]));
+    assert_eq!(bucket_counts_by_server(&harness.make_table(at(100))), BTreeMap::from([(0, 128)]));
     assert_eq!(harness.server_status("s0", at(400)).reports, ReportState::Fresh);
     // s1 and s2 continue to report, while s0 stops. After its time to live, s0 counts as the mean of the others, 0.75.
     for (session, load) in [(&sessions[1], 0.5), (&sessions[2], 1.0)] {
         let busy_ns = [(load * 500e6) as u64; 4];
-        harness.controller.record_report(session, Ok(report_with_clock(3, at(500), &busy_ns)), at(500)).unwrap();
+        harness.controller.record_report(session, Ok(report_with_initial_rss(3, at(500), &busy_ns)), at(500)).unwrap();
     }
-    assert_eq!(buckets_by_server(&harness.make_table(at(401))), BTreeMap::from([(1, 128)]));
+    assert_eq!(bucket_counts_by_server(&harness.make_table(at(401))), BTreeMap::from([(1, 128)]));
     let status = harness.server_status("s0", at(401));
     assert_eq!((status.reports, status.core_load.len(), status.report_age_ms), (ReportState::Stale, 0, 301));
-    harness.controller.record_report(&sessions[0], Ok(report_with_clock(3, at(600), &[0; 4])), at(600)).unwrap();
-    assert_eq!(buckets_by_server(&harness.make_table(at(600))), BTreeMap::from([(0, 128)]));
+    harness.controller.record_report(&sessions[0], Ok(report_with_initial_rss(3, at(600), &[0; 4])), at(600)).unwrap();
+    assert_eq!(bucket_counts_by_server(&harness.make_table(at(600))), BTreeMap::from([(0, 128)]));
 }
 
 #[test]
@@ -200,7 +200,8 @@ fn unknown_server_is_rejected() {
 fn second_agent_of_a_server_is_rejected_while_the_first_is_alive() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
     let first_session = harness.controller.register("s0", "test", at(0)).unwrap();
-    harness.controller.record_report(&first_session, Ok(report_with_clock(1, at(100), &[0; 4])), at(100)).unwrap();
+    let report = report_with_initial_rss(1, at(100), &[0; 4]);
+    harness.controller.record_report(&first_session, Ok(report), at(100)).unwrap();
     let rejection = harness.controller.register("s0", "test", at(400)).unwrap_err();
     assert_eq!(
         rejection.to_string(),
@@ -210,11 +211,12 @@ fn second_agent_of_a_server_is_rejected_while_the_first_is_alive() {
     let second_session = harness.controller.register("s0", "test", at(401)).unwrap();
     let late_rejection = harness
         .controller
-        .record_report(&first_session, Ok(report_with_clock(2, at(410), &[0; 4])), at(410))
+        .record_report(&first_session, Ok(report_with_initial_rss(2, at(410), &[0; 4])), at(410))
         .unwrap_err();
     assert_eq!(late_rejection, Rejection::Superseded("s0".into()));
     harness.controller.end_session(&first_session);
-    harness.controller.record_report(&second_session, Ok(report_with_clock(1, at(420), &[0; 4])), at(420)).unwrap();
+    let report = report_with_initial_rss(1, at(420), &[0; 4]);
+    harness.controller.record_report(&second_session, Ok(report), at(420)).unwrap();
     harness.controller.end_session(&second_session);
     harness.controller.register("s0", "test", at(421)).unwrap();
     let rejection_counts = harness.controller.status(at(421)).refused_reports;
@@ -232,16 +234,19 @@ fn rejected_reports_are_counted_and_change_nothing() {
         (rejection.counter_name(), rejection.to_string())
     };
     assert_eq!(
-        reject_report(Ok(report_with_clock(2, at(150), &[0; 4]))),
+        reject_report(Ok(report_with_initial_rss(2, at(150), &[0; 4]))),
         ("out_of_order", "report 2 after report 2: out of order".into())
     );
-    assert_eq!(reject_report(Ok(report_with_clock(3, at(150), &[]))), ("no_cores", "a report without cores".into()));
-    assert_eq!(reject_report(Ok(report_with_clock(3, at(100), &[90_000_000; 4]))).0, "clock_stalled");
-    assert_eq!(reject_report(Err(ReportError::TimeToLive(0))).0, "time_to_live");
+    assert_eq!(
+        reject_report(Ok(report_with_initial_rss(3, at(150), &[]))),
+        ("no_cores", "a report without cores".into())
+    );
+    assert_eq!(reject_report(Ok(report_with_initial_rss(3, at(100), &[90_000_000; 4]))).0, "clock_stalled");
+    assert_eq!(reject_report(Err(ReportError::TimeToLiveMsOutOfRange(0))).0, "time_to_live");
     assert_eq!(harness.server_status("s0", at(150)).core_load, load_before);
     harness
         .controller
-        .record_report(&session, Ok(report_with_clock(3, at(1_150), &[100_000_000; 4])), at(150))
+        .record_report(&session, Ok(report_with_initial_rss(3, at(1_150), &[100_000_000; 4])), at(150))
         .unwrap();
     let status = harness.controller.status(at(150));
     assert_eq!(status.refused_reports.values().sum::<u64>(), 4);
@@ -255,7 +260,7 @@ fn wall_clock_step_changes_no_load() {
     let session = harness.report_loads(&[&[0.25; 4]]).remove(0);
     for (sequence, is_hour_ahead) in [(3, true), (4, false)] {
         let now = at(sequence * 100);
-        let mut next_report = report_with_clock(sequence, now, &[sequence * 25_000_000; 4]);
+        let mut next_report = report_with_initial_rss(sequence, now, &[sequence * 25_000_000; 4]);
         if is_hour_ahead {
             next_report.sent_at += Duration::from_secs(3600);
         }
@@ -277,10 +282,10 @@ fn malformed_rss_invalidates_the_old_one() {
     let malformed_rss: Result<ReportedRss, WireError> = (&invalid_length).try_into();
     let rejection = harness
         .controller
-        .record_report(&session, Err(ReportError::Rss(malformed_rss.unwrap_err())), at(200))
+        .record_report(&session, Err(ReportError::InvalidRss(malformed_rss.unwrap_err())), at(200))
         .unwrap_err();
     assert_eq!(rejection.counter_name(), "malformed_rss");
-    let next_report = AgentReport { rss_generation: 2, ..report_with_clock(4, at(300), &[50_000_000; 4]) };
+    let next_report = AgentReport { rss_generation: 2, ..report_with_initial_rss(4, at(300), &[50_000_000; 4]) };
     harness.controller.record_report(&session, Ok(next_report), at(300)).unwrap();
     let status = harness.server_status("s0", at(300));
     assert_eq!(status.rss, None);
@@ -291,12 +296,12 @@ fn malformed_rss_invalidates_the_old_one() {
     );
     let valid_report = AgentReport {
         rss_generation: 3,
-        rss: Some(even_rss(64, 4)),
-        ..report_with_clock(5, at(400), &[60_000_000; 4])
+        rss: Some(uniform_rss(64, 4)),
+        ..report_with_initial_rss(5, at(400), &[60_000_000; 4])
     };
     harness.controller.record_report(&session, Ok(valid_report), at(400)).unwrap();
     assert_eq!(harness.server_status("s0", at(400)).rss.unwrap().indirection_table.len(), 64);
-    let report_without_rss = AgentReport { rss_generation: 4, ..report_with_clock(6, at(500), &[70_000_000; 4]) };
+    let report_without_rss = AgentReport { rss_generation: 4, ..report_with_initial_rss(6, at(500), &[70_000_000; 4]) };
     harness.controller.record_report(&session, Ok(report_without_rss), at(500)).unwrap();
     let status = harness.server_status("s0", at(500));
     assert_eq!(
@@ -310,7 +315,7 @@ fn draining_or_removed_server_keeps_only_its_connections() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
     let sessions = harness.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
     harness.configure(&["draining", "active", "active"], "crossrss", at(100));
-    assert_eq!(buckets_by_server(&harness.make_table(at(100))), BTreeMap::from([(1, 128)]));
+    assert_eq!(bucket_counts_by_server(&harness.make_table(at(100))), BTreeMap::from([(1, 128)]));
     // s2 leaves. Its loads and its agent remain, and load balancers still reach it.
     harness.configure(&["draining", "active"], "crossrss", at(200));
     let fleet = harness.controller.fleet_configuration(at(200));
@@ -319,7 +324,7 @@ fn draining_or_removed_server_keeps_only_its_connections() {
     assert_eq!(server_eligibilities, [("s0", false), ("s1", true), ("s2", false)]);
     harness
         .controller
-        .record_report(&sessions[2], Ok(report_with_clock(3, at(200), &[200_000_000; 4])), at(200))
+        .record_report(&sessions[2], Ok(report_with_initial_rss(3, at(200), &[200_000_000; 4])), at(200))
         .unwrap();
     assert_eq!(harness.controller.agent_configuration(&sessions[2]).unwrap().services.len(), 1);
     assert_eq!(harness.server_status("s2", at(200)).state, ServerState::Gone);
@@ -329,7 +334,7 @@ fn draining_or_removed_server_keeps_only_its_connections() {
     assert_eq!(harness.controller.fleet().servers.len(), 2);
     let departed_rejection = harness
         .controller
-        .record_report(&sessions[2], Ok(report_with_clock(4, at(300), &[0; 4])), at(300))
+        .record_report(&sessions[2], Ok(report_with_initial_rss(4, at(300), &[0; 4])), at(300))
         .unwrap_err();
     assert_eq!(departed_rejection, Rejection::UnknownServer("s2".into()));
     assert!(departed_rejection.ends_session());
@@ -385,7 +390,7 @@ fn status_lists_rss_groups_and_servers_outside_them() {
         let queues: Vec<u32> = (0..256).map(|entry| entry % 4).collect();
         let rss = RssConfig { key: rss_key, indirection_table: IndirectionTable::new(&queues).unwrap() };
         let reported_rss = ReportedRss { source: "ethtool".into(), rss: Some(rss) };
-        let report = AgentReport { rss: Some(reported_rss), ..report_with_clock(1, at(0), &[0; 2]) };
+        let report = AgentReport { rss: Some(reported_rss), ..report_with_initial_rss(1, at(0), &[0; 2]) };
         harness.controller.record_report(&session, Ok(report), at(0)).unwrap();
     }
     let service = harness.controller.status(at(0)).services.remove(0);
@@ -444,14 +449,14 @@ fn explanations_contain_the_decision_and_its_reason() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss-plus");
     harness.report_loads(&loads);
     let table = harness.make_table(at(100));
-    let longer_explanation = (coreward_model::load::load_to_fixed_point(0.5)
+    let allowed_count = (coreward_model::load::load_to_fixed_point(0.5)
         - coreward_model::load::load_to_fixed_point(0.1))
         / table.assignment_cost;
     assert_eq!(
         harness.explain_new_connection(port, at(100)).reason,
         format!(
             "bucket {bucket} of 128 goes to s0: core 1 with load 0.100 in the table is the least loaded of 3 \
-             candidates, unless a load balancer has given it more than {longer_explanation} connections since the last \
+             candidates, unless a load balancer has given it more than {allowed_count} connections since the last \
              table, each counted as {:.4}; then s2 (core 1 with load 0.500 in the table)",
             f64::from(table.assignment_cost) / 1_048_576.0
         )
@@ -545,7 +550,7 @@ proptest! {
         let session = harness.controller.register("s0", "test", at(0)).unwrap();
         let (mut accepted_count, mut rejected_count) = (0, 0);
         for (sequence, milliseconds, busy_ns) in reports {
-            let report = report_with_clock(sequence, at(milliseconds), &busy_ns);
+            let report = report_with_initial_rss(sequence, at(milliseconds), &busy_ns);
             match harness.controller.record_report(&session, Ok(report), at(1_000)) {
                 Ok(()) => accepted_count += 1,
                 Err(_) => rejected_count += 1,

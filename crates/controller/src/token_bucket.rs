@@ -26,9 +26,9 @@ impl Quota {
 impl TokenBucket {
     /// Takes a token if one is left, and returns whether it did. `now` is the time since the controller's start.
     pub fn try_take(&mut self, quota: Quota, now: Duration) -> bool {
-        let elapsed = now.saturating_sub(self.updated_at).as_secs_f64();
+        let elapsed_s = now.saturating_sub(self.updated_at).as_secs_f64();
         self.updated_at = now;
-        self.tokens = (self.tokens + elapsed / quota.interval.as_secs_f64()).min(quota.burst.into());
+        self.tokens = (self.tokens + elapsed_s / quota.interval.as_secs_f64()).min(quota.burst.into());
         let is_token_left = self.tokens >= 1.0;
         self.tokens -= f64::from(u8::from(is_token_left));
         is_token_left

@@ -12,15 +12,15 @@ use coreward_wire::{ServerTraffic, ServiceIndex, TrafficMessage};
 use super::Now;
 
 #[derive(Debug, Default, Clone, Copy)]
-struct OpenedCounts {
+struct ServiceConnectionCounter {
     /// Number of connections opened since the load balancer's maps were created.
     total: u64,
     /// Number of connections opened since the last query, or `None` if only one message has arrived so far.
-    since_last_query: Option<u64>,
+    count_since_last_query: Option<u64>,
 }
 
 /// Map by server id. Its hash need not resist collisions, because the controller draws the ids, not a peer.
-type ByServer<T> = HashMap<ServerId, T, foldhash::fast::FixedState>;
+type ServerMap<T> = HashMap<ServerId, T, foldhash::fast::FixedState>;
 
 /// Traffic from one load balancer to all servers.
 #[derive(Debug, Default)]
@@ -28,9 +28,9 @@ pub struct Traffic {
     /// Time at which the last message arrived, since the controller's start.
     last_message_at: Option<Duration>,
     /// Counts for each server, summed over all services since the load balancer's maps were created.
-    totals_by_server: ByServer<ServerTraffic>,
-    opened_by_service: HashMap<ServiceIndex, OpenedCounts>,
-    rates_by_server: ByServer<TrafficRates>,
+    totals_by_server: ServerMap<ServerTraffic>,
+    connection_counters_by_service: HashMap<ServiceIndex, ServiceConnectionCounter>,
+    rates_by_server: ServerMap<TrafficRates>,
 }
 
 /// Numbers of connections that were opened since a load balancer's previous message.
@@ -45,7 +45,7 @@ impl Traffic {
     /// Returns the increases since the previous message. A count that is new or has restarted adds nothing.
     pub fn opened_connections(&self, message: &TrafficMessage) -> OpenedConnections {
         let opened_by_service = message.opened_connections.iter().filter_map(|(service, total)| {
-            Some((*service, total.checked_sub(self.opened_by_service.get(service)?.total)?))
+            Some((*service, total.checked_sub(self.connection_counters_by_service.get(service)?.total)?))
         });
         let opened_by_server = message.servers.iter().filter_map(|(id, new_traffic)| {
             Some((
@@ -63,9 +63,9 @@ impl Traffic {
 
     /// Records the counts of a message. A count that has decreased comes from new maps, so its rate starts again.
     pub fn record_totals(&mut self, message: &TrafficMessage, alpha: SmoothingWeight, now: Now) {
-        let totals_by_server: ByServer<ServerTraffic> =
+        let totals_by_server: ServerMap<ServerTraffic> =
             message.servers.iter().map(|(id, traffic)| (*id, *traffic)).collect();
-        self.record_opened(message);
+        self.record_opened_connections(message);
         let elapsed_s = self
             .last_message_at
             .map(|previous_message_at| now.monotonic.saturating_sub(previous_message_at).as_secs_f64());
@@ -79,25 +79,25 @@ impl Traffic {
         self.last_message_at = Some(now.monotonic);
     }
 
-    fn record_opened(&mut self, message: &TrafficMessage) {
-        let to_opened_counts = |(service, total): (&ServiceIndex, &u64)| {
+    fn record_opened_connections(&mut self, message: &TrafficMessage) {
+        let to_connection_counter = |(service, total): (&ServiceIndex, &u64)| {
             let (service, total) = (*service, *total);
             // A lower count than before comes from new maps, or from the removal of a server.
-            let increase_since = |previous_counts: &OpenedCounts| {
+            let increase_since = |previous_counts: &ServiceConnectionCounter| {
                 previous_counts
-                    .since_last_query
+                    .count_since_last_query
                     .unwrap_or(0)
                     .saturating_add(total.saturating_sub(previous_counts.total))
             };
-            let newly_opened = self.opened_by_service.get(&service).map(increase_since);
-            (service, OpenedCounts { total, since_last_query: newly_opened })
+            let opened_count = self.connection_counters_by_service.get(&service).map(increase_since);
+            (service, ServiceConnectionCounter { total, count_since_last_query: opened_count })
         };
-        self.opened_by_service = message.opened_connections.iter().map(to_opened_counts).collect();
+        self.connection_counters_by_service = message.opened_connections.iter().map(to_connection_counter).collect();
     }
 
     /// Returns how many connections to the service were opened since the last call, or `None` if it is not known yet.
-    pub fn take_newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
-        self.opened_by_service.get_mut(&service)?.since_last_query.as_mut().map(std::mem::take)
+    pub fn take_opened_connection_count(&mut self, service: ServiceIndex) -> Option<u64> {
+        self.connection_counters_by_service.get_mut(&service)?.count_since_last_query.as_mut().map(std::mem::take)
     }
 
     fn smoothed_rates(
@@ -122,7 +122,7 @@ impl Traffic {
     /// Ends the rates after the load balancer has disconnected. Its data plane may continue without the daemon.
     pub fn clear_rates(&mut self) {
         self.rates_by_server.clear();
-        self.opened_by_service.clear();
+        self.connection_counters_by_service.clear();
         self.last_message_at = None;
     }
 
@@ -141,7 +141,7 @@ pub struct TrafficTotals(pub BTreeMap<String, ServerTraffic>);
 impl TrafficTotals {
     /// Returns the increase in the number of open connections since `earlier_totals`, as load balancers counted it. A
     /// load balancer with new or restarted counts adds nothing, because the report may already include its connections.
-    pub fn opened_since(&self, earlier_totals: &TrafficTotals) -> i64 {
+    pub fn connection_increase_since(&self, earlier_totals: &TrafficTotals) -> i64 {
         let increase_at_balancer = |(name, current_traffic): (&String, &ServerTraffic)| {
             let earlier_traffic = earlier_totals.0.get(name)?;
             let opened_count =
@@ -179,18 +179,18 @@ mod tests {
     #[test]
     fn rates_are_smoothed() {
         let mut traffic = Traffic::default();
-        traffic.record_totals(&traffic_message(&[(1, 150), (2, 7)]), SmoothingWeight::PUBLISHED, at(0));
+        traffic.record_totals(&traffic_message(&[(1, 150), (2, 7)]), SmoothingWeight::PAPER_VALUE, at(0));
         assert_eq!(traffic.server_rates(id(1)), None);
-        traffic.record_totals(&traffic_message(&[(1, 170), (2, 7)]), SmoothingWeight::PUBLISHED, at(100));
+        traffic.record_totals(&traffic_message(&[(1, 170), (2, 7)]), SmoothingWeight::PAPER_VALUE, at(100));
         assert_eq!(
             traffic.server_rates(id(1)),
             Some(TrafficRates { packets_per_second: 200.0, bytes_per_second: 20_000.0 })
         );
         assert_eq!(traffic.server_rates(id(2)), Some(TrafficRates { packets_per_second: 0.0, bytes_per_second: 0.0 }));
-        traffic.record_totals(&traffic_message(&[(1, 170)]), SmoothingWeight::PUBLISHED, at(200));
+        traffic.record_totals(&traffic_message(&[(1, 170)]), SmoothingWeight::PAPER_VALUE, at(200));
         assert_eq!(traffic.server_rates(id(1)).unwrap().packets_per_second, 100.0);
         assert_eq!(traffic.server_rates(id(2)), None);
-        traffic.record_totals(&traffic_message(&[(1, 3)]), SmoothingWeight::PUBLISHED, at(300));
+        traffic.record_totals(&traffic_message(&[(1, 3)]), SmoothingWeight::PAPER_VALUE, at(300));
         assert_eq!(traffic.server_rates(id(1)), None);
         traffic.clear_rates();
         assert_eq!(traffic.server_total(id(1)).unwrap().packet_count, 3);
@@ -213,10 +213,14 @@ mod tests {
         };
         let earlier_totals = traffic_totals(&[("lb1", 100, 90), ("lb2", 50, 50)]);
         let later_totals = traffic_totals(&[("lb1", 110, 93), ("lb2", 51, 55), ("lb3", 1000, 0)]);
-        assert_eq!(later_totals.opened_since(&earlier_totals), 7 - 4);
-        assert_eq!(traffic_totals(&[("lb1", 5, 0)]).opened_since(&earlier_totals), 0, "it restarted its counts");
+        assert_eq!(later_totals.connection_increase_since(&earlier_totals), 7 - 4);
+        assert_eq!(
+            traffic_totals(&[("lb1", 5, 0)]).connection_increase_since(&earlier_totals),
+            0,
+            "it restarted its counts"
+        );
         let invalid_totals = traffic_totals(&[("lb1", u64::MAX, 90), ("lb2", 1 << 63, u64::MAX)]);
-        assert_eq!(invalid_totals.opened_since(&earlier_totals), 0, "as many one way as the other");
+        assert_eq!(invalid_totals.connection_increase_since(&earlier_totals), 0, "as many one way as the other");
     }
 
     #[test]
@@ -229,9 +233,9 @@ mod tests {
         let sessions = ["lb1", "lb2"].map(|name| load_balancers.register(name, at(0)).unwrap());
         for total in [0, u64::MAX, 0, u64::MAX] {
             for session in sessions {
-                load_balancers.record_traffic(session, &opened_message(total), SmoothingWeight::PUBLISHED, at(100));
+                load_balancers.record_traffic(session, &opened_message(total), SmoothingWeight::PAPER_VALUE, at(100));
             }
         }
-        assert_eq!(load_balancers.take_newly_opened(ServiceIndex::FIRST), Some(u64::MAX));
+        assert_eq!(load_balancers.take_opened_connection_count(ServiceIndex::FIRST), Some(u64::MAX));
     }
 }

@@ -4,7 +4,7 @@ use super::Controller;
 
 impl Controller {
     /// Records a load balancer's active configuration when its session begins. Logs a warning if the store is older.
-    pub fn check_store_age(&mut self, session: u64, generation: u64) {
+    pub fn record_active_configuration(&mut self, session: u64, generation: u64) {
         if let Some(name) = self.load_balancers.record_configuration_in_force(session, generation, &self.fleet) {
             tracing::warn!(
                 event = "store-outdated",

@@ -59,8 +59,8 @@ fn confirm_and_apply(
         return Ok(!dry_run);
     }
     // With JSON output the changes have not been shown, so the operator cannot confirm them.
-    let can_ask = format == OutputFormat::Text;
-    anyhow::ensure!(yes || can_ask, "nothing was changed: `--format json` expects --yes or --dry-run");
+    let can_ask_for_confirmation = format == OutputFormat::Text;
+    anyhow::ensure!(yes || can_ask_for_confirmation, "nothing was changed: `--format json` expects --yes or --dry-run");
     anyhow::ensure!(yes || ask_for_confirmation()?, "nothing was changed");
     print(&format_apply_result(&proposed_fleet.apply()?, format.into())?)?;
     Ok(true)
@@ -90,9 +90,9 @@ fn is_in_force(acknowledgements: &Acknowledgements) -> bool {
 /// daemons have answered.
 fn is_wait_over(acknowledgements: &Acknowledgements) -> bool {
     let newest_generation = acknowledgements.configuration_generation;
-    let is_of_newest =
+    let is_of_newest_generation =
         |update: &RefusedUpdate| update.kind == "configuration" && update.generation == newest_generation;
-    acknowledgements.waiting_count == 0 || acknowledgements.refused.iter().any(is_of_newest)
+    acknowledgements.waiting_count == 0 || acknowledgements.refused.iter().any(is_of_newest_generation)
 }
 
 /// Describes the daemons that have not applied the newest configuration.
@@ -136,7 +136,7 @@ fn ask_for_confirmation() -> anyhow::Result<bool> {
 mod tests {
     use super::*;
 
-    fn acknowledgements_of(
+    fn build_acknowledgements(
         waiting_count: u64,
         refused_generations: &[u64],
         disconnected_names: &[&str],
@@ -167,15 +167,15 @@ mod tests {
 
     #[test]
     fn refusal_of_the_newest_configuration_ends_the_wait() {
-        assert!(is_wait_over(&acknowledgements_of(1, &[5], &[])));
-        assert!(!is_wait_over(&acknowledgements_of(1, &[4], &[])), "the refusal of an older one");
-        assert!(!is_wait_over(&acknowledgements_of(1, &[], &[])));
-        assert!(is_in_force(&acknowledgements_of(0, &[], &[])));
+        assert!(is_wait_over(&build_acknowledgements(1, &[5], &[])));
+        assert!(!is_wait_over(&build_acknowledgements(1, &[4], &[])), "the refusal of an older one");
+        assert!(!is_wait_over(&build_acknowledgements(1, &[], &[])));
+        assert!(is_in_force(&build_acknowledgements(0, &[], &[])));
     }
 
     #[test]
     fn disconnected_load_balancer_is_named_in_the_error() {
-        let acknowledgements = acknowledgements_of(0, &[], &["lb2"]);
+        let acknowledgements = build_acknowledgements(0, &[], &["lb2"]);
         assert!(!is_in_force(&acknowledgements) && is_wait_over(&acknowledgements));
         assert!(
             describe_missing_acknowledgements(&acknowledgements).contains("  lb lb2: is not connected"),

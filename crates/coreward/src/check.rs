@@ -60,11 +60,11 @@ pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
         OutputFormat::Text => checked_files.iter().map(CheckedFile::to_text).collect::<Vec<_>>().join("\n"),
         OutputFormat::Json => format!("{:#}", Value::from_iter(checked_files.iter().map(CheckedFile::to_json))),
     })?;
-    let total_mistakes: usize = checked_files.iter().map(CheckedFile::count_mistakes).sum();
-    let mistake_noun = if total_mistakes == 1 { "mistake" } else { "mistakes" };
+    let mistake_count: usize = checked_files.iter().map(CheckedFile::count_mistakes).sum();
+    let mistake_noun = if mistake_count == 1 { "mistake" } else { "mistakes" };
     anyhow::ensure!(
-        total_mistakes == 0,
-        "{total_mistakes} {mistake_noun} in {} of {} files",
+        mistake_count == 0,
+        "{mistake_count} {mistake_noun} in {} of {} files",
         CheckedFile::count_files_with_mistakes(&checked_files),
         checked_files.len()
     );
@@ -160,13 +160,13 @@ impl FileKind {
 
     /// Checks a controller's file together with the fleet document that it names.
     fn check_with_fleet_file(self, source: &Source) -> Result<(), Diagnostics> {
-        let own_result = self.check(source);
+        let file_result = self.check(source);
         let fleet_result = match self {
             Self::Controller => fleet_file_path(source).map_or(Ok(()), |path| FleetConfig::load(&path).map(|_| ())),
             _ => Ok(()),
         };
         let own_result =
-            own_result.and_then(|()| if self == Self::Controller { check_etcd_files(source) } else { Ok(()) });
+            file_result.and_then(|()| if self == Self::Controller { check_etcd_files(source) } else { Ok(()) });
         match (own_result, fleet_result) {
             (Ok(()), fleet_result) => fleet_result,
             (own_result, Ok(())) => own_result,
@@ -183,7 +183,7 @@ impl FileKind {
     fn of(source: &Source) -> Result<Self, Diagnostics> {
         let keys = source.top_level_keys();
         let name = source.path().file_stem().and_then(|name| name.to_str()).unwrap_or_default();
-        let to_misfit = |kind: Self| {
+        let to_mismatch = |kind: Self| {
             let schema = kind.schema();
             let unknown_key_count = keys.iter().filter(|key| schema["properties"].get(key.as_str()).is_none()).count();
             let mistake_count = kind
@@ -192,17 +192,17 @@ impl FileKind {
                 .map_or(0, |mistakes| mistakes.shown_diagnostics.len() + mistakes.omitted_diagnostic_count);
             (unknown_key_count, !name.starts_with(kind.name()), mistake_count)
         };
-        let kinds_with_misfit =
-            <Self as clap::ValueEnum>::value_variants().iter().map(|kind| (to_misfit(*kind), *kind));
-        let mut kinds_by_misfit: Vec<((usize, bool, usize), Self)> = kinds_with_misfit.collect();
-        kinds_by_misfit.sort_by_key(|(misfit_rank, _)| *misfit_rank);
-        if kinds_by_misfit[0].0 < kinds_by_misfit[1].0 {
-            return Ok(kinds_by_misfit[0].1);
+        let kinds_with_mismatch =
+            <Self as clap::ValueEnum>::value_variants().iter().map(|kind| (to_mismatch(*kind), *kind));
+        let mut kinds_by_mismatch: Vec<((usize, bool, usize), Self)> = kinds_with_mismatch.collect();
+        kinds_by_mismatch.sort_by_key(|(misfit_rank, _)| *misfit_rank);
+        if kinds_by_mismatch[0].0 < kinds_by_mismatch[1].0 {
+            return Ok(kinds_by_mismatch[0].1);
         }
         let message = "fits several kinds of files: expected `--kind`, or a name that begins with its kind";
-        let mut list = vec![Diagnostic::for_file(source.path(), message)];
-        list.extend(source.syntax_errors());
-        Err(Diagnostics { shown_diagnostics: list, omitted_diagnostic_count: 0 })
+        let mut diagnostics = vec![Diagnostic::for_file(source.path(), message)];
+        diagnostics.extend(source.syntax_errors());
+        Err(Diagnostics { shown_diagnostics: diagnostics, omitted_diagnostic_count: 0 })
     }
 }
 
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn file_name_decides_when_keys_do_not() {
+    fn file_name_decides_the_kind_when_keys_do_not() {
         let of = |name: &str, text: &str| {
             FileKind::of(&Source::from_text(name, text)).map_err(|mistakes| mistakes.to_string())
         };

@@ -71,8 +71,9 @@ pub fn run_drain(args: &DrainArgs) -> anyhow::Result<()> {
                 }
                 match remaining_connections {
                     RemainingConnections::Zero => Ok(()),
-                    RemainingConnections::Nonzero(remaining_text) => Err(anyhow!("{remaining_text} after {}; \
-                        {drain_notice}", args.timeout)),
+                    RemainingConnections::NonzeroWithDescription(remaining_text) => {
+                        Err(anyhow!("{remaining_text} after {}; {drain_notice}", args.timeout))
+                    }
                 }
             }
             _ = tokio::signal::ctrl_c() => Err(anyhow!("interrupted; {drain_notice}")),
@@ -89,7 +90,7 @@ pub fn run_undrain(args: &UndrainArgs) -> anyhow::Result<()> {
 /// Connections that remain at the end of the wait.
 enum RemainingConnections {
     Zero,
-    Nonzero(String),
+    NonzeroWithDescription(String),
 }
 
 /// Waits until no connection remains or the timeout expires. The controller has stored the drain, so the wait continues
@@ -130,7 +131,7 @@ async fn wait_until_drained(
         }
     }
     let remaining_text = describe_remaining(&status, is_controller_unreachable);
-    Ok((status, RemainingConnections::Nonzero(remaining_text)))
+    Ok((status, RemainingConnections::NonzeroWithDescription(remaining_text)))
 }
 
 /// Prints the status unless its text equals the text that was printed last.
@@ -192,13 +193,13 @@ fn describe_drain(status: &DrainStatus) -> String {
     } else {
         format!(" ({})", connections_by_service.join(", "))
     };
-    let not_counted = match status.not_counted.as_slice() {
+    let uncounted_services_text = match status.not_counted.as_slice() {
         [] => String::new(),
         services => format!("; flows of UDP are not counted ({})", services.join(", ")),
     };
     let state = if status.remaining == Some(0) { "drained" } else { "draining" };
     format!(
-        "{server} is {state}{}: {remaining_text}{connections_by_service}{not_counted}",
+        "{server} is {state}{}: {remaining_text}{connections_by_service}{uncounted_services_text}",
         format_origin_and_services(drain)
     )
 }
@@ -257,13 +258,13 @@ mod tests {
             describe_drain(&status_with_remaining(None)),
             "s1 is draining: what remains is not known (waiting for a count that begins now)"
         );
-        let active = DrainStatus {
+        let active_status = DrainStatus {
             drained: None,
             state: ServerState::Active,
             state_reason: String::new(),
             ..status_with_remaining(None)
         };
-        assert_eq!(describe_drain(&active), "s1 is active");
+        assert_eq!(describe_drain(&active_status), "s1 is active");
     }
 
     #[test]

@@ -291,13 +291,13 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Dispatch(args) => run_dispatch(&args),
         Command::Orchestrate(args) => run_orchestrate(&args),
         Command::Status(StatusArgs { query, rss_keys }) => {
-            print(&show::status(&query.contact.build_client()?, rss_keys, query.format.into())?)
+            print(&show::fetch_status(&query.contact.build_client()?, rss_keys, query.format.into())?)
         }
         Command::Check(args) => check::run(&args),
         Command::Certs(args) => print(&certs::run(&args)?),
         Command::Apply(args) => apply::run(&args),
         Command::Fleet(FleetArgs { command: FleetCommand::Show(query) }) => {
-            print(&show::fleet::show(&query.contact.build_client()?, query.format.into())?)
+            print(&show::fleet::fetch_document(&query.contact.build_client()?, query.format.into())?)
         }
         Command::Audit(args) => audit::print_audit_log(&args),
         Command::Drain(args) => drain::run_drain(&args),
@@ -350,7 +350,7 @@ fn run_capture(args: &CaptureArgs) -> anyhow::Result<()> {
 
 fn show_or_rotate_keys(args: KeysArgs) -> anyhow::Result<()> {
     match args.command {
-        KeysCommand::Show(query) => print(&show::keys(&query.contact.build_client()?, query.format.into())?),
+        KeysCommand::Show(query) => print(&show::fetch_keys(&query.contact.build_client()?, query.format.into())?),
         KeysCommand::Rotate { query, force } => {
             print(&show::rotate_keys(&query.contact.build_client()?, force, query.format.into())?)
         }
@@ -365,7 +365,7 @@ fn explain_packet(args: &ExplainArgs) -> anyhow::Result<String> {
         (false, false) => PacketKind::NewConnection,
     };
     let request = Explain { vip: args.vip, protocol: args.protocol, client: args.client, packet, tsecr: args.tsecr };
-    show::explain(&client, &request, format)
+    show::fetch_explanation(&client, &request, format)
 }
 
 fn lb(args: LbArgs) -> anyhow::Result<()> {

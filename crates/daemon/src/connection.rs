@@ -29,7 +29,7 @@ metrics! {
 /// Minimum and maximum interval between attempts. It doubles each time all controllers have been tried.
 const RETRY_INTERVAL_RANGE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 /// Interval between attempts after a rejection, whose cause only an operator can remove.
-const REJECTED_RETRY_INTERVAL: Duration = Duration::from_secs(2);
+const RETRY_INTERVAL_AFTER_REJECTION: Duration = Duration::from_secs(2);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Idle time after which the controller gets an HTTP/2 ping, and time limit for the answer to the ping.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
@@ -61,7 +61,7 @@ impl ControllerConnection {
     ) -> anyhow::Result<Self> {
         let tls = table::load(tls)?;
         match &tls {
-            Some(tls) => drop(tokio::spawn(tls.clone().maintenance_loop())),
+            Some(tls) => drop(tokio::spawn(tls.clone().reload_changed_certificates())),
             None if controllers.addresses().iter().all(|address| address.ip().is_loopback()) => {}
             None => tracing::warn!(
                 event = "plaintext",
@@ -167,7 +167,7 @@ impl ControllerConnection {
                     status.metadata().get(LEADER_HEADER).and_then(|leader| leader.to_str().ok()?.parse().ok());
                 let leader_index = |leader| self.controllers.addresses().iter().position(|address| *address == leader);
                 // The address is trusted only if the daemon's configuration contains it, too.
-                leader_address.and_then(leader_index).map_or(StreamEnd::Lost, StreamEnd::NotTheLeader)
+                leader_address.and_then(leader_index).map_or(StreamEnd::Lost, StreamEnd::RedirectedToController)
             }
             _ => StreamEnd::Lost,
         }
@@ -188,11 +188,11 @@ fn root_cause_text(error: &anyhow::Error) -> String {
 pub fn add_certificate_expiry(tls: &Tls, page: &mut Snapshot) {
     let mut expiry_times = std::collections::BTreeMap::new();
     for (usage, certificate) in tls.certificates() {
-        let expiry = certificate.not_after.as_secs_f64();
+        let expiry_unix_s = certificate.not_after.as_secs_f64();
         expiry_times
             .entry(usage)
-            .and_modify(|earliest_expiry: &mut f64| *earliest_expiry = earliest_expiry.min(expiry))
-            .or_insert(expiry);
+            .and_modify(|earliest_expiry: &mut f64| *earliest_expiry = earliest_expiry.min(expiry_unix_s))
+            .or_insert(expiry_unix_s);
     }
     expiry_times
         .into_iter()
@@ -206,7 +206,7 @@ enum StreamEnd {
     Lost,
     Rejected,
     /// The controller does not lead, and has named the leader, which has this index in the configured addresses.
-    NotTheLeader(usize),
+    RedirectedToController(usize),
 }
 
 /// Order in which a daemon tries the controllers, independent of clock and randomness.
@@ -239,7 +239,7 @@ impl AttemptOrder {
         let had_answered = std::mem::take(&mut self.has_answered);
         self.failed_attempt_count += usize::from(!had_answered);
         match end {
-            StreamEnd::NotTheLeader(leader) => self.current_controller_index = *leader,
+            StreamEnd::RedirectedToController(leader) => self.current_controller_index = *leader,
             // The controller that answered last is tried again, because it probably returns first and has our state.
             _ if had_answered => {}
             _ => self.current_controller_index = (self.current_controller_index + 1) % self.controller_count,
@@ -247,7 +247,7 @@ impl AttemptOrder {
         let is_round_over =
             self.failed_attempt_count > 0 && self.failed_attempt_count.is_multiple_of(self.controller_count);
         match end {
-            StreamEnd::Rejected => REJECTED_RETRY_INTERVAL,
+            StreamEnd::Rejected => RETRY_INTERVAL_AFTER_REJECTION,
             _ if is_round_over => {
                 let pause = self.retry_interval;
                 self.retry_interval = (pause * 2).min(RETRY_INTERVAL_RANGE.1);
@@ -292,8 +292,8 @@ impl TermTracker {
 /// Returns a random time between half of the interval and the full interval.
 fn with_jitter(interval: Duration) -> Duration {
     // If no random number is available, all daemons wait equally long, which is harmless.
-    let random = rand::rngs::SysRng.try_next_u32().unwrap_or(u32::MAX);
-    interval.mul_f64(0.5 + 0.5 * f64::from(random) / f64::from(u32::MAX))
+    let random_number = rand::rngs::SysRng.try_next_u32().unwrap_or(u32::MAX);
+    interval.mul_f64(0.5 + 0.5 * f64::from(random_number) / f64::from(u32::MAX))
 }
 
 #[cfg(test)]

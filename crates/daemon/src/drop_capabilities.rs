@@ -30,18 +30,20 @@ pub fn retained_capabilities(daemon: Component) -> &'static [Capability] {
 /// each thread has its own capabilities.
 pub fn drop_other_capabilities(daemon: Component) -> anyhow::Result<()> {
     let retained_set: CapsHashSet = retained_capabilities(daemon).iter().copied().collect();
-    let read_set = |set| caps::read(None, set).context("cannot read this process's capabilities");
-    let permitted: CapsHashSet = read_set(CapSet::Permitted)?.intersection(&retained_set).copied().collect();
-    let effective: CapsHashSet = read_set(CapSet::Effective)?.intersection(&retained_set).copied().collect();
+    let read_capability_set = |set| caps::read(None, set).context("cannot read this process's capabilities");
+    let permitted_set: CapsHashSet =
+        read_capability_set(CapSet::Permitted)?.intersection(&retained_set).copied().collect();
+    let effective_set: CapsHashSet =
+        read_capability_set(CapSet::Effective)?.intersection(&retained_set).copied().collect();
     if caps::has_cap(None, CapSet::Effective, Capability::CAP_SETPCAP)? {
-        for capability in read_set(CapSet::Bounding)?.difference(&retained_set) {
+        for capability in read_capability_set(CapSet::Bounding)?.difference(&retained_set) {
             caps::drop(None, CapSet::Bounding, *capability)?;
         }
     }
     caps::clear(None, CapSet::Ambient)?;
     reduce_capability_set(CapSet::Inheritable, &CapsHashSet::new())?;
-    reduce_capability_set(CapSet::Effective, &effective)?;
-    reduce_capability_set(CapSet::Permitted, &permitted)?;
+    reduce_capability_set(CapSet::Effective, &effective_set)?;
+    reduce_capability_set(CapSet::Permitted, &permitted_set)?;
     prctl::set_no_new_privs().context("no_new_privs")?;
     prctl::set_dumpable(false).context("dumpable")?;
     Ok(())

@@ -71,8 +71,9 @@ pub fn serve(
 }
 
 fn bind_listener(address: SocketAddr) -> anyhow::Result<TcpListener> {
-    let expected = "expected a free port and an address of this host (`metrics`)";
-    let listener = TcpListener::bind(address).with_context(|| format!("cannot listen on {address}: {expected}"))?;
+    let expected_address = "expected a free port and an address of this host (`metrics`)";
+    let listener =
+        TcpListener::bind(address).with_context(|| format!("cannot listen on {address}: {expected_address}"))?;
     listener.set_nonblocking(true)?;
     tracing::info!(
         event = "metrics-served",

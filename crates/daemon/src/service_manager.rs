@@ -41,21 +41,21 @@ pub fn notify_watchdog() {
 pub struct Watchdog {
     interval: Option<Duration>,
     /// Time on the caller's monotonic clock at which the next notification is due.
-    next_notification: Duration,
+    next_notification_at: Duration,
 }
 
 impl Default for Watchdog {
     fn default() -> Self {
-        Self { interval: watchdog_interval(), next_notification: Duration::ZERO }
+        Self { interval: watchdog_interval(), next_notification_at: Duration::ZERO }
     }
 }
 
 impl Watchdog {
     /// Notifies the watchdog if a notification is due at `now`, a time on a monotonic clock.
     pub fn feed(&mut self, now: Duration) {
-        if let Some(interval) = self.interval.filter(|_| now >= self.next_notification) {
+        if let Some(interval) = self.interval.filter(|_| now >= self.next_notification_at) {
             notify_watchdog();
-            self.next_notification = now + interval;
+            self.next_notification_at = now + interval;
         }
     }
 }

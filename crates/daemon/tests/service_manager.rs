@@ -44,14 +44,14 @@ fn receive_until_stopping(socket: &UnixDatagram, message_sender: Sender<()>) -> 
 
 /// Readiness is reported first, the watchdog is notified only during the work, and the end is announced.
 #[test]
-fn service_manager_gets_ready_watchdog_and_stopping() {
+fn service_manager_receives_ready_watchdog_and_stopping_messages() {
     let directory = tempfile::tempdir().unwrap();
     let socket = bind_notify_socket(directory.path());
     // The manager reads during the work, because the socket holds few datagrams, and further ones block the sender.
     let (message_sender, message_receiver) = tokio::sync::oneshot::channel();
     let manager = std::thread::spawn(move || receive_until_stopping(&socket, message_sender));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let start = Instant::now();
+    let start_time = Instant::now();
     // A signal stays pending until it is handled. This work does not handle SIGHUP, which must not end it.
     coreward_daemon::block_signals().unwrap();
     nix::sys::signal::raise(nix::sys::signal::Signal::SIGHUP).unwrap();
@@ -66,7 +66,7 @@ fn service_manager_gets_ready_watchdog_and_stopping() {
     assert_eq!(received[0], "READY=1");
     let watchdog_message_count = count_watchdog_messages(&received);
     // The first message comes at once, and further ones every 10 ms unless the machine is slow.
-    let max_watchdog_messages = 1 + start.elapsed().as_millis() as usize / 10;
+    let max_watchdog_messages = 1 + start_time.elapsed().as_millis() as usize / 10;
     assert!(
         (MIN_WATCHDOG_MESSAGES..=max_watchdog_messages).contains(&watchdog_message_count),
         "at most {max_watchdog_messages}: {received:?}"

@@ -30,7 +30,7 @@ pub fn load_every_program() -> Vec<(&'static str, anyhow::Result<()>)> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerifierCost {
     /// Names of the variant and the program, separated by a comma.
-    pub program: String,
+    pub variant_and_program: String,
     /// Number of instructions that the verifier processed. The kernel allows 1,000,000 (BPF_COMPLEXITY_LIMIT_INSNS in
     /// include/linux/bpf_verifier.h).
     pub verified_instructions: u32,
@@ -85,9 +85,9 @@ fn concatenate_costs(
 
 fn object_costs(variant: &str, object: &Object) -> anyhow::Result<Vec<VerifierCost>> {
     let program_cost = |program: Program<'_>| {
-        let program_and_variant_name = format!("{variant}, {}", program.name().to_string_lossy());
+        let variant_and_program_name = format!("{variant}, {}", program.name().to_string_lossy());
         Ok(VerifierCost {
-            program: program_and_variant_name,
+            variant_and_program: variant_and_program_name,
             verified_instructions: verified_instructions(program.as_fd())?,
         })
     };
@@ -100,12 +100,12 @@ fn load_dispatch(policy: Policy, observes_service_times: bool) -> anyhow::Result
         service: (Ipv4Addr::UNSPECIFIED, 53).into(),
         policy,
         request_id_position: observes_service_times.then_some(RequestIdPosition {
-            offset: 0,
+            request_offset: 0,
             response_offset: 0,
             byte_count: 2,
         }),
         type_offset: 0,
-        types: if observes_service_times { vec![unmatched_type; dispatch::MAX_TYPES] } else { Vec::new() },
+        types: if observes_service_times { vec![unmatched_type; dispatch::MAX_REQUEST_TYPES] } else { Vec::new() },
         default_class: 0,
         measures_service_times: observes_service_times,
     };

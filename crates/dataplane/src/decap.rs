@@ -72,7 +72,7 @@ impl Decapsulation {
     }
 
     /// Loads the program without attaching or pinning it, for tests by `BPF_PROG_TEST_RUN`.
-    pub fn load_only() -> anyhow::Result<Self> {
+    pub fn load_unattached() -> anyhow::Result<Self> {
         Self::load(None)
     }
 

@@ -23,7 +23,7 @@ use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{Iter, Link, MapCore as _, MapFlags, MapHandle, OpenObject};
 
 pub use options::{
-    MAX_RESPONSE_TIMEOUT, MAX_TYPES, Options, POLL_INTERVAL, Policy, RequestIdPosition, RequestType, Timeouts,
+    MAX_REQUEST_TYPES, MAX_RESPONSE_TIMEOUT, Options, POLL_INTERVAL, Policy, RequestIdPosition, RequestType, Timeouts,
     UnknownPolicyName,
 };
 pub use request_ledger::{RequestLedger, WorkerCounts};
@@ -68,18 +68,19 @@ impl DispatchPrograms {
     /// `pins` is not on a bpffs, the pins are of another version, or the kernel rejects a program. Panics when
     /// `options` has more than [`MAX_TYPES`] types.
     pub fn load(pins: &Path, cgroup: &Path, options: &Options) -> anyhow::Result<Self> {
-        assert!(options.types.len() <= MAX_TYPES, "{} types", options.types.len());
+        assert!(options.types.len() <= MAX_REQUEST_TYPES, "{} types", options.types.len());
         fs::create_dir_all(pins).with_context(|| pins.display().to_string())?;
         let is_taken_over = pins.join(WORKERS_PIN).exists();
         let mut object_storage = MaybeUninit::uninit();
         let open_skeleton = open_with_pins(&mut object_storage, pins, options)?;
-        let other_version_error = || format!("{} is of another version (end it with --detach first)", pins.display());
-        let loaded_skeleton = open_skeleton
-            .load()
-            .with_context(|| format!("the kernel refused bpf/dispatch/dispatch.bpf.c, or {}", other_version_error()))?;
+        let version_mismatch_error =
+            || format!("{} is of another version (end it with --detach first)", pins.display());
+        let loaded_skeleton = open_skeleton.load().with_context(|| {
+            format!("the kernel refused bpf/dispatch/dispatch.bpf.c, or {}", version_mismatch_error())
+        })?;
         let ledger = RequestLedger::new(&loaded_skeleton.maps.bss_state, &loaded_skeleton.maps.bss_requests)?;
         if is_taken_over {
-            ensure!(ledger.has_current_layout(), other_version_error());
+            ensure!(ledger.has_current_layout(), version_mismatch_error());
         } else {
             ledger.initialise_maps()?;
         }
@@ -151,7 +152,7 @@ impl DispatchPrograms {
             self.ledger.release_slot(slot);
             return Err(error);
         }
-        self.ledger.open_slot(slot);
+        self.ledger.activate_slot(slot);
         Ok(slot)
     }
 
@@ -181,12 +182,12 @@ impl DispatchPrograms {
     /// last call. `now` may be from any monotonic clock. Fails when the queues cannot be read.
     pub fn maintain(&mut self, now: Duration, timeouts: &Timeouts) -> anyhow::Result<bool> {
         self.ledger.increment_request_ages();
-        self.read_queues()?;
-        Ok(self.ledger.reconcile(&self.worker_sockets.cookies_by_slot(), now, timeouts))
+        self.update_queue_counts()?;
+        Ok(self.ledger.reconcile_workers(&self.worker_sockets.cookies_by_slot(), now, timeouts))
     }
 
     /// Runs the program `queues` in `bpf/dispatch/dispatch.bpf.c` over all UDP sockets of this network namespace.
-    fn read_queues(&self) -> anyhow::Result<()> {
+    fn update_queue_counts(&self) -> anyhow::Result<()> {
         let mut queue_iterator = Iter::new(&self.queue_iterator_link).context("looking at the queues")?;
         let mut read_buffer = [0; 8];
         // The program prints nothing, so reading only runs it over all sockets.
@@ -271,7 +272,7 @@ pub(crate) fn set_constants(open_skeleton: &mut OpenDispatchSkel<'_>, options: &
     constants.observes_service_times = options.measures_service_times;
     if let Some(id_position) = options.request_id_position {
         constants.request_id_bytes = id_position.byte_count.into();
-        constants.request_id_offset = id_position.offset.into();
+        constants.request_id_offset = id_position.request_offset.into();
         constants.response_id_offset = id_position.response_offset.into();
     }
     constants.type_count = options.types.len() as u32;

@@ -116,8 +116,8 @@ impl DatagramIntake {
     }
 
     /// Checks that the device of the sockets still exists. Fails when it was removed.
-    pub fn check_sockets(&self) -> io::Result<()> {
-        self.queues.iter().try_for_each(XdpQueue::check_device)
+    pub fn check_device_exists(&self) -> io::Result<()> {
+        self.queues.iter().try_for_each(XdpQueue::check_device_exists)
     }
 
     /// Returns all counters with their names. Each redirected datagram is counted as either received or dropped.

@@ -82,7 +82,7 @@ pub struct PacketRate {
 
 /// Rate limits of packets that are broadcast for the same reason (`bpf/lb/broadcast.h`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BroadcastRates {
+pub struct BroadcastRateLimits {
     /// Limit of packets from one source address. Several source addresses may share a token bucket.
     pub source_limit: PacketRate,
     /// Limit of packets to one service.
@@ -92,9 +92,9 @@ pub struct BroadcastRates {
 }
 
 /// Rate limits of broadcast packets, by the reason of the broadcast (`enum limited_kind`).
-pub type BroadcastLimits = [BroadcastRates; intf::LIMITED_KIND_COUNT as usize];
+pub type BroadcastLimitsByKind = [BroadcastRateLimits; intf::LIMITED_KIND_COUNT as usize];
 
-impl BroadcastRates {
+impl BroadcastRateLimits {
     const fn new(per_source: (u32, u32), per_service: (u32, u32), total: (u32, u32)) -> Self {
         const fn packet_rate((per_second, burst): (u32, u32)) -> PacketRate {
             PacketRate { per_second, burst_packets: burst }
@@ -115,14 +115,14 @@ impl BroadcastRates {
     /// of a service's rate. ICMP errors without a cookie have the largest limit, because forged ones from any source
     /// look like genuine ones. If a connection table is lost, each of its connections causes a broadcast at about the
     /// same time.
-    pub const DEFAULT_BROADCAST_LIMITS: BroadcastLimits = {
-        let low_rates = Self::new((250, 64), (1_000, 128), (10_000, 1_000));
-        let mut rates_by_kind = [low_rates; intf::LIMITED_KIND_COUNT as usize];
-        rates_by_kind[intf::LIMITED_ICMP_ERROR as usize] = Self::new((250, 64), (12_000, 1_000), (20_000, 2_000));
-        rates_by_kind[intf::LIMITED_OWNER_LOST as usize] = Self::new((2_500, 500), (10_000, 1_000), (20_000, 2_000));
-        rates_by_kind[intf::LIMITED_FRAGMENTATION_NEEDED as usize] =
+    pub const DEFAULT_BROADCAST_LIMITS: BroadcastLimitsByKind = {
+        let low_limits = Self::new((250, 64), (1_000, 128), (10_000, 1_000));
+        let mut limits_by_kind = [low_limits; intf::LIMITED_KIND_COUNT as usize];
+        limits_by_kind[intf::LIMITED_ICMP_ERROR as usize] = Self::new((250, 64), (12_000, 1_000), (20_000, 2_000));
+        limits_by_kind[intf::LIMITED_OWNER_LOST as usize] = Self::new((2_500, 500), (10_000, 1_000), (20_000, 2_000));
+        limits_by_kind[intf::LIMITED_FRAGMENTATION_NEEDED as usize] =
             Self::new((250, 64), (10_000, 1_000), (20_000, 2_000));
-        rates_by_kind
+        limits_by_kind
     };
 }
 
@@ -135,7 +135,7 @@ pub struct Options {
     /// Directory in a BPF file system for pinned objects. With `None`, maps and programs end with the process.
     pub pin_directory: Option<PathBuf>,
     /// Rate limits of packets that are broadcast to every server.
-    pub broadcast_limits: BroadcastLimits,
+    pub broadcast_limits: BroadcastLimitsByKind,
     /// Number of flow table entries, for connections without a cookie (16 bytes each). It must be from 1 to
     /// [`MAX_FLOW_TABLE_ENTRIES`] and is rounded up to sets of 8. A table that is taken over keeps its size.
     pub flow_table_entry_count: u32,
@@ -157,7 +157,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             pin_directory: None,
-            broadcast_limits: BroadcastRates::DEFAULT_BROADCAST_LIMITS,
+            broadcast_limits: BroadcastRateLimits::DEFAULT_BROADCAST_LIMITS,
             flow_table_entry_count: intf::DEFAULT_FLOW_TABLE_ENTRIES,
             lb_stamping_clock: LbStampingClock::default(),
             packets_read_clock: false,
@@ -238,7 +238,7 @@ pub struct LoadBalancer {
     server_vlans: BTreeSet<Vlan>,
     grace_periods: GracePeriods,
     /// Ticket of the grace period that must pass before the service directory's idle half may be written.
-    directory_grace_ticket: GraceTicket,
+    service_directory_grace_ticket: GraceTicket,
     /// Index of the connection table entry at which the next sweep starts.
     sweep_start_index: u32,
     occupancy: TableOccupancy,
@@ -255,7 +255,7 @@ impl LoadBalancer {
     /// table cannot get the requested size.
     pub fn load(options: Options) -> anyhow::Result<Self> {
         let map_sizes = MapSizes::new(options.flow_table_entry_count, options.connection_table_size)?;
-        let lb_directory = options.pin_directory.as_deref().map(pin_directory::ensure_pin_directory).transpose()?;
+        let lb_directory = options.pin_directory.as_deref().map(pin_directory::ensure_lb_directory).transpose()?;
         let grace_periods = GracePeriods::start()?;
         let LoadedProgram { maps, variant, program, services, xdp_link, pending_upgrade } =
             LoadedProgram::load(&options, map_sizes, lb_directory.as_deref())?;
@@ -265,7 +265,7 @@ impl LoadBalancer {
             occupancy: TableOccupancy::count_used_entries(&maps),
             services_by_index: addresses_by_index(&services),
             // Objects may have been released just before the take-over, so the first write waits for a grace period.
-            directory_grace_ticket: grace_periods.request_ticket(),
+            service_directory_grace_ticket: grace_periods.request_ticket(),
             grace_periods,
             lb_directory,
             maps,
@@ -287,14 +287,14 @@ impl LoadBalancer {
         if variant == self.variant {
             return Ok(());
         }
-        let program = self.maps.load(&variant)?;
+        let program = self.maps.load_program(&variant)?;
         if let Some(link) = &self.xdp_link {
             link.replace_program(program.as_fd()).context("replacing the program at the device")?;
         }
         self.program = program;
         self.variant = variant;
-        let counters_by_cpu = u64::from(variant.counters_by_cpu);
-        self.maps.state.store(offset_of!(intf::lb_state, counters_by_cpu), counters_by_cpu);
+        let counts_by_cpu = u64::from(variant.counts_by_cpu);
+        self.maps.state.store(offset_of!(intf::lb_state, counters_by_cpu), counts_by_cpu);
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 //! nginx's master opens one socket per worker (`listen ... reuseport`), and every process inherits all of them. Only
 //! epoll sets show which worker uses which socket. The kernel lists the members of an epoll set, with their inode
 //! numbers, in `/proc/PID/fdinfo/FD` (fs/eventpoll.c, ep_show_fdinfo). A UDP worker may read its socket without epoll.
-//! In that case only the open descriptors show the owner ([`find_owners`]).
+//! In that case only the open descriptors show the owner ([`find_socket_owners`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -134,7 +134,7 @@ fn parse_epoll_member(line: &str) -> Option<(SocketInode, i32)> {
 /// Finds, for each of these sockets, a process that has it open. If a master's workers inherited all of its sockets,
 /// several processes have it. Of these, the process with the fewest of the sockets is returned, or else the youngest.
 /// Fails when /proc cannot be read.
-pub fn find_owners(inodes: &BTreeSet<SocketInode>) -> anyhow::Result<Vec<ServiceSocket>> {
+pub fn find_socket_owners(inodes: &BTreeSet<SocketInode>) -> anyhow::Result<Vec<ServiceSocket>> {
     let mut sockets_by_process: Vec<(i32, Vec<(SocketInode, i32)>)> = Vec::new();
     for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
@@ -242,13 +242,13 @@ mod tests {
         let inodes = udp_socket_inodes(socket.local_addr().unwrap()).unwrap();
         assert_eq!(inodes.len(), 1);
         assert_eq!(find_epoll_waiters(&inodes).unwrap(), []);
-        let owners = find_owners(&inodes).unwrap();
+        let owners = find_socket_owners(&inodes).unwrap();
         assert_eq!(owners.len(), 1, "{owners:?}");
         assert_eq!((owners[0].pid, owners[0].descriptor), (std::process::id() as i32, socket.as_raw_fd()));
     }
 
     #[test]
-    fn most_specific_address_wins() {
+    fn socket_at_the_most_specific_address_is_reached() {
         let sockets: Vec<(SocketAddr, SocketInode)> =
             [("10.0.0.1:53", 1), ("0.0.0.0:53", 2), ("[::]:53", 3), ("[::]:54", 4), ("10.0.0.1:54", 5)]
                 .map(|(socket, inode)| (socket.parse().unwrap(), inode))

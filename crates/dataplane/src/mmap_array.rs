@@ -31,7 +31,7 @@ impl<T: FromBytes + IntoBytes> MmapArray<T> {
     /// Maps the value of an array map made with `BPF_F_MMAPABLE`. That value must be a `T`, a type from
     /// `bpf/include/intf.h` that Rust and BPF code share. Fails when the map is smaller than a `T` or cannot be mapped.
     pub fn new(map: impl AsFd) -> nix::Result<Self> {
-        Self::map_bytes(map, size_of::<T>())
+        Self::mmap_bytes(map, size_of::<T>())
     }
 
     /// Returns the address of the mapped value, valid as long as `self`. BPF programs access the value concurrently.
@@ -46,7 +46,7 @@ impl<T: FromBytes + IntoBytes> MmapArray<[T]> {
     /// mapped.
     pub fn new_slice(map: impl AsFd, count: usize) -> nix::Result<Self> {
         const { assert!(size_of::<T>().is_multiple_of(WORD_BYTES)) };
-        Self::map_bytes(map, count * size_of::<T>())
+        Self::mmap_bytes(map, count * size_of::<T>())
     }
 }
 
@@ -54,7 +54,7 @@ const WORD_BYTES: usize = size_of::<u64>();
 const HALF_WORD_BYTES: usize = size_of::<u32>();
 
 impl<T: ?Sized> MmapArray<T> {
-    fn map_bytes(map: impl AsFd, bytes: usize) -> nix::Result<Self> {
+    fn mmap_bytes(map: impl AsFd, bytes: usize) -> nix::Result<Self> {
         let length_bytes = NonZeroUsize::new(bytes).ok_or(nix::errno::Errno::EINVAL)?;
         let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: a new shared mapping at an address of the kernel's choice; page-aligned, so aligned for any T here.

@@ -64,7 +64,7 @@ struct GracePeriodShared {
 #[derive(Debug, Default)]
 struct GraceWaitRequests {
     /// Number of the latest grace period that a caller has requested.
-    last_requested: u64,
+    last_requested_period: u64,
     is_stopped: bool,
     wait_error: Option<String>,
 }
@@ -77,7 +77,7 @@ impl GracePeriodShared {
     fn run_waiting_thread(&self) {
         loop {
             let mut requests = self.requests();
-            while !requests.is_stopped && requests.last_requested <= self.ended_count.load(Ordering::SeqCst) {
+            while !requests.is_stopped && requests.last_requested_period <= self.ended_count.load(Ordering::SeqCst) {
                 self.state_changed.wait(&mut requests);
             }
             if requests.is_stopped {
@@ -117,7 +117,7 @@ impl GracePeriods {
         fence(Ordering::SeqCst);
         let ticket_number = self.0.begun_count.load(Ordering::SeqCst) + 1;
         let mut requests = self.0.requests();
-        requests.last_requested = requests.last_requested.max(ticket_number);
+        requests.last_requested_period = requests.last_requested_period.max(ticket_number);
         drop(requests);
         self.0.state_changed.notify_all();
         GraceTicket(ticket_number)

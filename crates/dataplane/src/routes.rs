@@ -35,7 +35,7 @@ const SEQUENCE_NUMBER_RANGE: Range<usize> = 8..12;
 const ROUTE_TYPE_OFFSET: usize = 16 + 7;
 /// Multicast groups for changes of links, addresses, routes and rules (IPv4 and IPv6). The values are RTMGRP_* of
 /// include/uapi/linux/rtnetlink.h, and 1 << (RTNLGRP_IPV6_RULE - 1) for the last group.
-const ROUTE_MULTICAST_GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18;
+const ROUTE_NETLINK_GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18;
 
 /// Reason why the load balancer's interface cannot send packets to a server.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -45,7 +45,7 @@ pub enum RouteError {
     NoRoute(Errno),
     /// The route to the server is not a unicast route.
     #[error("a route of type {0}: expected a unicast route by the load balancer's interface")]
-    NotUnicast(u8),
+    UnexpectedRouteType(u8),
     /// The route leads to another interface. XDP can send packets only by the interface that received them.
     #[error("a route by the interface of index {found}: expected index {expected}, the load balancer's interface")]
     OtherInterface {
@@ -72,7 +72,7 @@ impl Routes {
         let open_socket =
             || socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute);
         let (notification_socket, query_socket) = (open_socket()?, open_socket()?);
-        bind(notification_socket.as_raw_fd(), &NetlinkAddr::new(0, ROUTE_MULTICAST_GROUPS))?;
+        bind(notification_socket.as_raw_fd(), &NetlinkAddr::new(0, ROUTE_NETLINK_GROUPS))?;
         setsockopt(&query_socket, sockopt::ReceiveTimeout, &TimeVal::seconds(1))?;
         Ok(Self { notification_socket, query_socket, query_sequence: 0 })
     }
@@ -142,11 +142,11 @@ fn parse_next_hop(answer: &[u8], interface: u32, server: IpAddr) -> Result<IpAdd
     let attributes = answer.get(ROUTE_HEADERS_BYTES..).unwrap_or_default();
     match answer[ROUTE_TYPE_OFFSET] {
         libc::RTN_UNICAST => {}
-        route_type => return Err(RouteError::NotUnicast(route_type)),
+        route_type => return Err(RouteError::UnexpectedRouteType(route_type)),
     }
-    let route_interface = find_attribute(attributes, RTA_OIF).map_or(0, parse_u32);
-    if route_interface != interface {
-        return Err(RouteError::OtherInterface { found: route_interface, expected: interface });
+    let route_interface_index = find_attribute(attributes, RTA_OIF).map_or(0, parse_u32);
+    if route_interface_index != interface {
+        return Err(RouteError::OtherInterface { found: route_interface_index, expected: interface });
     }
     let rtvia_address = || find_attribute(attributes, RTA_VIA).and_then(|via| via.get(RTVIA_FAMILY_BYTES..));
     Ok(find_attribute(attributes, RTA_GATEWAY).or_else(rtvia_address).and_then(parse_address).unwrap_or(server))
@@ -169,7 +169,7 @@ mod tests {
         let mut routes = Routes::open().unwrap();
         // The answer to this query waits in the socket, as after a timeout.
         routes.send_query(Ipv4Addr::LOCALHOST.into()).unwrap();
-        assert_ne!(broadcast_result, Err(RouteError::NotUnicast(libc::RTN_LOCAL)));
+        assert_ne!(broadcast_result, Err(RouteError::UnexpectedRouteType(libc::RTN_LOCAL)));
         assert_eq!(routes.next_hop(loopback_index, Ipv4Addr::BROADCAST.into()), broadcast_result);
     }
 
@@ -178,7 +178,10 @@ mod tests {
         let mut routes = Routes::open().unwrap();
         let loopback_index = nix::net::if_::if_nametoindex("lo").unwrap();
         for loopback in [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()] {
-            assert_eq!(routes.next_hop(loopback_index, loopback), Err(RouteError::NotUnicast(libc::RTN_LOCAL)));
+            assert_eq!(
+                routes.next_hop(loopback_index, loopback),
+                Err(RouteError::UnexpectedRouteType(libc::RTN_LOCAL))
+            );
         }
         assert!(!routes.has_changed(), "a query changes nothing");
     }

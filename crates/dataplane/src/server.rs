@@ -88,7 +88,7 @@ impl ServerPrograms {
     /// device has programs that are pinned in another directory.
     pub fn attach(options: ServerOptions) -> anyhow::Result<Self> {
         let server_directory = options.pin_directory.join("server");
-        ensure_no_other_stamper(options.interface_index, &options.pin_directory)?;
+        ensure_no_other_stamping_program(options.interface_index, &options.pin_directory)?;
         fs::create_dir_all(&server_directory).with_context(|| server_directory.display().to_string())?;
         let state_path = server_directory.join("state");
         let mut object_storage = MaybeUninit::uninit();
@@ -185,7 +185,7 @@ impl ServerPrograms {
 
     /// Loads the programs without attaching or pinning them, for tests with `BPF_PROG_TEST_RUN` and for
     /// [`tc::attach_until_drop`].
-    pub fn load_only(sample_every_syn: bool) -> anyhow::Result<Self> {
+    pub fn load_unattached(sample_every_syn: bool) -> anyhow::Result<Self> {
         let mut object_storage = MaybeUninit::uninit();
         let loaded_skeleton = load_programs(&mut object_storage, sample_every_syn, None)?;
         let options = ServerOptions { interface_index: 0, pin_directory: PathBuf::new(), sample_every_syn };
@@ -317,7 +317,7 @@ impl ServerPrograms {
 
     /// Keeps the stored times of TSval clamps within 2^29 ms of `now_ms`, by the server's own clock. It must be called
     /// at least every few days, because the PAWS clamp compares 32-bit times.
-    pub fn refresh_clamp_times(&mut self, now_ms: u32) {
+    pub fn limit_clamp_time_ages(&mut self, now_ms: u32) {
         let first_offset = offset_of!(intf::server_state, last_clamp_ms);
         for group in 0..intf::CLAMP_GROUPS as usize {
             let clamp_time = self.state.word32(first_offset + group * size_of::<u32>());
@@ -402,7 +402,7 @@ pub fn detach_and_unpin(interface_index: u32, pin_directory: &Path) -> anyhow::R
 
 /// Fails when another stamping program is attached. Both programs would overwrite each other's cookies, so that no
 /// connection could open. (Before kernel 6.6, the fixed handle in the clsact qdisc excludes a second program.)
-fn ensure_no_other_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
+fn ensure_no_other_stamping_program(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
     for other_pin_directory in pins::other_pin_directories(pin_directory, "server/egress") {
         let egress_pin = other_pin_directory.join("server").join("egress");
         ensure!(
@@ -460,7 +460,7 @@ fn encode_slot_number(id: ServerId, mode: ServiceMode, outer_ipv6: bool) -> u32 
             intf::SERVER_NUMBER_STATEFUL,
         )
         | flag_if(!mode.is_stamped_by_servers(), intf::SERVER_NUMBER_TIMESTAMPS_OFF)
-        | flag_if(mode.marks_previous_server(), intf::SERVER_NUMBER_CHAINED)
+        | flag_if(mode.carries_previous_server_id(), intf::SERVER_NUMBER_CHAINED)
         | flag_if(encapsulates, intf::SERVER_NUMBER_ENCAPSULATED)
         | flag_if(encapsulates && outer_ipv6, intf::SERVER_NUMBER_OUTER_IPV6)
 }

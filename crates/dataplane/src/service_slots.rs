@@ -33,7 +33,7 @@ pub enum DirectoryError {
 
 /// Returns the last 64 bits of a service's key (`struct service_key` of `bpf/include/intf.h`). They identify an IPv4
 /// service.
-fn key_tail(key: &intf::service_key) -> u64 {
+fn last_key_word(key: &intf::service_key) -> u64 {
     u64::from(key.address[3]) | u64::from(key.port) << 32 | u64::from(key.protocol) << 48 | u64::from(key.family) << 56
 }
 
@@ -41,11 +41,11 @@ fn key_tail(key: &intf::service_key) -> u64 {
 /// IPv6 combined with the rest of the address.
 pub(crate) fn service_hash_word(key: &intf::service_key) -> u64 {
     if u32::from(key.family) == intf::ADDRESS_FAMILY_IPV4 {
-        return key_tail(key);
+        return last_key_word(key);
     }
     let [first, middle, upper, _] = key.address.map(u64::from);
     let mixed_first_word = first.wrapping_mul(intf::SERVICE_WORD_FIRST_FACTOR);
-    key_tail(key) ^ mixed_first_word ^ (middle | upper << 32).wrapping_mul(intf::SERVICE_WORD_MIDDLE_FACTOR)
+    last_key_word(key) ^ mixed_first_word ^ (middle | upper << 32).wrapping_mul(intf::SERVICE_WORD_MIDDLE_FACTOR)
 }
 
 /// Returns the index in `forwarded_services` (`bpf/include/server.h`) for the service with this hash word.
@@ -214,7 +214,7 @@ mod tests {
 
     /// Checks that all services and VIPs are found, and other ports are not. `find_slot` returns the slot that a
     /// program reads for a word.
-    fn assert_all_found(services: &[(ServiceAddress, u32)], find_slot: impl Fn(u64) -> intf::service_slot) {
+    fn assert_all_services_found(services: &[(ServiceAddress, u32)], find_slot: impl Fn(u64) -> intf::service_slot) {
         let find_number =
             |key| Some(find_slot(service_hash_word(&key))).filter(|slot| slot.key == key).map(|slot| slot.number);
         for (address, number) in services {
@@ -232,7 +232,7 @@ mod tests {
     fn server_directory_finds_the_maximum_number_of_services() {
         let services = many_services(intf::MAX_SERVICES_OF_SERVER);
         let directory = build_server_directory(&services).unwrap();
-        assert_all_found(&services, |service_word| directory.slots[server_slot(service_word, directory.seed)]);
+        assert_all_services_found(&services, |service_word| directory.slots[server_slot(service_word, directory.seed)]);
     }
 
     /// The test looks up services as `find_lb_service` in bpf/include/service.h does.
@@ -241,7 +241,7 @@ mod tests {
         for count in [2, 64, intf::MAX_SERVICES] {
             let services = many_services(count);
             let directory = build_lb_directory(&services).unwrap();
-            assert_all_found(&services, |service_word| directory.slots[lb_slot(&directory, service_word)]);
+            assert_all_services_found(&services, |service_word| directory.slots[lb_slot(&directory, service_word)]);
         }
     }
 

@@ -97,10 +97,10 @@ fn socket_request(sequence: u32, connection: &FourTuple) -> InetDiagRequest {
 /// half-open, closing or in TIME-WAIT. This takes about 2 us of CPU per connection. Fails when the kernel has no
 /// sock_diag(7) for TCP or does not answer.
 pub fn have_open_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>> {
-    static CHECKED_SUPPORT: OnceLock<()> = OnceLock::new();
-    if CHECKED_SUPPORT.get().is_none() {
+    static SOCK_DIAG_SUPPORT_CHECK: OnceLock<()> = OnceLock::new();
+    if SOCK_DIAG_SUPPORT_CHECK.get().is_none() {
         counts::ensure_sock_diag_supports_tcp()?;
-        CHECKED_SUPPORT.get_or_init(|| ());
+        SOCK_DIAG_SUPPORT_CHECK.get_or_init(|| ());
     }
     let diag_socket = open_diag_socket()?;
     let mut has_open_socket = vec![false; connections.len()];

@@ -43,7 +43,7 @@ pub struct RunOutcome {
     /// Packet as the program left it.
     pub packet: Vec<u8>,
     /// Mean duration of one repetition, measured by the kernel.
-    pub duration: Duration,
+    pub mean_duration: Duration,
 }
 
 /// Receive queue from which packets seem to arrive. Its device is in the calling thread's network namespace.
@@ -63,12 +63,12 @@ const MAX_PACKET_GROWTH: usize = 256;
 /// With `repeat` above 1 the kernel does not restore the packet between runs. Fails without privilege, when the packet
 /// is too short or too long, or when the program's type does not support test runs.
 pub fn run(program: BorrowedFd<'_>, packet: &[u8], repeat: u32) -> io::Result<RunOutcome> {
-    run_from(program, packet, repeat, None)
+    run_from_queue(program, packet, repeat, None)
 }
 
 /// Runs `program` like [`run`], on a packet that seems to come from the receive queue `queue`. With `None`, that is the
 /// first queue of the loopback device. Fails as [`run`] does, and when the queue does not exist.
-pub fn run_from(
+pub fn run_from_queue(
     program: BorrowedFd<'_>,
     packet: &[u8],
     repeat: u32,
@@ -78,7 +78,7 @@ pub fn run_from(
     let run_options = run_with_context(program, packet, repeat, queue, &mut output_buffer)?;
     output_buffer.truncate(run_options.data_size_out as usize);
     let mean_duration = Duration::from_nanos(run_options.duration.into());
-    Ok(RunOutcome { verdict: run_options.retval as i32, packet: output_buffer, duration: mean_duration })
+    Ok(RunOutcome { verdict: run_options.retval as i32, packet: output_buffer, mean_duration })
 }
 
 /// Runs `program` once without allocating memory and writes the packet to `output_buffer`. Returns the program's return

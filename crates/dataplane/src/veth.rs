@@ -81,8 +81,8 @@ pub(crate) fn find_attribute(mut attributes: &[u8], attribute_type: u16) -> Opti
     const ATTRIBUTE_TYPE_MASK: u16 = 0x3fff;
     loop {
         let length = usize::from(u16::from_ne_bytes(attributes.get(..2)?.try_into().ok()?));
-        let type_of_attribute = u16::from_ne_bytes(attributes.get(2..4)?.try_into().ok()?) & ATTRIBUTE_TYPE_MASK;
-        if type_of_attribute == attribute_type {
+        let current_type = u16::from_ne_bytes(attributes.get(2..4)?.try_into().ok()?) & ATTRIBUTE_TYPE_MASK;
+        if current_type == attribute_type {
             return attributes.get(4..length);
         }
         attributes = attributes.get(length.max(4).next_multiple_of(4)..)?;

@@ -8,12 +8,12 @@ use std::time::Duration;
 use coreward_config::serde_json::Value;
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
-    AbsolutePath, BoundedDuration, FromToml, HOUR_NS, LocatedValue, Number, Reader, Spanned, config_file,
+    AbsolutePath, BoundedDuration, BoundedInteger, FromToml, HOUR_NS, LocatedValue, Reader, Spanned, config_file,
     config_struct, string_enum,
 };
 use coreward_dataplane::dispatch::{
-    self, MAX_CLASSES, MAX_RESPONSE_TIMEOUT, MAX_TYPES, MAX_WORKERS, Options, POLL_INTERVAL, Policy, RequestType,
-    Timeouts,
+    self, MAX_CLASSES, MAX_REQUEST_TYPES, MAX_RESPONSE_TIMEOUT, MAX_WORKERS, Options, POLL_INTERVAL, Policy,
+    RequestType, Timeouts,
 };
 use coreward_model::dispatch::{ClassBounds, RoundedServiceTime};
 
@@ -108,11 +108,11 @@ config_struct! {
         /// Policy that selects the worker.
         policy: PolicyName = PolicyName(Policy::ShortestQueue),
         /// Number of outstanding requests up to which a worker is preferred.
-        bound: Number<1, 65535> = Number(DEFAULT_CLASS_BOUND.into()),
+        bound: BoundedInteger<1, 65535> = BoundedInteger(DEFAULT_CLASS_BOUND.into()),
         /// Number of workers that are reserved for class 0.
-        reserved: Number<0, { MAX_WORKERS as u64 - 1 }> = Number(DEFAULT_RESERVED_WORKERS.into()),
+        reserved: BoundedInteger<0, { MAX_WORKERS as u64 - 1 }> = BoundedInteger(DEFAULT_RESERVED_WORKERS.into()),
         /// Number of outstanding requests up to which a reserved worker accepts other classes.
-        reserved_bound: Number<0, 65535> = Number(0),
+        reserved_bound: BoundedInteger<0, 65535> = BoundedInteger(0),
         /// Age at which a request that has left the queue without a response is given up.
         response_timeout: Option<BoundedDuration<MIN_RESPONSE_TIMEOUT_NS, { MAX_RESPONSE_TIMEOUT.as_nanos() as u64 }>>,
         /// Time without a response after which a worker with queued requests gets no further ones until it responds.
@@ -134,18 +134,18 @@ const MAX_FIELD_OFFSET: u64 = 65_500;
 config_struct! {
     struct PayloadFieldTable {
         /// Offset of the field in the payload, in bytes.
-        offset: Number<0, MAX_FIELD_OFFSET>,
+        offset: BoundedInteger<0, MAX_FIELD_OFFSET>,
         /// Offset in a response's payload, if it differs.
-        response_offset: Option<Number<0, MAX_FIELD_OFFSET>>,
+        response_offset: Option<BoundedInteger<0, MAX_FIELD_OFFSET>>,
         /// Length of the field in bytes.
-        bytes: Number<1, 8>,
+        bytes: BoundedInteger<1, 8>,
         /// Whether the field's first byte is the least significant.
         little_endian: bool = false,
     }
 }
 
 type ExpectedServiceTime = BoundedDuration<1, { RoundedServiceTime::MAX.as_nanos() as u64 }>;
-type ClassNumber = Number<0, { MAX_CLASSES as u64 - 1 }>;
+type ClassNumber = BoundedInteger<0, { MAX_CLASSES as u64 - 1 }>;
 
 config_struct! {
     #[derive(Default)]
@@ -166,7 +166,7 @@ config_struct! {
         /// Service time; without it, it is learned.
         expected: Option<ExpectedServiceTime>,
         /// Priority: 0 is the highest.
-        class: ClassNumber = Number(0),
+        class: ClassNumber = BoundedInteger(0),
     }
 }
 
@@ -249,15 +249,15 @@ impl ServiceTable {
         service.program_options.request_id_position = self.request_id.as_ref().map(|field| {
             let response_offset = field.response_offset.unwrap_or(field.offset);
             let [offset, response_offset] = [field.offset, response_offset].map(|offset| offset.0 as u16);
-            dispatch::RequestIdPosition { offset, response_offset, byte_count: field.bytes.0 as u8 }
+            dispatch::RequestIdPosition { request_offset: offset, response_offset, byte_count: field.bytes.0 as u8 }
         });
         self.add_request_types(&mut service, reader);
         listen_address.map(|_| service)
     }
 
     fn add_request_types(&self, service: &mut Service, reader: &mut Reader<'_>) {
-        if let Some(first_excess_type) = self.types.get(MAX_TYPES) {
-            let message = format!("{} types: expected at most {MAX_TYPES}", self.types.len());
+        if let Some(first_excess_type) = self.types.get(MAX_REQUEST_TYPES) {
+            let message = format!("{} types: expected at most {MAX_REQUEST_TYPES}", self.types.len());
             reader.report(first_excess_type.span(), message);
         }
         service.program_options.type_offset = self.type_field.as_ref().map_or(0, |field| field.offset.0 as u16);
@@ -370,7 +370,7 @@ class = 1
         assert_eq!(first.program_options.types[0].value, [1, 2, 0, 0, 0, 0, 0, 0]);
         assert_eq!(first.program_options.types[0].mask, [255, 255, 0, 0, 0, 0, 0, 0]);
         assert_eq!(first.expected_service_times, [Some(Duration::from_micros(100)), Some(Duration::from_nanos(7500))]);
-        let id = dispatch::RequestIdPosition { offset: 0, response_offset: 4, byte_count: 2 };
+        let id = dispatch::RequestIdPosition { request_offset: 0, response_offset: 4, byte_count: 2 };
         assert_eq!(first.program_options.request_id_position, Some(id));
         assert_eq!(&second.program_options.types[0].value, b"get \0\0\0\0");
         assert_eq!(

@@ -225,7 +225,7 @@ fn find_socket_readers(socket_inodes: &BTreeSet<SocketInode>) -> anyhow::Result<
         .filter(|inode| socket_readers.iter().all(|listener| listener.inode != *inode))
         .collect();
     if !inodes_without_waiter.is_empty() {
-        socket_readers.extend(listeners::find_owners(&inodes_without_waiter)?);
+        socket_readers.extend(listeners::find_socket_owners(&inodes_without_waiter)?);
     }
     // The readers are in the order in which the workers started.
     socket_readers.sort_by_key(|listener| (listener.descriptor, listener.pid, listener.inode));

@@ -16,7 +16,7 @@ const MAX_POLL_DELAY: Duration = POLL_INTERVAL.saturating_mul(20);
 pub struct ServiceStatus {
     pub listen_address: SocketAddr,
     pub policy: &'static str,
-    pub since_last_poll: Duration,
+    pub time_since_last_poll: Duration,
     pub worker_counts: Vec<WorkerCounts>,
     pub counters: Vec<(&'static str, u64)>,
 }
@@ -27,7 +27,7 @@ impl From<&RequestLedger> for ServiceStatus {
         Self {
             listen_address,
             policy,
-            since_last_poll: ledger.time_since_last_poll(),
+            time_since_last_poll: ledger.time_since_last_poll(),
             worker_counts: ledger.worker_counts(),
             counters: COUNTER_NAMES.into_iter().zip(ledger.counters()).collect(),
         }
@@ -72,11 +72,11 @@ pub fn format_status(services: &[ServiceStatus]) -> String {
     }
     for service in services {
         let _ = writeln!(text, "{}: {}", service.listen_address, service.policy);
-        if service.since_last_poll > MAX_POLL_DELAY {
+        if service.time_since_last_poll > MAX_POLL_DELAY {
             let _ = writeln!(
                 text,
                 "no daemon has maintained it for {:.0?}: is coreward dispatch or the agent running?",
-                service.since_last_poll
+                service.time_since_last_poll
             );
         }
         let _ = writeln!(text, "{}", worker_table(&service.worker_counts));
@@ -127,7 +127,7 @@ fn service_json(service: &ServiceStatus) -> Value {
     json!({
         "listen": service.listen_address.to_string(),
         "policy": service.policy,
-        "since_last_poll_ms": service.since_last_poll.as_millis() as u64,
+        "since_last_poll_ms": service.time_since_last_poll.as_millis() as u64,
         "workers": service.worker_counts.iter().map(worker_json).collect::<Vec<_>>(),
         "counters": counters_by_name,
     })

@@ -49,7 +49,7 @@ pub struct Settings {
     /// Whether the agent sets the sysctl net.ipv4.tcp_timestamps.
     pub manage_timestamps: bool,
     /// Whether the agent reports a core's load as the busy time of its CPU.
-    pub is_load_cpu_time: bool,
+    pub reports_cpu_time_as_load: bool,
     /// Method by which the agent assigns connections to workers.
     pub steer: Steer,
     pub xdp_mode: XdpMode,
@@ -89,7 +89,7 @@ pub struct Facts {
     /// Servers of these services, by name.
     pub servers_by_name: BTreeMap<String, Server>,
     /// Number of reports that the controller rejected because they were from the future by its clock.
-    pub future_report_count: u64,
+    pub future_dated_report_count: u64,
     /// Facts about the announcement of VIPs, or `None` if this machine announces none.
     pub announcement: Option<Announcement>,
     /// Facts about the controller, if this machine runs one.
@@ -210,7 +210,7 @@ pub struct Address {
 
 impl Address {
     /// Returns whether `other` is in the network of this address.
-    pub fn is_same_network(&self, other: IpAddr) -> bool {
+    pub fn shares_network_with(&self, other: IpAddr) -> bool {
         match (self.address, self.mask, other) {
             (IpAddr::V4(own), IpAddr::V4(mask), IpAddr::V4(other)) => own & mask == other & mask,
             (IpAddr::V6(own), IpAddr::V6(mask), IpAddr::V6(other)) => own & mask == other & mask,
@@ -314,7 +314,7 @@ impl Facts {
     }
 
     /// Returns a sysctl's values in net.ipv4.conf for `all` and for the services' device.
-    pub fn device_and_all_sysctl(&self, name: &str) -> Option<(u32, u32)> {
+    pub fn all_and_device_sysctl_values(&self, name: &str) -> Option<(u32, u32)> {
         let of = |device: &str| self.sysctl(&device_sysctl_path(device, name));
         Some((of("all")?, of(self.interface())?))
     }

@@ -84,7 +84,7 @@ impl Finding {
     }
 
     /// Returns a fault if `is_fault` is true, otherwise a warning.
-    pub fn fault_if(is_fault: bool, observation: impl Into<String>, consequence: &str) -> Self {
+    pub fn fault_or_warning(is_fault: bool, observation: impl Into<String>, consequence: &str) -> Self {
         Self::new(if is_fault { Severity::Fault } else { Severity::Warning }, observation, consequence)
     }
 
@@ -101,7 +101,7 @@ impl Finding {
     }
 
     /// Adds a remedy step that sets a sysctl. `--fix` may execute it if `is_safe_to_fix` is true.
-    pub fn with_sysctl(self, path: String, value: &'static str, is_safe_to_fix: bool) -> Self {
+    pub fn with_sysctl_remedy(self, path: String, value: &'static str, is_safe_to_fix: bool) -> Self {
         let fix = Fix::Sysctl { path, value };
         if is_safe_to_fix { self.with_fix(fix) } else { self.with_remedy_step(fix.shell_command()) }
     }

@@ -21,7 +21,7 @@ pub struct NetfilterChain {
     /// Whether any rule uses the state of connection tracking, or NAT.
     pub tracks_connections: bool,
     /// Whether any rule exempts packets from connection tracking.
-    pub exempts_packets: bool,
+    pub exempts_from_tracking: bool,
     /// Rules that change destination addresses or jump to other chains.
     pub rules: Vec<NatRule>,
 }
@@ -110,31 +110,31 @@ mod tests {
     }
 
     #[test]
-    fn rule_counts_if_all_conditions_allow_the_service() {
-        let translating_chains_with = |conditions| {
+    fn rule_translates_a_service_if_all_conditions_may_match() {
+        let is_translated_with = |conditions| {
             let chains = [new_chain("ip nat PREROUTING", "prerouting", vec![dnat_rule(conditions)])];
             !translating_chains(&chains, &service_at("10.200.0.1:80")).is_empty()
         };
         let address_condition = |first_address: &str, last_address: &str| {
             MatchCondition::Address(vec![first_address.parse().unwrap()..=last_address.parse().unwrap()])
         };
-        assert!(translating_chains_with(vec![]));
-        assert!(translating_chains_with(vec![
+        assert!(is_translated_with(vec![]));
+        assert!(is_translated_with(vec![
             MatchCondition::Port(vec![80..=80]),
             MatchCondition::Protocol(vec![Protocol::Tcp])
         ]));
-        assert!(!translating_chains_with(vec![MatchCondition::Port(vec![8000..=9000])]));
-        assert!(!translating_chains_with(vec![
+        assert!(!is_translated_with(vec![MatchCondition::Port(vec![8000..=9000])]));
+        assert!(!is_translated_with(vec![
             MatchCondition::Port(vec![80..=80]),
             MatchCondition::Protocol(vec![Protocol::Udp])
         ]));
-        assert!(translating_chains_with(vec![address_condition("10.200.0.0", "10.200.0.255")]));
-        assert!(!translating_chains_with(vec![address_condition("10.96.0.0", "10.96.255.255")]));
-        assert!(!translating_chains_with(vec![address_condition("::", "ffff::")]));
+        assert!(is_translated_with(vec![address_condition("10.200.0.0", "10.200.0.255")]));
+        assert!(!is_translated_with(vec![address_condition("10.96.0.0", "10.96.255.255")]));
+        assert!(!is_translated_with(vec![address_condition("::", "ffff::")]));
     }
 
     #[test]
-    fn nat_chains_count_only_if_reachable() {
+    fn nat_chains_translate_only_if_reachable_from_prerouting() {
         let unrelated_rule =
             NatRule { conditions: vec![MatchCondition::Port(vec![443..=443])], ..jump_rule("ip nat OTHER") };
         let chains = [

@@ -8,7 +8,7 @@ use crate::checks::Check;
 use crate::facts::Facts;
 use crate::finding::{Finding, Severity};
 
-fn count_by_severity(findings: &[(&Check, Finding)], severity: Severity) -> usize {
+fn count_with_severity(findings: &[(&Check, Finding)], severity: Severity) -> usize {
     findings.iter().filter(|(_, finding)| finding.severity == severity).count()
 }
 
@@ -40,15 +40,15 @@ pub fn format_text(facts: &Facts, findings: &[(&'static Check, Finding)], repair
             }
         }
     }
-    let count_of_severity = |severity| count_by_severity(findings, severity);
+    let severity_count = |severity| count_with_severity(findings, severity);
     let _ = write!(
         text,
         "{}: {} ok, {} unknown, {} warnings, {} faults",
         facts.role.name(),
-        count_of_severity(Severity::Ok),
-        count_of_severity(Severity::Unknown),
-        count_of_severity(Severity::Warning),
-        count_of_severity(Severity::Fault)
+        severity_count(Severity::Ok),
+        severity_count(Severity::Unknown),
+        severity_count(Severity::Warning),
+        severity_count(Severity::Fault)
     );
     text
 }

@@ -82,7 +82,7 @@ impl ChunkedStore {
     }
 
     fn content_error(&self, key: &str, problem: impl ToString) -> EtcdError {
-        EtcdError::Content { key: key.to_owned(), problem: problem.to_string() }
+        EtcdError::InvalidContent { key: key.to_owned(), problem: problem.to_string() }
     }
 
     async fn load_parts(&mut self) -> Result<(), EtcdError> {
@@ -101,7 +101,7 @@ impl ChunkedStore {
         }
         // The parts are read at the manifest's revision, because all parts that it names exist then.
         let revision = response.header().map_or(0, etcd_client::ResponseHeader::revision);
-        let mut stored_parts = self.read_all(revision, false).await?;
+        let mut stored_parts = self.read_all_parts(revision, false).await?;
         for (name, number) in &manifest.parts {
             let part_key = self.part_key(name, *number);
             let value = stored_parts
@@ -113,7 +113,7 @@ impl ChunkedStore {
         Ok(())
     }
 
-    async fn read_all(&self, revision: i64, keys_only: bool) -> Result<StateParts, EtcdError> {
+    async fn read_all_parts(&self, revision: i64, keys_only: bool) -> Result<StateParts, EtcdError> {
         let mut chunks = StateParts::new();
         let mut next_key = self.all_parts_key().into_bytes();
         // '0' is the character after '/', so this key ends the range.
@@ -144,7 +144,7 @@ impl ChunkedStore {
 
     /// Deletes the keys of parts that the manifest does not name.
     async fn delete_unreferenced_parts(&self) -> Result<(), EtcdError> {
-        let stored_parts = self.read_all(0, true).await?;
+        let stored_parts = self.read_all_parts(0, true).await?;
         let referenced_keys: HashSet<String> =
             self.manifest.parts.iter().map(|(name, number)| self.part_key(name, *number)).collect();
         let delete_operations: Vec<TxnOp> = stored_parts
@@ -169,7 +169,7 @@ impl ChunkedStore {
                 next_manifest.parts.remove(name);
             }
         }
-        let mut put_batches = Batches::default();
+        let mut put_batches = TxnBatches::default();
         for (name, value) in parts.iter().filter(|(name, value)| self.saved_parts.get(*name) != Some(*value)) {
             put_batches.add(TxnOp::put(self.part_key(name, next_manifest.number), value.clone(), None), value.len());
             next_manifest.parts.insert(name.clone(), next_manifest.number);
@@ -219,12 +219,12 @@ impl ChunkedStore {
 
 /// Operations in batches, each of which fits into one transaction.
 #[derive(Default)]
-struct Batches {
+struct TxnBatches {
     batches: Vec<Vec<TxnOp>>,
     last_batch_bytes: usize,
 }
 
-impl Batches {
+impl TxnBatches {
     fn add(&mut self, operation: TxnOp, bytes: usize) {
         let is_full =
             |batch: &Vec<TxnOp>| batch.len() == MAX_TXN_OPERATIONS || self.last_batch_bytes + bytes > MAX_REQUEST_BYTES;

@@ -82,18 +82,18 @@ impl Cluster {
         *self.request_latencies.lock()
     }
 
-    fn lease_ids(&self) -> MutexGuard<'_, Option<BTreeSet<i64>>> {
+    fn lock_lease_ids(&self) -> MutexGuard<'_, Option<BTreeSet<i64>>> {
         self.lease_ids.lock()
     }
 
     /// Registers a lease of this process. Returns false after [`Cluster::revoke_all_leases`].
     pub(crate) fn register_lease(&self, lease_id: i64) -> bool {
-        self.lease_ids().as_mut().is_some_and(|lease_ids| lease_ids.insert(lease_id))
+        self.lock_lease_ids().as_mut().is_some_and(|lease_ids| lease_ids.insert(lease_id))
     }
 
-    pub(crate) async fn revoke(&self, lease_id: i64, deadline: Deadline) -> Result<(), EtcdError> {
+    pub(crate) async fn revoke_lease(&self, lease_id: i64, deadline: Deadline) -> Result<(), EtcdError> {
         // If etcd does not answer, the lease expires by itself.
-        if let Some(lease_ids) = self.lease_ids().as_mut() {
+        if let Some(lease_ids) = self.lock_lease_ids().as_mut() {
             lease_ids.remove(&lease_id);
         }
         self.call_until(deadline, |mut client: Client| async move { client.lease_revoke(lease_id).await })
@@ -104,10 +104,10 @@ impl Cluster {
     /// Revokes all leases of this process and prevents new ones. Returns whether there were any. If etcd is
     /// unreachable, they expire by themselves.
     pub async fn revoke_all_leases(&self) -> Result<bool, EtcdError> {
-        let lease_ids = self.lease_ids().take().unwrap_or_default();
+        let lease_ids = self.lock_lease_ids().take().unwrap_or_default();
         let deadline = Deadline::now() + CALL_TIMEOUT;
         for lease_id in &lease_ids {
-            self.revoke(*lease_id, deadline).await?;
+            self.revoke_lease(*lease_id, deadline).await?;
         }
         Ok(!lease_ids.is_empty())
     }
@@ -134,13 +134,13 @@ impl Cluster {
     ) -> Result<T, EtcdError> {
         let mut last_problem = "no member was tried: the time was over".to_owned();
         let mut is_tls_error = false;
-        let first = self.preferred_member_index.load(Ordering::Relaxed);
+        let first_member_index = self.preferred_member_index.load(Ordering::Relaxed);
         for attempt in 0.. {
             let remaining_time = deadline.remaining_time();
             if remaining_time.is_zero() {
                 break;
             }
-            let member_index = (first + attempt) % self.endpoints.len();
+            let member_index = (first_member_index + attempt) % self.endpoints.len();
             let endpoint = &self.endpoints[member_index];
             let start_time = Instant::now();
             match tokio::time::timeout(remaining_time.min(MEMBER_TIMEOUT), request(self.client(member_index))).await {

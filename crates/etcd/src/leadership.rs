@@ -84,12 +84,12 @@ impl Candidate {
                 Ok(CampaignOutcome::NoLeader) => LeaderState::NoLeader,
                 Err(error) => LeaderState::Unknown(error.to_string()),
             };
-            let unknown = matches!(state, LeaderState::Unknown(_));
+            let is_leader_unknown = matches!(state, LeaderState::Unknown(_));
             if reported_state.as_ref() != Some(&state) {
                 on_leader_change(state.clone());
             }
             reported_state = Some(state);
-            if unknown {
+            if is_leader_unknown {
                 tokio::time::sleep(RETRY_INTERVAL).await;
             }
         }
@@ -141,7 +141,10 @@ impl Candidate {
         if !matches!(attempt, Ok(CampaignOutcome::Elected(_))) {
             // The unused lease would also expire by itself, but revoking it is faster.
             let cluster_clone = cluster.clone();
-            drop(cluster.spawn(async move { cluster_clone.revoke(lease_id, Deadline::now() + CALL_TIMEOUT).await }));
+            drop(
+                cluster
+                    .spawn(async move { cluster_clone.revoke_lease(lease_id, Deadline::now() + CALL_TIMEOUT).await }),
+            );
         }
         attempt
     }
@@ -163,7 +166,7 @@ impl Candidate {
         let outcome = cluster.call_until(lease_end, request).await?;
         let revision = outcome.header().map_or(0, etcd_client::ResponseHeader::revision);
         let become_leader =
-            |term| CampaignOutcome::Elected(self.new_leadership(cluster, lease_id, term, lease_duration, lease_end));
+            |term| CampaignOutcome::Elected(self.start_leadership(cluster, lease_id, term, lease_duration, lease_end));
         if outcome.succeeded() {
             return Ok(become_leader(revision));
         }
@@ -189,7 +192,7 @@ impl Candidate {
         Txn::new().when([key_is_free]).and_then([put_operation]).or_else([TxnOp::get(leader_key, None)])
     }
 
-    fn new_leadership(
+    fn start_leadership(
         &self,
         cluster: &Arc<Cluster>,
         lease_id: i64,
@@ -200,7 +203,13 @@ impl Candidate {
         let (end_reason_sender, end_reason) = watch::channel(None);
         let lease_end_ns = Arc::new(AtomicU64::new(lease_end.time_since_boot().as_nanos() as u64));
         let renewal_task = cluster
-            .spawn(renew_lease(cluster.clone(), lease_id, lease_duration, lease_end_ns.clone(), end_reason_sender))
+            .spawn(renew_lease_until_end(
+                cluster.clone(),
+                lease_id,
+                lease_duration,
+                lease_end_ns.clone(),
+                end_reason_sender,
+            ))
             .abort_handle();
         Leadership {
             cluster: cluster.clone(),
@@ -245,7 +254,7 @@ impl CampaignOutcome {
 }
 
 /// Renews the lease until that is no longer possible, and sends the reason to `end_reason_sender`.
-async fn renew_lease(
+async fn renew_lease_until_end(
     cluster: Arc<Cluster>,
     lease_id: i64,
     lease_duration: Duration,
@@ -265,8 +274,8 @@ async fn renew_lease(
             .await;
         match renewal_result {
             Ok(_) => {
-                let next = start_time + (lease_duration - lease_duration / LEASE_MARGIN_DIVISOR);
-                lease_end.store(next.time_since_boot().as_nanos() as u64, Ordering::Relaxed);
+                let next_lease_end = start_time + (lease_duration - lease_duration / LEASE_MARGIN_DIVISOR);
+                lease_end.store(next_lease_end.time_since_boot().as_nanos() as u64, Ordering::Relaxed);
             }
             Err(EtcdError::Rejected(reason)) => {
                 lease_end.store(0, Ordering::Relaxed);
@@ -316,7 +325,7 @@ impl Leadership {
     pub async fn resign(&self) -> Result<(), EtcdError> {
         self.renewal_task.abort();
         self.lease_end_ns.store(0, Ordering::Relaxed);
-        self.cluster.revoke(self.lease_id, Deadline::now() + CALL_TIMEOUT).await
+        self.cluster.revoke_lease(self.lease_id, Deadline::now() + CALL_TIMEOUT).await
     }
 
     /// Executes operations in one transaction if this process still leads. `required_revision` is another key and its

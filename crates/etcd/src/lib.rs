@@ -41,5 +41,5 @@ pub enum EtcdError {
     Deposed(String),
     /// A record was written by another program, or by a later version of this one.
     #[error("{key} in etcd: {problem}")]
-    Content { key: String, problem: String },
+    InvalidContent { key: String, problem: String },
 }

@@ -48,7 +48,7 @@ impl LocalMember {
     }
 
     /// Returns the command that starts this one of `members`. Its data is below `directory`, also after a restart.
-    pub fn command(&self, members: &[LocalMember], directory: &Path) -> Command {
+    pub fn start_command(&self, members: &[LocalMember], directory: &Path) -> Command {
         self.start_command_at(members, directory, &self.endpoint())
     }
 
@@ -86,11 +86,12 @@ const TEST_PORTS: std::ops::Range<u16> = 12_000..32_000;
 
 /// Returns a free port that this process has not returned before. Each process begins with another port.
 fn free_port() -> std::io::Result<SocketAddr> {
-    static NEXT_OFFSET: AtomicU32 = AtomicU32::new(0);
+    static NEXT_PORT_OFFSET: AtomicU32 = AtomicU32::new(0);
     let port_count = TEST_PORTS.len() as u32;
     for _ in TEST_PORTS {
-        let offset = std::process::id().wrapping_mul(16) % port_count + NEXT_OFFSET.fetch_add(1, Ordering::Relaxed);
-        let port = TEST_PORTS.start + (offset % port_count) as u16;
+        let port_offset =
+            std::process::id().wrapping_mul(16) % port_count + NEXT_PORT_OFFSET.fetch_add(1, Ordering::Relaxed);
+        let port = TEST_PORTS.start + (port_offset % port_count) as u16;
         if let Ok(listener) = TcpListener::bind((Ipv4Addr::LOCALHOST, port)) {
             return listener.local_addr();
         }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use coreward_api::Caller;
 use coreward_api::types::AuditEntry;
 
-use crate::records::Records;
+use crate::records::FleetRecords;
 
 /// Maximum number of entries in the audit log. The oldest ones are dropped.
 pub const MAX_ENTRIES: usize = 1000;
@@ -17,8 +17,8 @@ const MAX_STATE_BYTES: usize = 500;
 /// Maximum length of one described change of a document, in bytes.
 const MAX_CHANGE_BYTES: usize = 150;
 /// Maximum length of all described changes in an entry, in bytes.
-const MAX_ALL_CHANGES_BYTES: usize = 400;
-const TRUNCATION_NOTE_BYTES: usize = 32;
+const MAX_TOTAL_CHANGES_BYTES: usize = 400;
+const TRUNCATION_MARK_BYTES: usize = 32;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Author {
@@ -58,7 +58,7 @@ pub fn describe_changes(changes: &[String]) -> String {
     let mut description = String::new();
     for (number, change) in changes.iter().enumerate() {
         let truncated_change = truncate_text(change, MAX_CHANGE_BYTES);
-        if description.len() + truncated_change.len() > MAX_ALL_CHANGES_BYTES {
+        if description.len() + truncated_change.len() > MAX_TOTAL_CHANGES_BYTES {
             return format!("{description}; and {} more", changes.len() - number);
         }
         description += if number == 0 { "" } else { "; " };
@@ -73,7 +73,7 @@ fn truncate_text(text: &str, limit: usize) -> String {
         return text.to_owned();
     }
     let truncated_length =
-        (0..limit - TRUNCATION_NOTE_BYTES).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+        (0..limit - TRUNCATION_MARK_BYTES).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
     format!("{} [{} more bytes]", &text[..truncated_length], text.len() - truncated_length)
 }
 
@@ -90,7 +90,7 @@ pub fn truncate_entry(entry: AuditEntry) -> AuditEntry {
     }
 }
 
-impl Records {
+impl FleetRecords {
     /// Appends an entry with this wall-clock time (since 1970) to the audit log.
     pub fn record_change(&mut self, author: &Author, description: ChangeDescription, wall_time: Duration) {
         let entries = Arc::make_mut(&mut self.audit_log);
@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn long_audit_entries_are_cut_with_a_mark() {
+    fn long_audit_entries_are_truncated_with_a_mark() {
         let long_text = "\u{e4}".repeat(5000);
         let changes: Vec<String> = (0..100).map(|n| format!("~ service s{n}: servers [{long_text}] -> []")).collect();
         let changes_line = describe_changes(&changes);
@@ -127,7 +127,7 @@ mod tests {
         );
         assert_eq!(describe_changes(&["+ a".to_owned(), "- b".to_owned()]), "+ a; - b");
 
-        let mut records = Records::generate(Duration::ZERO, &mut seeded_rng(1, 0));
+        let mut records = FleetRecords::generate(Duration::ZERO, &mut seeded_rng(1, 0));
         let change_description = ChangeDescription {
             action: "apply",
             target: long_text.clone(),
@@ -148,7 +148,7 @@ mod tests {
 
     #[test]
     fn audit_log_is_bounded() {
-        let mut records = Records::generate(Duration::ZERO, &mut seeded_rng(1, 0));
+        let mut records = FleetRecords::generate(Duration::ZERO, &mut seeded_rng(1, 0));
         for generation in 1..=MAX_ENTRIES as u64 + 7 {
             let change_description = ChangeDescription {
                 action: "apply",

@@ -7,19 +7,19 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 #[derive(Debug, Clone, Copy)]
 pub struct RecordClock {
-    time_at_start: Duration,
+    wall_time_at_start: Duration,
     start_instant: Instant,
 }
 
 impl RecordClock {
     /// Creates a clock that continues from the stored time, or begins with the wall clock if there is none.
     pub fn from(stored_time: Option<Duration>) -> Self {
-        Self { time_at_start: stored_time.unwrap_or_else(wall_clock_time), start_instant: Instant::now() }
+        Self { wall_time_at_start: stored_time.unwrap_or_else(wall_clock_time), start_instant: Instant::now() }
     }
 
     /// Returns the present time of this clock, since 1970.
     pub fn now(&self) -> Duration {
-        self.time_at_start + self.start_instant.elapsed()
+        self.wall_time_at_start + self.start_instant.elapsed()
     }
 }
 
@@ -29,6 +29,6 @@ pub fn wall_clock_time() -> Duration {
 }
 
 /// Rounds a time down to whole seconds, because records store times in seconds.
-pub fn whole_seconds(time: Duration) -> Duration {
+pub fn round_down_to_seconds(time: Duration) -> Duration {
     Duration::from_secs(time.as_secs())
 }

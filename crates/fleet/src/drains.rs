@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use coreward_model::ServerId;
 
-use crate::clock::whole_seconds;
+use crate::clock::round_down_to_seconds;
 use crate::config::FleetConfig;
 use crate::fleet::{AdminState, Fleet, FleetService};
-use crate::records::{DrainRecord, Membership, Records};
+use crate::records::{DrainRecord, FleetRecords, Membership};
 
 /// Request to drain a server in all or some of its services.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,18 +54,14 @@ impl DrainRequest {
         if self.force {
             return Ok(());
         }
-        let covered_services =
+        let is_covered =
             |service: &&&FleetService| self.services.as_ref().is_none_or(|services| services.contains(&service.name));
         let is_last_server = |service: &&&FleetService| {
             takes_connections(service, id)
                 && !service.members.keys().any(|other_id| *other_id != id && takes_connections(service, *other_id))
         };
-        let services_without_server: Vec<String> = services
-            .iter()
-            .filter(covered_services)
-            .filter(is_last_server)
-            .map(|service| service.name.clone())
-            .collect();
+        let services_without_server: Vec<String> =
+            services.iter().filter(is_covered).filter(is_last_server).map(|service| service.name.clone()).collect();
         if services_without_server.is_empty() {
             Ok(())
         } else {
@@ -96,7 +92,7 @@ pub fn find_server(fleet: &Fleet, server_name: &str) -> Result<ServerId, DrainEr
     id.ok_or_else(|| DrainError::UnknownServer(server_name.to_owned()))
 }
 
-impl Records {
+impl FleetRecords {
     /// Drains the server, in addition to earlier drains. The configuration that contains this drain has this
     /// `generation`. Returns whether the records have changed.
     pub fn drain(&mut self, request: &DrainRequest, generation: u64, now: Duration) -> bool {
@@ -113,7 +109,8 @@ impl Records {
         if server.drain.as_ref().is_some_and(|drain| drain.services == drained_services) {
             return false;
         }
-        server.drain = Some(DrainRecord { changed_at: whole_seconds(now), generation, services: drained_services });
+        server.drain =
+            Some(DrainRecord { changed_at: round_down_to_seconds(now), generation, services: drained_services });
         true
     }
 
@@ -169,14 +166,14 @@ mod tests {
         DrainRequest { server_name: server.into(), services: (!services.is_empty()).then_some(services), force: false }
     }
 
-    fn drain_of<'a>(records: &'a Records, server: &str) -> Option<&'a DrainRecord> {
+    fn server_drain<'a>(records: &'a FleetRecords, server: &str) -> Option<&'a DrainRecord> {
         records.servers.values().find(|record| record.name == server && record.is_in_document)?.drain.as_ref()
     }
 
     /// Returns new records after this document has been applied.
-    fn records_with(config: &FleetConfig) -> Records {
+    fn records_after_applying(config: &FleetConfig) -> FleetRecords {
         let random_source = &mut seeded_rng(1, 0);
-        let mut records = Records::generate(at(0), random_source);
+        let mut records = FleetRecords::generate(at(0), random_source);
         records.apply_document(config, at(0), random_source).unwrap();
         records
     }
@@ -185,24 +182,27 @@ mod tests {
     fn drain_survives_documents_that_contain_the_server() {
         let (config_with_both, config_with_first) =
             (fleet_config(&["s1", "s2"], API_SERVICE_TOML), fleet_config(&["s1"], ""));
-        let mut records = records_with(&config_with_both);
+        let mut records = records_after_applying(&config_with_both);
         assert!(records.drain(&drain_request("s1", &[]), 7, at(10)));
         assert!(!records.drain(&drain_request("s1", &[]), 8, at(20)), "it is so already");
-        assert_eq!(drain_of(&records, "s1"), Some(&DrainRecord { changed_at: at(10), generation: 7, services: None }));
+        assert_eq!(
+            server_drain(&records, "s1"),
+            Some(&DrainRecord { changed_at: at(10), generation: 7, services: None })
+        );
         let random_source = &mut seeded_rng(2, 0);
         records.apply_document(&config_with_first, at(30), random_source).unwrap();
-        assert_eq!(drain_of(&records, "s1").map(|drain| drain.changed_at), Some(at(10)));
+        assert_eq!(server_drain(&records, "s1").map(|drain| drain.changed_at), Some(at(10)));
         // A server that leaves and returns is not drained.
         records.apply_document(&fleet_config(&["s2"], ""), at(40), random_source).unwrap();
         records.apply_document(&config_with_first, at(50), random_source).unwrap();
-        assert_eq!(drain_of(&records, "s1"), None);
+        assert_eq!(server_drain(&records, "s1"), None);
         assert!(!records.undrain("s1"));
     }
 
     #[test]
     fn drain_may_be_limited_to_services() {
         let config_with_both = fleet_config(&["s1", "s2"], API_SERVICE_TOML);
-        let mut records = records_with(&config_with_both);
+        let mut records = records_after_applying(&config_with_both);
         assert!(records.drain(&drain_request("s1", &["api"]), 2, at(10)));
         let fleet = Fleet::new(&config_with_both, &records);
         let id = fleet.server_id("s1").unwrap();
@@ -211,28 +211,31 @@ mod tests {
         assert!(fleet.is_draining(id) && !fleet.is_draining(fleet.server_id("s2").unwrap()));
         assert!(!records.drain(&drain_request("s1", &["api"]), 3, at(20)));
         assert!(records.drain(&drain_request("s1", &["web"]), 3, at(20)));
-        let drained_services = drain_of(&records, "s1").unwrap().services.clone();
+        let drained_services = server_drain(&records, "s1").unwrap().services.clone();
         assert_eq!(drained_services, drain_request("", &["api", "web"]).services);
         // A removed service ends its part of the drain.
         let random_source = &mut seeded_rng(2, 0);
         records.apply_document(&fleet_config(&["s1", "s2"], ""), at(30), random_source).unwrap();
-        assert_eq!(drain_of(&records, "s1").unwrap().services, drain_request("", &["web"]).services);
+        assert_eq!(server_drain(&records, "s1").unwrap().services, drain_request("", &["web"]).services);
         assert!(records.drain(&drain_request("s1", &[]), 9, at(40)));
-        assert_eq!(drain_of(&records, "s1"), Some(&DrainRecord { changed_at: at(40), generation: 9, services: None }));
+        assert_eq!(
+            server_drain(&records, "s1"),
+            Some(&DrainRecord { changed_at: at(40), generation: 9, services: None })
+        );
         assert!(records.undrain("s1"));
         assert!(records.drain(&drain_request("s1", &["web"]), 10, at(50)));
         let other_text =
             "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n[[service]]\nname = \"new\"\nvip = \"10.200.0.1:82\"\n";
         let other_config = FleetConfig::parse(&Source::from_text("fleet.toml", other_text)).unwrap();
         records.apply_document(&other_config, at(60), random_source).unwrap();
-        assert_eq!(drain_of(&records, "s1"), None);
+        assert_eq!(server_drain(&records, "s1"), None);
     }
 
     #[test]
     fn unknown_or_last_server_cannot_be_drained() {
         let config_with_both = fleet_config(&["s1", "s2"], API_SERVICE_TOML);
-        let mut records = records_with(&config_with_both);
-        let check_drain = |records: &Records, request: DrainRequest| {
+        let mut records = records_after_applying(&config_with_both);
+        let check_drain = |records: &FleetRecords, request: DrainRequest| {
             let fleet = Fleet::new(&config_with_both, records);
             let check_result = request.check(&fleet, |service, id| fleet.is_eligible(service, id));
             check_result.map_err(|drain_error| drain_error.to_string())

@@ -25,7 +25,7 @@ use coreward_wire::{
 
 use crate::config::{FleetConfig, OtherBalancer, ServerConfig, ServerState, TableTiming};
 use crate::key_ring::KeyRing;
-use crate::records::{Document, DrainRecord, LoadBalancerRecord, Membership, Records, ServerRecord};
+use crate::records::{DrainRecord, FleetDocument, FleetRecords, LoadBalancerRecord, Membership, ServerRecord};
 
 /// Configuration of the fleet, merged with the records. It has all inputs of the controller's decisions except reports.
 #[derive(Debug, Clone)]
@@ -53,7 +53,7 @@ pub struct Fleet {
     pub services: Vec<FleetService>,
     pub load_balancer_records: BTreeMap<String, LoadBalancerRecord>,
     /// Fleet document as the operator wrote it.
-    pub document: Document,
+    pub document: FleetDocument,
     pub audit_log: Arc<Vec<AuditEntry>>,
     /// File that contains the document, or `None` if the document was applied through the API.
     pub document_file: Option<PathBuf>,
@@ -145,14 +145,14 @@ impl FleetService {
 }
 
 #[derive(Debug, Default)]
-pub struct ServersByRack<'a> {
+pub struct RackServerCounts<'a> {
     unrestricted_server_count: u32,
-    server_counts_by_rack: HashMap<&'a str, u32>,
+    restricted_counts_by_rack: HashMap<&'a str, u32>,
 }
 
-impl ServersByRack<'_> {
-    pub fn server_count_of_rack(&self, rack: &str) -> u32 {
-        self.unrestricted_server_count + self.server_counts_by_rack.get(rack).copied().unwrap_or(0)
+impl RackServerCounts<'_> {
+    pub fn server_count(&self, rack: &str) -> u32 {
+        self.unrestricted_server_count + self.restricted_counts_by_rack.get(rack).copied().unwrap_or(0)
     }
 }
 
@@ -163,7 +163,7 @@ impl Fleet {
     }
 
     /// Combines a document with the records to which it has been applied.
-    pub fn new(config: &FleetConfig, records: &Records) -> Self {
+    pub fn new(config: &FleetConfig, records: &FleetRecords) -> Self {
         let listed_servers: HashMap<&str, &ServerConfig> =
             config.servers.iter().map(|server| (server.name.as_str(), server)).collect();
         let servers: BTreeMap<ServerId, FleetServer> = records
@@ -194,7 +194,7 @@ impl Fleet {
             servers,
             allowed_racks: config.allowed_racks.clone(),
             allowed_load_balancers: config.allowed_load_balancers.clone(),
-            services: services(config, records),
+            services: active_services(config, records),
             load_balancer_records: records.load_balancers.clone(),
             document: records.document.clone(),
             audit_log: records.audit_log.clone(),
@@ -214,22 +214,22 @@ impl Fleet {
     }
 
     /// Returns the racks through which the agent may connect, or `None` for any. It may always connect directly.
-    pub fn allowed_racks_of(&self, id: ServerId) -> Option<&BTreeSet<String>> {
+    pub fn server_allowed_racks(&self, id: ServerId) -> Option<&BTreeSet<String>> {
         self.servers[&id].allowed_racks.as_ref().or(self.allowed_racks.as_ref())
     }
 
-    pub fn may_connect_through(&self, id: ServerId, rack: &str) -> bool {
-        self.allowed_racks_of(id).is_none_or(|racks| racks.contains(rack))
+    pub fn may_connect_through_rack(&self, id: ServerId, rack: &str) -> bool {
+        self.server_allowed_racks(id).is_none_or(|racks| racks.contains(rack))
     }
 
     /// Returns the number of servers of each rack, counted in one pass over the servers.
-    pub fn servers_by_rack(&self) -> ServersByRack<'_> {
-        let mut server_counts = ServersByRack::default();
+    pub fn rack_server_counts(&self) -> RackServerCounts<'_> {
+        let mut server_counts = RackServerCounts::default();
         for id in self.servers.keys() {
-            match self.allowed_racks_of(*id) {
+            match self.server_allowed_racks(*id) {
                 None => server_counts.unrestricted_server_count += 1,
                 Some(racks) => {
-                    racks.iter().for_each(|rack| *server_counts.server_counts_by_rack.entry(rack).or_default() += 1)
+                    racks.iter().for_each(|rack| *server_counts.restricted_counts_by_rack.entry(rack).or_default() += 1)
                 }
             }
         }
@@ -265,7 +265,7 @@ impl Fleet {
     pub fn load_balancer_configuration(&self, is_alive: impl Fn(&str) -> bool) -> FleetConfiguration {
         let to_peer = |(name, record): (&String, &LoadBalancerRecord)| PeerLoadBalancer {
             name: name.clone(),
-            owner: record.owner,
+            owner_number: record.owner_number,
             address: record.address,
             is_alive: is_alive(name),
         };
@@ -353,11 +353,11 @@ fn fleet_server(record: &ServerRecord, listed_server: Option<&ServerConfig>) -> 
 
 /// Returns the active services. In a migration, the other load balancer gets the highest id that is unused or was not
 /// used recently. No cookie contains these ids, so they need not be stored.
-fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
+fn active_services(config: &FleetConfig, records: &FleetRecords) -> Vec<FleetService> {
     let mut free_ids = (0..ServerId::COUNT as u64).rev().filter_map(|id| ServerId::try_from(id).ok());
     let mut ids_by_address: BTreeMap<IpAddr, ServerId> = BTreeMap::new();
     let mut members_by_service = members_by_service(records);
-    let mut service_with_migration = |service: &crate::config::ServiceConfig| {
+    let mut to_service_with_migration = |service: &crate::config::ServiceConfig| {
         let migration = service.other_balancer.and_then(|other| {
             let id = match ids_by_address.get(&other.address) {
                 Some(id) => *id,
@@ -365,7 +365,7 @@ fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
                 None => free_ids.find(|id| !records.servers.contains_key(id))?,
             };
             ids_by_address.insert(other.address, id);
-            Some(if other.is_handed_over {
+            Some(if other.takes_new_connections {
                 ServiceMigration::HandedOverTo(id)
             } else {
                 ServiceMigration::AdoptedFrom(id)
@@ -375,10 +375,10 @@ fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
             fleet_service(service, records, members_by_service.remove(service.name.as_str()).unwrap_or_default());
         FleetService { mode: ServiceMode { migration, ..service.mode }, ..service }
     };
-    config.services.iter().map(&mut service_with_migration).collect()
+    config.services.iter().map(&mut to_service_with_migration).collect()
 }
 
-fn members_by_service(records: &Records) -> HashMap<&str, BTreeMap<ServerId, Membership>> {
+fn members_by_service(records: &FleetRecords) -> HashMap<&str, BTreeMap<ServerId, Membership>> {
     let mut members_by_service: HashMap<&str, BTreeMap<ServerId, Membership>> = HashMap::new();
     for (id, server) in &records.servers {
         for (service, membership) in &server.memberships {
@@ -390,7 +390,7 @@ fn members_by_service(records: &Records) -> HashMap<&str, BTreeMap<ServerId, Mem
 
 fn fleet_service(
     service: &crate::config::ServiceConfig,
-    records: &Records,
+    records: &FleetRecords,
     members: BTreeMap<ServerId, Membership>,
 ) -> FleetService {
     let service_record = &records.services[&service.name];
@@ -401,7 +401,7 @@ fn fleet_service(
         mode: service.mode,
         other_balancer: service.other_balancer,
         policy: service.policy,
-        telemetry_level: policy::telemetry_level_of_policy(service.policy),
+        telemetry_level: policy::required_telemetry_level(service.policy),
         health_check: service.health_check.clone().map(Arc::new),
         when_all_down: service.when_all_down,
         slow_start: service.slow_start,

@@ -19,7 +19,7 @@ use std::time::Duration;
 use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 use rand::Rng;
 
-use crate::clock::whole_seconds;
+use crate::clock::round_down_to_seconds;
 
 /// Cookie keys of the fleet, and the phase of their rotation.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -56,7 +56,7 @@ impl KeyRing {
     pub fn generate(now: Duration, random: &mut impl Rng) -> Self {
         let keys =
             FleetCookieKeys { keys: [CookieKey::random(random), CookieKey::random(random)], current: KeyIndex::First };
-        Self { keys, generation: 0, current_since: whole_seconds(now), phase: KeyPhase::Steady }
+        Self { keys, generation: 0, current_since: round_down_to_seconds(now), phase: KeyPhase::Steady }
     }
 
     /// Replaces the key that is not used for stamping. If a rotation is already in progress, only `is_forced` may be
@@ -79,7 +79,7 @@ impl KeyRing {
         }
         self.keys.current = self.keys.current.other();
         self.generation = generation;
-        self.current_since = whole_seconds(now);
+        self.current_since = round_down_to_seconds(now);
         self.phase = KeyPhase::Steady;
     }
 }

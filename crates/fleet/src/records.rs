@@ -21,12 +21,12 @@ use coreward_model::vlan::Vlan;
 use coreward_wire::ServiceIndex;
 use rand::Rng;
 
-use crate::clock::whole_seconds;
+use crate::clock::round_down_to_seconds;
 use crate::config::FleetConfig;
 use crate::key_ring::KeyRing;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Records {
+pub struct FleetRecords {
     /// Number that increases with every change of the records or the configuration.
     pub generation: u64,
     pub key_ring: KeyRing,
@@ -34,7 +34,7 @@ pub struct Records {
     pub services: BTreeMap<String, ServiceRecord>,
     pub servers: BTreeMap<ServerId, ServerRecord>,
     pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
-    pub document: Document,
+    pub document: FleetDocument,
     pub audit_log: Arc<Vec<AuditEntry>>,
     /// Time of the last write, by the records' clock (whole seconds since 1970), or `None` if it is unknown.
     pub last_write_at: Option<Duration>,
@@ -59,7 +59,7 @@ impl DrainRecord {
 
 /// The active fleet document, including its comments.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Document {
+pub struct FleetDocument {
     /// Number that increases with every change of the text, or 0 if there is no document yet.
     pub generation: u64,
     /// Text of the document, in TOML.
@@ -69,7 +69,7 @@ pub struct Document {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadBalancerRecord {
     /// Number of the load balancer's connection table in cookies, or `None` if all numbers were in use.
-    pub owner: Option<TableOwnerNumber>,
+    pub owner_number: Option<TableOwnerNumber>,
     pub address: Option<IpAddr>,
     /// Time at which the load balancer disconnected (whole seconds since 1970), or `None` while it is connected.
     pub disconnected_at: Option<Duration>,
@@ -107,7 +107,7 @@ pub enum Membership {
     LeftAt(Duration),
 }
 
-impl Records {
+impl FleetRecords {
     pub fn generate(now: Duration, random: &mut impl Rng) -> Self {
         Self {
             generation: 0,
@@ -116,9 +116,9 @@ impl Records {
             services: BTreeMap::new(),
             servers: BTreeMap::new(),
             load_balancers: BTreeMap::new(),
-            document: Document::default(),
+            document: FleetDocument::default(),
             audit_log: Arc::default(),
-            last_write_at: Some(whole_seconds(now)),
+            last_write_at: Some(round_down_to_seconds(now)),
         }
     }
 
@@ -138,7 +138,7 @@ impl Records {
         let document_text = config.source().text();
         if *document_text != new_records.document.text {
             new_records.document =
-                Document { generation: new_records.document.generation + 1, text: document_text.clone() };
+                FleetDocument { generation: new_records.document.generation + 1, text: document_text.clone() };
         }
         *self = new_records;
         Ok(())
@@ -152,10 +152,10 @@ impl Records {
             return std::mem::replace(&mut record.address, address) != address;
         }
         let used_numbers: HashSet<TableOwnerNumber> =
-            self.load_balancers.values().filter_map(|record| record.owner).collect();
+            self.load_balancers.values().filter_map(|record| record.owner_number).collect();
         let owner_number = TableOwnerNumber::all().find(|number| !used_numbers.contains(number));
         self.load_balancers
-            .insert(name.to_owned(), LoadBalancerRecord { owner: owner_number, address, disconnected_at: None });
+            .insert(name.to_owned(), LoadBalancerRecord { owner_number, address, disconnected_at: None });
         true
     }
 
@@ -166,7 +166,7 @@ impl Records {
 
     pub fn record_disconnect(&mut self, name: &str, now: Duration) {
         if let Some(record) = self.load_balancers.get_mut(name) {
-            record.disconnected_at.get_or_insert(whole_seconds(now));
+            record.disconnected_at.get_or_insert(round_down_to_seconds(now));
         }
     }
 
@@ -183,7 +183,7 @@ impl Records {
                 Membership::LeftAt(left_at) => now.saturating_sub(*left_at) < max_connection_lifetime,
             });
         }
-        self.servers.retain(|_, server| server.has_id_in_use());
+        self.servers.retain(|_, server| server.is_id_in_use());
         self.servers != previous_servers || self.load_balancers.len() != previous_balancer_count
     }
 
@@ -214,12 +214,12 @@ impl Records {
     /// Returns the id of every server, which is the operator's choice, the previous id, or a newly drawn one.
     fn apply_servers(&mut self, config: &FleetConfig, random: &mut impl Rng) -> Result<Vec<ServerId>, Diagnostics> {
         let previous_ids = self.ids_by_name();
-        let lb_stamped_positions = lb_stamped_positions(config);
+        let lb_stamped_server_positions = lb_stamped_server_positions(config);
         let mut free_ids = self.free_ids(config);
         let mut server_ids = Vec::with_capacity(config.servers.len());
         let mut mistakes: Vec<(Span, String)> = Vec::new();
         for (position, server) in config.servers.iter().enumerate() {
-            let id_limit = if lb_stamped_positions.contains(&position) {
+            let id_limit = if lb_stamped_server_positions.contains(&position) {
                 lb_stamping::STAMPABLE_SERVER_ID_COUNT
             } else {
                 ServerId::COUNT as u64
@@ -227,7 +227,7 @@ impl Records {
             let previous_id = previous_ids.get(&server.name).filter(|id| u64::from(id.get()) < id_limit);
             let id = match (&server.id, previous_id) {
                 (Some((id, span)), _) => {
-                    self.check_chosen_id(&server.name, *id).map_err(|message| (span.clone(), message))
+                    self.check_configured_id(&server.name, *id).map_err(|message| (span.clone(), message))
                 }
                 (None, Some(id)) => Ok(*id),
                 (None, None) => draw_server_id(&mut free_ids, id_limit, random).ok_or_else(|| {
@@ -248,7 +248,7 @@ impl Records {
     }
 
     /// Returns the id that the operator chose, or the reason why the server cannot have it yet.
-    fn check_chosen_id(&self, name: &str, id: ServerId) -> Result<ServerId, String> {
+    fn check_configured_id(&self, name: &str, id: ServerId) -> Result<ServerId, String> {
         let Some(owner) = self.servers.get(&id).filter(|owner| owner.name != name) else {
             return Ok(id);
         };
@@ -271,11 +271,11 @@ impl Records {
     }
 
     fn free_ids(&self, config: &FleetConfig) -> Vec<ServerId> {
-        let chosen_ids: HashSet<ServerId> =
+        let configured_ids: HashSet<ServerId> =
             config.servers.iter().filter_map(|s| s.id.as_ref().map(|id| id.0)).collect();
         (0..ServerId::COUNT as u64)
             .filter_map(|id| ServerId::try_from(id).ok())
-            .filter(|id| !self.servers.contains_key(id) && !chosen_ids.contains(id))
+            .filter(|id| !self.servers.contains_key(id) && !configured_ids.contains(id))
             .collect()
     }
 
@@ -286,7 +286,7 @@ impl Records {
             server.is_in_document = false;
             server.drain = None;
             for membership in server.memberships.values_mut().filter(|membership| **membership == Membership::Present) {
-                *membership = Membership::LeftAt(whole_seconds(now));
+                *membership = Membership::LeftAt(round_down_to_seconds(now));
             }
         }
         for (server, id) in config.servers.iter().zip(ids) {
@@ -309,19 +309,19 @@ impl Records {
                 server_record.memberships.insert(service.name.clone(), Membership::Present);
             }
         }
-        self.servers.retain(|_, server| server.has_id_in_use());
+        self.servers.retain(|_, server| server.is_id_in_use());
     }
 }
 
 impl ServerRecord {
     /// Returns whether the server is in the document, or whether cookies may contain its id.
-    fn has_id_in_use(&self) -> bool {
+    fn is_id_in_use(&self) -> bool {
         self.is_in_document || !self.memberships.is_empty()
     }
 }
 
 /// Returns the positions of servers whose ids must fit into the cookies of LB-side stamping.
-fn lb_stamped_positions(config: &FleetConfig) -> HashSet<usize> {
+fn lb_stamped_server_positions(config: &FleetConfig) -> HashSet<usize> {
     let lb_stamped_services =
         config.services.iter().filter(|service| service.mode.timestamps == TimestampOrigin::LoadBalancer);
     lb_stamped_services.flat_map(|service| service.server_positions.iter().copied()).collect()
@@ -364,14 +364,14 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    fn id_numbers_by_name(records: &Records) -> BTreeMap<String, u16> {
+    fn id_numbers_by_name(records: &FleetRecords) -> BTreeMap<String, u16> {
         records.servers.iter().map(|(id, server)| (server.name.clone(), id.get())).collect()
     }
 
     #[test]
-    fn ids_stay_with_their_servers() {
+    fn servers_keep_their_ids() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = Records::generate(at(0), random);
+        let mut records = FleetRecords::generate(at(0), random);
         records.apply_document(&two_service_config(&["s1", "s2", "s3=7"], &["s1"]), at(0), random).unwrap();
         let ids_before = id_numbers_by_name(&records);
         assert_eq!(ids_before["s3"], 7);
@@ -390,9 +390,9 @@ mod tests {
     }
 
     #[test]
-    fn ids_of_departed_servers_are_reserved_and_later_free() {
+    fn id_of_departed_server_is_reserved_until_it_expires() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = Records::generate(at(0), random);
+        let mut records = FleetRecords::generate(at(0), random);
         records.apply_document(&two_service_config(&["s1", "s2=7"], &[]), at(0), random).unwrap();
         records.apply_document(&two_service_config(&["s1"], &[]), at(100), random).unwrap();
         let reserved_id_error =
@@ -410,9 +410,9 @@ mod tests {
     }
 
     #[test]
-    fn old_id_of_a_server_with_a_changed_id_is_reserved() {
+    fn old_id_is_reserved_after_a_server_changes_its_id() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = Records::generate(at(0), random);
+        let mut records = FleetRecords::generate(at(0), random);
         records.apply_document(&two_service_config(&["s1=5"], &[]), at(0), random).unwrap();
         records.apply_document(&two_service_config(&["s1=6"], &[]), at(10), random).unwrap();
         let server_states: Vec<_> =
@@ -424,7 +424,7 @@ mod tests {
     #[test]
     fn server_leaves_one_service_and_stays_in_another() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = Records::generate(at(0), random);
+        let mut records = FleetRecords::generate(at(0), random);
         records.apply_document(&two_service_config(&["s1", "s2"], &["s1", "s2"]), at(0), random).unwrap();
         records.apply_document(&two_service_config(&["s1", "s2"], &["s2"]), at(10), random).unwrap();
         let s1 = records.servers.values().find(|s| s.name == "s1").unwrap();
@@ -433,9 +433,9 @@ mod tests {
 
     /// A server of a service with LB-side stamping gets an id that fits the cookie. Old connections keep the old id.
     #[test]
-    fn server_ids_fit_into_the_cookies_of_lb_side_stamping() {
+    fn servers_of_lb_stamped_services_get_ids_that_fit_the_cookie() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = Records::generate(at(0), random);
+        let mut records = FleetRecords::generate(at(0), random);
         let config_without_lb_stamping = two_service_config(&["s1", "s2", "s3=9000"], &["s1", "s2"]);
         records.apply_document(&config_without_lb_stamping, at(0), random).unwrap();
         let ids_before = id_numbers_by_name(&records);
@@ -450,11 +450,14 @@ mod tests {
         let config_with_lb_stamping = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
         records.apply_document(&config_with_lb_stamping, at(10), random).unwrap();
         let ids_by_name = records.ids_by_name();
-        let present_id = |name: &str| ids_by_name[name].get();
-        assert!(present_id("s1") < 2048 && present_id("s4") < 2048, "{ids_by_name:?}");
-        assert_eq!((present_id("s2"), present_id("s3")), (ids_before["s2"], 9000));
-        let old_record = &records.servers[&ServerId::try_from(u64::from(ids_before["s1"])).unwrap()];
-        assert_eq!((old_record.is_in_document, old_record.memberships["web"]), (false, Membership::LeftAt(at(10))));
+        let current_id = |name: &str| ids_by_name[name].get();
+        assert!(current_id("s1") < 2048 && current_id("s4") < 2048, "{ids_by_name:?}");
+        assert_eq!((current_id("s2"), current_id("s3")), (ids_before["s2"], 9000));
+        let old_server_record = &records.servers[&ServerId::try_from(u64::from(ids_before["s1"])).unwrap()];
+        assert_eq!(
+            (old_server_record.is_in_document, old_server_record.memberships["web"]),
+            (false, Membership::LeftAt(at(10)))
+        );
         records.apply_document(&config_with_lb_stamping, at(20), random).unwrap();
         assert_eq!(records.ids_by_name(), ids_by_name, "they are drawn once");
     }
@@ -462,7 +465,7 @@ mod tests {
     #[test]
     fn exhausted_ids_error_names_the_server() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = Records::generate(at(0), random);
+        let mut records = FleetRecords::generate(at(0), random);
         for id in 0..ServerId::COUNT as u64 {
             let memberships = BTreeMap::from([("web".to_owned(), Membership::LeftAt(at(0)))]);
             let departed_server = ServerRecord {
@@ -481,10 +484,10 @@ mod tests {
     }
 
     #[test]
-    fn load_balancers_keep_their_numbers() {
-        let mut records = Records::generate(at(0), &mut seeded_rng(1, 0));
+    fn load_balancers_keep_their_owner_numbers() {
+        let mut records = FleetRecords::generate(at(0), &mut seeded_rng(1, 0));
         let owner_number =
-            |records: &Records, name: &str| records.load_balancers[name].owner.map(TableOwnerNumber::get);
+            |records: &FleetRecords, name: &str| records.load_balancers[name].owner_number.map(TableOwnerNumber::get);
         assert!(
             records.register_load_balancer("lb1", None)
                 && records.register_load_balancer("lb2", Some([10, 2, 0, 2].into()))
@@ -515,7 +518,7 @@ mod tests {
             pools in prop::collection::vec(prop::collection::btree_set(1u8..20, 0..10), 1..12),
         ) {
             let random = &mut seeded_rng(seed, 0);
-            let mut records = Records::generate(at(0), random);
+            let mut records = FleetRecords::generate(at(0), random);
             let mut names_by_id: HashMap<ServerId, String> = HashMap::new();
             for (step, pool) in pools.iter().enumerate() {
                 let server_names: Vec<String> = pool.iter().map(|n| format!("s{n}")).collect();

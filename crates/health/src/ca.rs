@@ -20,7 +20,9 @@ pub fn client_config(verification: &CertificateVerification) -> Result<Arc<Clien
             builder.dangerous().with_custom_certificate_verifier(any_certificate_verifier)
         }
         CertificateVerification::System => builder.with_root_certificates(load_system_roots()?),
-        CertificateVerification::Authorities(pem) => builder.with_root_certificates(Arc::new(parse_authorities(pem)?)),
+        CertificateVerification::PemAuthorities(pem) => {
+            builder.with_root_certificates(Arc::new(parse_authorities(pem)?))
+        }
     };
     Ok(Arc::new(config_builder.with_no_client_auth()))
 }

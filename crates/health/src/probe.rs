@@ -52,14 +52,14 @@ impl ProbeError {
     /// Returns the local failure that caused `error`, or the result of `to_probe_error` if there is none.
     fn from_error(error: &(dyn std::error::Error + 'static), to_probe_error: impl FnOnce(String) -> Self) -> Self {
         let mut error_chain = std::iter::successors(Some(error), |error| error.source());
-        let local_error =
-            error_chain.find_map(|error| error.downcast_ref::<std::io::Error>().filter(|error| is_local(error)));
+        let local_error = error_chain
+            .find_map(|error| error.downcast_ref::<std::io::Error>().filter(|error| is_local_io_error(error)));
         local_error.map_or_else(|| to_probe_error(error.to_string()), |error| Self::LocalFailure(error.to_string()))
     }
 }
 
 /// Returns whether an error is local, because files, ports or memory are exhausted or a firewall forbids it.
-fn is_local(error: &std::io::Error) -> bool {
+fn is_local_io_error(error: &std::io::Error) -> bool {
     const LOCAL_ERRNOS: [Errno; 9] = [
         Errno::EMFILE,
         Errno::ENFILE,

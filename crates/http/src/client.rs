@@ -26,7 +26,7 @@ use coreward_api::types::{
     Acknowledgements, Audit, AuditQuery, Check, Checked, DrainServer, DrainStatus, Explain, Explanation, Fleet,
     FleetApplied, Health, HealthState, Keys, LoadBalancers, Loads, NewFleet, RotateKeys, Status,
 };
-use exchange::{PendingRequest, exchange};
+use exchange::{PendingRequest, connect_and_send};
 
 /// Time limit for a controller to answer whether it is the leader, if several controllers are configured.
 const LEADER_PROBE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -68,12 +68,12 @@ impl Client {
         };
         for controller in &controllers {
             let has_credential = if controller.is_https() { https.is_some() } else { token.is_some() };
-            let expected = if controller.is_https() {
+            let expected_credential = if controller.is_https() {
                 "https:// and no `--ca`: expected the file with the fleet's authorities"
             } else {
                 "a certificate proves nothing without TLS: expected https://HOST:PORT, or a token"
             };
-            ensure!(has_credential, "{controller}: {expected}");
+            ensure!(has_credential, "{controller}: {expected_credential}");
         }
         ensure!(!controllers.is_empty(), "no controller: expected at least one");
         Ok(Self { controllers, token, https_connector: https })
@@ -237,7 +237,7 @@ impl Client {
             };
             anyhow!("no controller answers at {controller} ({}): {expected}", error.root_cause())
         };
-        let (status, body) = exchange(controller, https, token, request).await.map_err(unreachable_error)?;
+        let (status, body) = connect_and_send(controller, https, token, request).await.map_err(unreachable_error)?;
         let unexpected_answer = || format!("{controller} answers {status}: expected the API of a controller");
         if status.is_success() {
             return serde_json::from_slice(&body).with_context(unexpected_answer);

@@ -61,7 +61,7 @@ impl ConnectionSlots {
         Arc::new(Self { free_slots: Arc::new(Semaphore::new(count)), connections: Mutex::default() })
     }
 
-    fn connections(&self) -> MutexGuard<'_, ConnectionRegistry> {
+    fn lock_connections(&self) -> MutexGuard<'_, ConnectionRegistry> {
         self.connections.lock()
     }
 
@@ -71,7 +71,7 @@ impl ConnectionSlots {
             if let Ok(permit) = self.free_slots.clone().try_acquire_owned() {
                 break permit;
             }
-            if let Some(idle_connection) = self.connections().longest_idle_connection() {
+            if let Some(idle_connection) = self.lock_connections().longest_idle_connection() {
                 idle_connection.close_signal.notify_one();
             }
             if let Ok(Ok(permit)) = timeout(POLL_INTERVAL, self.free_slots.clone().acquire_owned()).await {
@@ -79,7 +79,7 @@ impl ConnectionSlots {
             }
         };
         let close_signal = Arc::new(Notify::new());
-        let mut connections = self.connections();
+        let mut connections = self.lock_connections();
         let connection_number = connections.next_sequence_number();
         let connection = TrackedConnection {
             network: network_of_address(address),
@@ -108,12 +108,12 @@ impl ConnectionPermit {
     }
 
     /// Waits until the connection is idle and a new connection needs its slot.
-    pub(crate) async fn wait_until_needed(&self) {
+    pub(crate) async fn wait_until_slot_needed(&self) {
         loop {
             self.close_signal.notified().await;
             if self
                 .slots
-                .connections()
+                .lock_connections()
                 .connections_by_number
                 .get(&self.connection_number)
                 .is_none_or(|connection| connection.active_requests == 0)
@@ -124,7 +124,7 @@ impl ConnectionPermit {
     }
 
     fn update_connection(&self, change: impl FnOnce(&mut TrackedConnection, u64)) {
-        let mut connections = self.slots.connections();
+        let mut connections = self.slots.lock_connections();
         let sequence_number = connections.next_sequence_number();
         if let Some(connection) = connections.connections_by_number.get_mut(&self.connection_number) {
             change(connection, sequence_number);
@@ -134,7 +134,7 @@ impl ConnectionPermit {
 
 impl Drop for ConnectionPermit {
     fn drop(&mut self) {
-        self.slots.connections().connections_by_number.remove(&self.connection_number);
+        self.slots.lock_connections().connections_by_number.remove(&self.connection_number);
     }
 }
 

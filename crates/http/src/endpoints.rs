@@ -81,7 +81,7 @@ impl AccessControl {
     /// with a certificate always end, because it may have been revoked. Streaming answers end, too
     /// ([`AccessControl::permission_changes`]), and callers with valid credentials reconnect. Fails and keeps the
     /// previous tokens if a token file is unusable.
-    pub fn reload(&self) -> anyhow::Result<()> {
+    pub fn reload_tokens(&self) -> anyhow::Result<()> {
         let outcome = self.tokens.reload();
         self.sessions.end_sessions_of_certificates();
         if outcome.as_ref().is_ok_and(|has_changed| *has_changed) {
@@ -117,11 +117,11 @@ impl AccessControl {
         match role_and_principal {
             Some((role, principal)) => Ok(Caller { role, address: peer.address, principal }),
             None => {
-                self.rate_limits.count_rejected_request(peer.address)?;
-                let expected = "expected `Authorization: Bearer TOKEN` with the token of a role (viewer.token or \
-                                operator.token in the controller's folder), or by TLS the certificate of an operator \
-                                or a viewer";
-                Err(Problem::new(ProblemKind::Unauthenticated, format!("no valid token: {expected}")))
+                self.rate_limits.check_rejected_request_rate(peer.address)?;
+                let expected_credentials = "expected `Authorization: Bearer TOKEN` with the token of a role \
+                                (viewer.token or operator.token in the controller's folder), or by TLS the \
+                                certificate of an operator or a viewer";
+                Err(Problem::new(ProblemKind::Unauthenticated, format!("no valid token: {expected_credentials}")))
             }
         }
     }
@@ -149,14 +149,14 @@ struct RouteGuard {
 }
 
 async fn authorize(State(route_guard): State<RouteGuard>, request: Request, next: Next) -> Response {
-    let response = admit(&route_guard, request, next).await;
+    let response = authorize_and_run(&route_guard, request, next).await;
     route_guard.access_control.request_counts.record_status(response.status().as_u16());
     response
 }
 
-async fn admit(route_guard: &RouteGuard, mut request: Request, next: Next) -> Response {
+async fn authorize_and_run(route_guard: &RouteGuard, mut request: Request, next: Next) -> Response {
     let caller_result = route_guard.access_control.authenticate(&request).and_then(|caller| {
-        route_guard.access_control.rate_limits.count_request(
+        route_guard.access_control.rate_limits.check_request_rate(
             caller.role,
             caller.address,
             route_guard.required_role == Role::Operator,
@@ -210,13 +210,22 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
 
     /// Adds an endpoint (`routes!(handler)`) for callers that have at least this role.
     pub fn add(self, required_role: Role, routes: UtoipaMethodRouter<S>) -> Self {
-        self.add_with_body(required_role, DEFAULT_MAX_BODY_BYTES, routes)
+        self.add_with_body_limit(required_role, DEFAULT_MAX_BODY_BYTES, routes)
     }
 
     /// Like [`Endpoints::add`], with another maximum size of a request's body, in bytes.
-    pub fn add_with_body(mut self, required_role: Role, max_body_bytes: usize, routes: UtoipaMethodRouter<S>) -> Self {
+    pub fn add_with_body_limit(
+        mut self,
+        required_role: Role,
+        max_body_bytes: usize,
+        routes: UtoipaMethodRouter<S>,
+    ) -> Self {
         let (schemas, mut paths, router) = routes;
-        paths.paths.values_mut().flat_map(operations).for_each(|operation| describe(operation, required_role));
+        paths
+            .paths
+            .values_mut()
+            .flat_map(operations)
+            .for_each(|operation| describe_operation(operation, required_role));
         let route_guard = RouteGuard { access_control: self.access_control.clone(), required_role };
         let router =
             router.layer(DefaultBodyLimit::max(max_body_bytes)).route_layer(from_fn_with_state(route_guard, authorize));
@@ -252,7 +261,7 @@ fn operations(path_item: &mut PathItem) -> impl Iterator<Item = &mut Operation> 
 }
 
 /// Adds the required role, and the errors that every operation can return, to an operation of the OpenAPI document.
-fn describe(operation: &mut Operation, required_role: Role) {
+fn describe_operation(operation: &mut Operation, required_role: Role) {
     // OpenAPI 3.1, Security Requirement Object. The array may name the required roles of a scheme without scopes.
     operation.security = Some(vec![SecurityRequirement::new(TOKEN_SECURITY_SCHEME, [required_role.name()])]);
     let mut errors = vec![

@@ -60,7 +60,7 @@ const BURST_FACTOR: NonZeroU32 = NonZeroU32::new(BURST_RATE_MULTIPLE).unwrap();
 
 impl RateLimits {
     /// Counts a request of an authenticated caller. Fails if the caller's rate limit is exceeded.
-    pub fn count_request(&self, role: Role, address: IpAddr, writes: bool) -> Result<(), Problem> {
+    pub fn check_request_rate(&self, role: Role, address: IpAddr, writes: bool) -> Result<(), Problem> {
         self.check_limiter(
             if writes { &self.write_limiter } else { &self.read_limiter },
             &(role, network_of_address(address)),
@@ -68,7 +68,7 @@ impl RateLimits {
     }
 
     /// Counts a request without a valid credential. Fails if the address's rate limit is exceeded.
-    pub fn count_rejected_request(&self, address: IpAddr) -> Result<(), Problem> {
+    pub fn check_rejected_request_rate(&self, address: IpAddr) -> Result<(), Problem> {
         self.check_limiter(&self.rejection_limiter, &network_of_address(address))
     }
 
@@ -106,23 +106,23 @@ mod tests {
     fn excess_requests_get_retry_after() {
         let limits = RateLimits::default();
         let address = |last: u16| IpAddr::from(Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, last));
-        let start = std::time::Instant::now();
+        let start_time = std::time::Instant::now();
         let (allowed_count, problem) = (0..=u16::MAX)
             .find_map(|n| {
-                limits.count_request(Role::Operator, address(n), true).err().map(|problem| (u32::from(n), problem))
+                limits.check_request_rate(Role::Operator, address(n), true).err().map(|problem| (u32::from(n), problem))
             })
             .unwrap();
         let (burst, replenished_count) = (
             MAX_WRITES_PER_SECOND.get() * BURST_RATE_MULTIPLE,
-            start.elapsed().as_secs_f64() * f64::from(MAX_WRITES_PER_SECOND.get()),
+            start_time.elapsed().as_secs_f64() * f64::from(MAX_WRITES_PER_SECOND.get()),
         );
         assert!(
             (burst..=burst + replenished_count as u32 + 1).contains(&allowed_count),
             "{allowed_count} allowed, {replenished_count} earned meanwhile"
         );
         assert_eq!((problem.status, problem.retry_after_s), (429, Some(1)));
-        assert!(limits.count_request(Role::Operator, address(1), false).is_ok());
-        assert!(limits.count_request(Role::Viewer, address(1), true).is_ok());
-        assert!(limits.count_rejected_request("10.0.0.1".parse().unwrap()).is_ok());
+        assert!(limits.check_request_rate(Role::Operator, address(1), false).is_ok());
+        assert!(limits.check_request_rate(Role::Viewer, address(1), true).is_ok());
+        assert!(limits.check_rejected_request_rate("10.0.0.1".parse().unwrap()).is_ok());
     }
 }

@@ -117,9 +117,9 @@ pub struct Listener {
 impl Listener {
     /// Binds a socket to the address. Fails if the address is in use or does not belong to this host.
     pub fn bind(address: SocketAddr) -> anyhow::Result<Self> {
-        let expected = "expected a free port and an address of this host (`api`)";
-        let listener =
-            std::net::TcpListener::bind(address).with_context(|| format!("cannot listen on {address}: {expected}"))?;
+        let expected_address = "expected a free port and an address of this host (`api`)";
+        let listener = std::net::TcpListener::bind(address)
+            .with_context(|| format!("cannot listen on {address}: {expected_address}"))?;
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
         Ok(Self { listener, address, connection_limits: ConnectionLimits::default() })
@@ -198,7 +198,9 @@ async fn accept_connections(
                 // The connection is polled first, so that a client with a new request is not disconnected as idle.
                 biased;
                 outcome = serve_connection(stream, address, connection_limits, &permit, acceptor, router) => outcome,
-                () = permit.wait_until_needed() => Err("idle, and its slot is needed for another connection".into()),
+                () = permit.wait_until_slot_needed() => {
+                    Err("idle, and its slot is needed for another connection".into())
+                }
             };
             if let Err(error) = outcome {
                 tracing::debug!(

@@ -61,7 +61,7 @@ impl Sessions {
         let mut bytes = [0; 32];
         let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
         let id = URL_SAFE_NO_PAD.encode(bytes);
-        let mut sessions = self.live_sessions();
+        let mut sessions = self.lock_live_sessions();
         if sessions.len() >= MAX_SESSIONS {
             sessions.remove(0);
         }
@@ -73,7 +73,7 @@ impl Sessions {
     /// Returns whether the request belongs to a valid session. One that began with a certificate ends with the
     /// certificate.
     pub fn has_session(&self, headers: &HeaderMap, revocation_list: &RevocationList) -> bool {
-        let mut live_sessions = self.live_sessions();
+        let mut live_sessions = self.lock_live_sessions();
         live_sessions.retain(|session| session.credential.is_valid(revocation_list));
         session_ids(headers).any(|id| live_sessions.iter().any(|session| session.has_id(id)))
     }
@@ -82,22 +82,22 @@ impl Sessions {
     /// the request arrived over TLS.
     pub fn end(&self, headers: &HeaderMap, encrypted: bool) -> String {
         for id in session_ids(headers) {
-            self.live_sessions().retain(|session| !session.has_id(id));
+            self.lock_live_sessions().retain(|session| !session.has_id(id));
         }
         cookie_header_value("", Duration::ZERO, encrypted)
     }
 
     /// Ends all sessions that began with a token.
     pub fn end_sessions_of_tokens(&self) {
-        self.live_sessions().retain(|session| session.credential != SessionCredential::Token);
+        self.lock_live_sessions().retain(|session| session.credential != SessionCredential::Token);
     }
 
     /// Ends all sessions that began with a certificate.
     pub fn end_sessions_of_certificates(&self) {
-        self.live_sessions().retain(|session| session.credential == SessionCredential::Token);
+        self.lock_live_sessions().retain(|session| session.credential == SessionCredential::Token);
     }
 
-    fn live_sessions(&self) -> MutexGuard<'_, Vec<Session>> {
+    fn lock_live_sessions(&self) -> MutexGuard<'_, Vec<Session>> {
         let mut sessions = self.0.lock();
         let now = Instant::now();
         sessions.retain(|session| session.expires_at > now);
@@ -150,13 +150,13 @@ mod tests {
         assert!(sessions.end(&headers, false).contains("Max-Age=0"));
         assert!(!sessions.has_session(&headers, &revoked));
         let begin_session = |by| headers_with_cookie(sessions.create(by, false).split(';').next().unwrap());
-        let certificate_proof =
+        let certificate_credential =
             |n: u8, not_after| SessionCredential::Certificate { fingerprint: Fingerprint::sha256(&[n]), not_after };
         let [token, lost, kept, expired] = [
             SessionCredential::Token,
-            certificate_proof(1, Duration::MAX),
-            certificate_proof(2, Duration::MAX),
-            certificate_proof(3, Duration::from_secs(1)),
+            certificate_credential(1, Duration::MAX),
+            certificate_credential(2, Duration::MAX),
+            certificate_credential(3, Duration::from_secs(1)),
         ]
         .map(begin_session);
         assert!(sessions.has_session(&lost, &revoked) && !sessions.has_session(&expired, &revoked));
@@ -175,6 +175,6 @@ mod tests {
             headers_with_cookie(sessions.create(SessionCredential::Token, false).split(';').next().unwrap());
         (0..MAX_SESSIONS).for_each(|_| drop(sessions.create(SessionCredential::Token, false)));
         assert!(!sessions.has_session(&first_session_headers, &RevocationList::default()));
-        assert_eq!(sessions.live_sessions().len(), MAX_SESSIONS);
+        assert_eq!(sessions.lock_live_sessions().len(), MAX_SESSIONS);
     }
 }

@@ -64,7 +64,7 @@ impl Announcer {
         self.route_table_id
     }
 
-    pub fn announced_count(&self) -> usize {
+    pub fn announced_vip_count(&self) -> usize {
         self.announced_vips.len()
     }
 
@@ -167,16 +167,16 @@ mod tests {
     fn only_own_routes_in_the_own_table_are_announced_vips() {
         for (vip, network_length) in [("10.200.0.1", 24), ("2001:db8::1", 32)] {
             let vip: IpAddr = vip.parse().unwrap();
-            let announced_by_route = |table, protocol, length| {
+            let announced_vip_for_route = |table, protocol, length| {
                 let route_builder = RouteMessageBuilder::<IpAddr>::new().destination_prefix(vip, length).unwrap();
                 announced_vip(&route_builder.table_id(table).protocol(protocol).build(), 7400)
             };
             let host_prefix_length = host_prefix_length(vip);
-            assert_eq!(announced_by_route(7400, ROUTE_PROTOCOL, host_prefix_length), Some(vip));
+            assert_eq!(announced_vip_for_route(7400, ROUTE_PROTOCOL, host_prefix_length), Some(vip));
             assert_eq!(announced_vip(&vip_route(vip, 7400).unwrap(), 7400), Some(vip));
-            assert_eq!(announced_by_route(7401, ROUTE_PROTOCOL, host_prefix_length), None);
-            assert_eq!(announced_by_route(7400, RouteProtocol::Static, host_prefix_length), None);
-            assert_eq!(announced_by_route(7400, ROUTE_PROTOCOL, network_length), None);
+            assert_eq!(announced_vip_for_route(7401, ROUTE_PROTOCOL, host_prefix_length), None);
+            assert_eq!(announced_vip_for_route(7400, RouteProtocol::Static, host_prefix_length), None);
+            assert_eq!(announced_vip_for_route(7400, ROUTE_PROTOCOL, network_length), None);
         }
     }
 }

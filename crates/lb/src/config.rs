@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_config::{
-    AbsolutePath, BoundedDuration, HOUR_NS, InterfaceName, MINUTE_NS, Name, Number, SECOND_NS, config_file,
+    AbsolutePath, BoundedDuration, BoundedInteger, HOUR_NS, InterfaceName, MINUTE_NS, Name, SECOND_NS, config_file,
     config_struct, string_enum,
 };
 use coreward_daemon::Controllers;
@@ -43,8 +43,8 @@ config_struct! {
         /// Address that other load balancers use; default: the interface's first IPv4 address, or else an IPv6 address.
         pub address: Option<IpAddr>,
         /// Number of entries for connections without a cookie.
-        pub flow_table: u32 as Number<1, { MAX_FLOW_TABLE_ENTRIES as u64 }> =
-            Number(Options::default().flow_table_entry_count.into()),
+        pub flow_table: u32 as BoundedInteger<1, { MAX_FLOW_TABLE_ENTRIES as u64 }> =
+            BoundedInteger(Options::default().flow_table_entry_count.into()),
         /// Number of entries for connections of stateful services; each takes 64 bytes.
         pub connection_table: TableSize = TableSize::default(),
         /// Address and port of the metrics for Prometheus; without it none are served.
@@ -59,14 +59,14 @@ config_struct! {
 }
 
 /// First table above those that the kernel and distributions name.
-const FIRST_UNNAMED_TABLE: u64 = 256;
+const FIRST_UNNAMED_ROUTE_TABLE: u64 = 256;
 
 config_struct! {
     /// The `[announce]` section.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct Announce {
         /// The kernel's routing table that the routing daemon learns VIPs from; no rule may use it.
-        pub table: u32 as Number<FIRST_UNNAMED_TABLE, { u32::MAX as u64 }> = Number(7400),
+        pub table: u32 as BoundedInteger<FIRST_UNNAMED_ROUTE_TABLE, { u32::MAX as u64 }> = BoundedInteger(7400),
         /// Treatment of announced VIPs when the daemon stops: "withdraw", or "keep", as the data plane goes on.
         pub on_stop: OnStop = OnStop::Withdraw,
         /// Time between the withdrawal of VIPs and the daemon's end, so that routers learn of the withdrawal.
@@ -163,14 +163,14 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
     fn announce_table_enables_the_announcement_of_vips() {
         assert_eq!(parse(MINIMAL_CONFIG).unwrap().announce, None);
         let announce_config = parse(&format!("{MINIMAL_CONFIG}[announce]\non_stop = \"keep\"\n")).unwrap().announce;
-        let expected = Announce { table: 7400, on_stop: OnStop::Keep, drain: Duration::from_secs(5) };
-        assert_eq!(announce_config, Some(expected));
+        let expected_announce = Announce { table: 7400, on_stop: OnStop::Keep, drain: Duration::from_secs(5) };
+        assert_eq!(announce_config, Some(expected_announce));
         let mistakes = parse(&format!("{MINIMAL_CONFIG}[announce]\ntable = 254\n")).unwrap_err();
         assert_eq!(mistakes, "lb.toml:6:9: key `announce.table`: 254: expected a whole number from 256 to 4294967295");
     }
 
     #[test]
-    fn mistakes_name_line_key_and_what_was_expected() {
+    fn config_errors_name_line_key_and_expected_value() {
         let cases = [
             (
                 "xdp_mode = \"natif\"",

@@ -146,14 +146,14 @@ mod tests {
     #[test]
     fn pin_directory_must_be_given_unless_there_is_one_load_balancer() {
         let root = tempfile::tempdir().unwrap();
-        let error_of_search = |root: &Path| find_pin_directory(root).unwrap_err().to_string();
-        assert!(error_of_search(root.path()).starts_with("no load balancer has pinned its maps below "));
+        let search_error = |root: &Path| find_pin_directory(root).unwrap_err().to_string();
+        assert!(search_error(root.path()).starts_with("no load balancer has pinned its maps below "));
         let pin_directories = ["lb1", "lb2"].map(|name| {
             std::fs::create_dir_all(root.path().join(name).join("lb/connections")).unwrap();
             find_pin_directory(root.path())
         });
         assert_eq!(pin_directories[0].as_ref().unwrap(), &root.path().join("lb1"));
         assert!(pin_directories[1].as_ref().unwrap_err().to_string().starts_with("several load balancers"));
-        assert!(error_of_search(&root.path().join("none")).ends_with("give --pin-directory"));
+        assert!(search_error(&root.path().join("none")).ends_with("give --pin-directory"));
     }
 }

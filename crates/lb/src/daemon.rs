@@ -39,7 +39,7 @@ use crate::sweeper::ConnectionSweeper;
 /// Interval at which the data plane's clock is set and the next section of the connection table is swept.
 const TICK_INTERVAL: Duration = Duration::from_millis(100);
 /// Minimum time between two state messages. Creating one takes a millisecond if there are a thousand services.
-const MIN_STATE_INTERVAL: Duration = Duration::from_millis(20);
+const MIN_STATE_MESSAGE_INTERVAL: Duration = Duration::from_millis(20);
 /// Maximum number of queued messages to the controller, which are states, traffic counts and socket queries.
 const MESSAGE_QUEUE_LENGTH: usize = 64;
 const RESOLVER_ENDED_ERROR: &str = "a thread that resolves MAC addresses has ended";
@@ -135,16 +135,22 @@ async fn serve(
     let mut controller_connection =
         ControllerConnection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
     let sweeper = ConnectionSweeper::new(&config.connection_timers);
-    let mut last_configuration = SavedConfigurationFile::new(&config.state_directory, &config.name);
+    let mut saved_configuration_file = SavedConfigurationFile::new(&config.state_directory, &config.name);
     // During an upgrade, the previous version's program continues with its tables until a controller has sent new ones.
     if !forwarder.is_upgrade_pending() {
-        last_configuration.restore_into(&mut forwarder);
+        saved_configuration_file.restore_into(&mut forwarder);
     }
-    let mut tasks =
-        BackgroundTasks { resolution_receiver, tick_interval, scrape_receiver, announcer, sweeper, last_configuration };
+    let mut tasks = BackgroundTasks {
+        resolution_receiver,
+        tick_interval,
+        scrape_receiver,
+        announcer,
+        sweeper,
+        saved_configuration_file,
+    };
     let session_loop = run_sessions(&config, &mut controller_connection, &mut forwarder, &mut tasks);
     let outcome = coreward_daemon::run_until_shutdown(session_loop).await;
-    tasks.last_configuration.save_if_changed(&mut forwarder);
+    tasks.saved_configuration_file.save_if_changed(&mut forwarder);
     if let Some(announce) = config.announce.filter(|announce| announce.on_stop == OnStop::Withdraw)
         && let Some(mut announcer) = tasks.announcer.take()
     {
@@ -172,15 +178,15 @@ struct BackgroundTasks {
     scrape_receiver: ScrapeReceiver,
     announcer: Option<Announcer>,
     sweeper: ConnectionSweeper,
-    last_configuration: SavedConfigurationFile,
+    saved_configuration_file: SavedConfigurationFile,
 }
 
 impl BackgroundTasks {
     /// Runs the tasks that are due ten times a second. Returns up to `max_queries` queries for agents.
     fn tick(&mut self, forwarder: &mut Forwarder, max_queries: usize) -> anyhow::Result<Vec<SocketQuery>> {
         forwarder.tick();
-        let due_connections = forwarder.sweep_connections()?;
-        forwarder.free_connections(&self.sweeper.queue_expired_connections(&due_connections, monotonic_time()))?;
+        let expired_connections = forwarder.sweep_connections()?;
+        forwarder.free_connections(&self.sweeper.queue_expired_connections(&expired_connections, monotonic_time()))?;
         Ok(self.sweeper.next_queries(monotonic_time(), max_queries))
     }
 
@@ -195,7 +201,7 @@ impl BackgroundTasks {
 
     async fn run_periodic_maintenance(&mut self, forwarder: &mut Forwarder, interface: &str) -> anyhow::Result<()> {
         forwarder.refresh_own_mac()?;
-        self.last_configuration.save_if_changed(forwarder);
+        self.saved_configuration_file.save_if_changed(forwarder);
         let Some(announcer) = &mut self.announcer else { return Ok(()) };
         // Without a configuration, an earlier process's announcements stay.
         let Some(mut state) = forwarder.announce_state() else { return Ok(()) };
@@ -214,7 +220,7 @@ impl BackgroundTasks {
             );
             state.blocked_reasons.push(format!("{error:#}"));
         }
-        forwarder.set_announced_vips(announcer.announced_count(), state.blocked_reasons);
+        forwarder.set_announced_vips(announcer.announced_vip_count(), state.blocked_reasons);
         Ok(())
     }
 
@@ -222,7 +228,7 @@ impl BackgroundTasks {
     fn daemon_state(&self, forwarder: &Forwarder, connection: &ControllerConnection) -> v1::LoadBalancerState {
         let mut daemon_state = forwarder.state_message();
         daemon_state.warnings.extend(connection.warnings());
-        daemon_state.warnings.extend(self.last_configuration.last_error().map(str::to_owned));
+        daemon_state.warnings.extend(self.saved_configuration_file.last_error().map(str::to_owned));
         daemon_state
     }
 
@@ -349,7 +355,7 @@ impl ControllerStream {
             message_sender,
             updates,
             state_timer,
-            traffic_timer: skipping_interval(forwarder.traffic_report_interval()),
+            traffic_timer: interval_skipping_missed_ticks(forwarder.traffic_report_interval()),
             last_reported_state: (0, 0),
             is_state_due: false,
             next_state_message_at: tokio::time::Instant::now(),
@@ -379,7 +385,7 @@ impl ControllerStream {
             self.try_send(Message::TableInForce(table_in_force));
         }
         if self.traffic_timer.period() != forwarder.traffic_report_interval() {
-            self.traffic_timer = skipping_interval(forwarder.traffic_report_interval());
+            self.traffic_timer = interval_skipping_missed_ticks(forwarder.traffic_report_interval());
         }
         self.is_state_due |= self.last_reported_state != (forwarder.table_count(), forwarder.confirmed_generation());
         Ok(())
@@ -404,13 +410,13 @@ impl ControllerStream {
     fn send_state(&mut self, forwarder: &Forwarder, state: v1::LoadBalancerState) {
         self.last_reported_state = (forwarder.table_count(), forwarder.confirmed_generation());
         self.is_state_due = false;
-        self.next_state_message_at = tokio::time::Instant::now() + MIN_STATE_INTERVAL;
+        self.next_state_message_at = tokio::time::Instant::now() + MIN_STATE_MESSAGE_INTERVAL;
         // The message may be lost, because the next one replaces it.
         self.try_send(Message::State(state));
     }
 }
 
-fn skipping_interval(period: Duration) -> Interval {
+fn interval_skipping_missed_ticks(period: Duration) -> Interval {
     let mut interval = tokio::time::interval(period);
     interval.set_missed_tick_behavior(MissedTickBehavior::Skip);
     interval

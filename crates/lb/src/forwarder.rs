@@ -189,7 +189,7 @@ impl Forwarder {
                     "no packets go to the other load balancer, which does not answer ARP or neighbour discovery"
                 ),
             }
-            if let Some(owner) = peer.owner.filter(|_| peer.is_alive) {
+            if let Some(owner) = peer.owner_number.filter(|_| peer.is_alive) {
                 self.load_balancer.set_owner_mac(owner, resolution.mac);
             }
         }
@@ -208,7 +208,7 @@ impl Forwarder {
                 previous_down_targets.symmetric_difference(&self.down_targets).map(|(service, _)| *service).collect();
             affected_services.into_iter().for_each(|service| self.set_servers(service));
         }
-        self.refresh_expired_tables();
+        self.replace_expired_candidates();
         self.log_missing_configuration();
     }
 
@@ -265,9 +265,10 @@ impl Forwarder {
             .entry_count()
             .div_ceil(SWEEP_CALLS_PER_TABLE)
             .min(MAX_SWEPT_ENTRIES_PER_CALL);
-        let due_connections = self.load_balancer.scan_expired_connections(&self.connection_timeouts, entries_per_call);
+        let expired_connections =
+            self.load_balancer.scan_expired_connections(&self.connection_timeouts, entries_per_call);
         let (connections_to_query, connections_to_free): (Vec<_>, Vec<_>) =
-            due_connections.into_iter().partition(|(_, expiry_reason)| expiry_reason.needs_server_query());
+            expired_connections.into_iter().partition(|(_, expiry_reason)| expiry_reason.needs_server_query());
         self.free_connections(&connections_to_free.into_iter().map(|(connection, _)| connection).collect::<Vec<_>>())?;
         let service_addresses: BTreeMap<u16, ServiceAddress> =
             self.services_by_index.values().map(|(service, index)| (index.as_u16(), service.address)).collect();
@@ -407,7 +408,7 @@ impl Forwarder {
         self.log_problems();
         self.update_symptoms();
         self.load_balancer.refresh_interface_addresses()?;
-        self.check_vlans();
+        self.update_vlan_devices();
         self.switch_program_when_ready()
     }
 
@@ -434,7 +435,7 @@ impl Forwarder {
         problems.extend(self.symptoms.descriptions().cloned());
         problems.extend(self.encapsulation_warnings());
         problems.extend(self.vlan_device_problems.iter().cloned());
-        problems.extend(self.expired_tables());
+        problems.extend(self.expired_table_warnings());
         problems.extend(self.missing_configuration_warning().map(str::to_owned));
         problems
     }
@@ -523,7 +524,7 @@ impl Forwarder {
         let PacketCounters { packets_by_outcome: packets, event_counts: events, .. } =
             self.load_balancer.total_counters();
         let is_unresolved_peer = |peer: &&PeerLoadBalancer| {
-            peer.name != self.own_name && peer.owner.is_some() && self.peer_mac(peer).is_none()
+            peer.name != self.own_name && peer.owner_number.is_some() && self.peer_mac(peer).is_none()
         };
         let unresolved_load_balancers =
             self.load_balancers.iter().filter(is_unresolved_peer).map(|peer| peer.name.clone()).collect();

@@ -22,9 +22,9 @@ pub type CheckTarget = (ServiceIndex, ServerId);
 /// Health checks by this load balancer. Fields are dropped in order, so that connections end before their NAT entries.
 pub struct HealthChecks {
     checker: Checker<CheckTarget>,
-    message_changes: watch::Receiver<u64>,
+    verdict_changes_for_messages: watch::Receiver<u64>,
     /// Receiver that notices verdict changes for [`HealthChecks::servers_down_if_changed`].
-    mask_changes: watch::Receiver<u64>,
+    verdict_changes_for_masks: watch::Receiver<u64>,
     /// Time of the last message on this stream, or `None` if none was sent.
     last_message_at: Option<Instant>,
     interface: String,
@@ -37,18 +37,18 @@ pub struct HealthChecks {
 
 struct HealthCheckNat(Arc<health_check_nat::NatTable>);
 
-fn to_nat_entry(path: &NatPath) -> NatConnection {
+fn to_nat_connection(path: &NatPath) -> NatConnection {
     let NatPath { server, vip, port, source_port: own_port } = *path;
     NatConnection { server_address: server, vip, server_port: port, source_port: own_port }
 }
 
 impl NatTable for HealthCheckNat {
     fn add_entry(&self, path: &NatPath) -> anyhow::Result<()> {
-        self.0.add(&to_nat_entry(path))
+        self.0.add(&to_nat_connection(path))
     }
 
     fn remove_entry(&self, path: &NatPath) {
-        self.0.remove(&to_nat_entry(path));
+        self.0.remove(&to_nat_connection(path));
     }
 }
 
@@ -56,12 +56,12 @@ impl HealthChecks {
     /// Starts the checker without checks. `interface` leads to the servers. Fails when no thread can be created.
     pub fn start(interface: String) -> anyhow::Result<Self> {
         let checker = Checker::start()?;
-        let message_changes = checker.subscribe_to_verdict_changes();
-        let mask_changes = checker.subscribe_to_verdict_changes();
+        let verdict_changes_for_messages = checker.subscribe_to_verdict_changes();
+        let verdict_changes_for_masks = checker.subscribe_to_verdict_changes();
         Ok(Self {
             checker,
-            message_changes,
-            mask_changes,
+            verdict_changes_for_messages,
+            verdict_changes_for_masks,
             last_message_at: None,
             interface,
             nat_programs: None,
@@ -128,23 +128,23 @@ impl HealthChecks {
 
     /// Returns the next message, which is due immediately after a change and otherwise every two seconds.
     pub fn next_message(&mut self) -> Option<HealthMessage> {
-        let has_changed = self.message_changes.has_changed().unwrap_or(false);
+        let has_changed = self.verdict_changes_for_messages.has_changed().unwrap_or(false);
         if !has_changed && self.last_message_at.is_some_and(|sent_at| sent_at.elapsed() < HEALTH_MESSAGE_INTERVAL) {
             return None;
         }
-        self.message_changes.mark_unchanged();
+        self.verdict_changes_for_messages.mark_unchanged();
         self.last_message_at = Some(Instant::now());
         let checked_servers: Vec<_> = self.checked_servers().collect();
         // A message without servers is sent once, when the last check has ended.
-        (has_changed || !checked_servers.is_empty()).then_some(HealthMessage { servers: checked_servers })
+        (has_changed || !checked_servers.is_empty()).then_some(HealthMessage { check_results: checked_servers })
     }
 
     /// Returns the servers that these checks found down, or `None` if nothing has changed since the last call.
     pub fn servers_down_if_changed(&mut self) -> Option<BTreeSet<CheckTarget>> {
-        if !self.mask_changes.has_changed().unwrap_or(false) {
+        if !self.verdict_changes_for_masks.has_changed().unwrap_or(false) {
             return None;
         }
-        self.mask_changes.mark_unchanged();
+        self.verdict_changes_for_masks.mark_unchanged();
         let down_servers = self
             .checker
             .results()

@@ -34,7 +34,7 @@ impl SavedConfigurationFile {
         let restore_result = self.read_file().and_then(|configuration| {
             let Some(configuration) = configuration else { return Ok(()) };
             let generation = configuration.generation;
-            forwarder.restore_saved(configuration)?;
+            forwarder.restore_saved_configuration(configuration)?;
             tracing::info!(
                 event = "configuration-restored",
                 generation,
@@ -55,12 +55,12 @@ impl SavedConfigurationFile {
 
     /// Writes the applied configuration if it has changed or the last write failed. Called once a second.
     pub fn save_if_changed(&mut self, forwarder: &mut Forwarder) {
-        self.save_changed(forwarder.take_changed_configuration());
+        self.save_changed_configuration(forwarder.take_changed_configuration());
     }
 
     /// Writes the configuration `changed_configuration`, or retries a failed write if there is none.
     /// `changed_configuration` is `None` if the applied configuration has not changed since the last call.
-    fn save_changed(&mut self, changed_configuration: Option<FleetConfiguration>) {
+    fn save_changed_configuration(&mut self, changed_configuration: Option<FleetConfiguration>) {
         let Some(configuration) = changed_configuration.or_else(|| self.unwritten_configuration.take()) else { return };
         let write_result =
             self.write_file(&configuration).context("the configuration is not saved for a restart without controller");

@@ -102,7 +102,7 @@ mod tests {
     fn library_reads_written_packets_and_comments() {
         let mut writer = PcapngWriter::new(Vec::new()).unwrap();
         let time = Duration::new(1_700_000_000, 123_456_789);
-        writer.write_packet(time, b"first", 1500, Some("dropped")).unwrap();
+        writer.write_packet(time, b"short", 1500, Some("dropped")).unwrap();
         writer.write_packet(time + Duration::from_nanos(1), b"second packet", 13, None).unwrap();
 
         let blocks: Vec<_> = PcapNGSlice::from_slice(&writer.output).unwrap().map(Result::unwrap).collect();
@@ -116,7 +116,7 @@ mod tests {
             panic!("{} blocks", blocks.len());
         };
         assert_eq!((interface.linktype, interface.ts_resolution()), (Linktype::ETHERNET, Some(1_000_000_000)));
-        assert_packet(first, (1_700_000_000, 123_456_789), b"first", &["dropped"]);
+        assert_packet(first, (1_700_000_000, 123_456_789), b"short", &["dropped"]);
         assert_eq!((first.orig_len(), first.caplen), (1500, 5));
         assert_packet(second, (1_700_000_000, 123_456_790), b"second packet", &[]);
     }

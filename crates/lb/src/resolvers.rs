@@ -36,7 +36,7 @@ impl NeighbourResolvers {
         let (resolution_sender, resolution_receiver) = unbounded_channel();
         let mut resolvers =
             Self { interface: interface.to_owned(), resolution_sender, resolvers_by_vlan: BTreeMap::new() };
-        resolvers.start_if_missing(Vlan::UNTAGGED)?;
+        resolvers.start_resolver_if_missing(Vlan::UNTAGGED)?;
         Ok((resolvers, resolution_receiver))
     }
 
@@ -48,7 +48,7 @@ impl NeighbourResolvers {
         }
         self.resolvers_by_vlan.retain(|vlan, _| addresses_by_vlan.contains_key(vlan));
         for (vlan, addresses) in addresses_by_vlan {
-            self.start_if_missing(vlan)?;
+            self.start_resolver_if_missing(vlan)?;
             self.resolvers_by_vlan[&vlan].set_addresses(addresses);
         }
         Ok(())
@@ -58,7 +58,7 @@ impl NeighbourResolvers {
         self.resolvers_by_vlan.values().all(Resolver::is_alive)
     }
 
-    fn start_if_missing(&mut self, vlan: Vlan) -> anyhow::Result<()> {
+    fn start_resolver_if_missing(&mut self, vlan: Vlan) -> anyhow::Result<()> {
         if !self.resolvers_by_vlan.contains_key(&vlan) {
             let resolution_sender = self.resolution_sender.clone();
             let send_resolution = move |mac_change: neighbour::MacChange| {

@@ -244,7 +244,7 @@ mod tests {
 
     use super::*;
 
-    fn due_connection(slot: u32, server: u64) -> (Connection, ServiceAddress) {
+    fn expired_connection(slot: u32, server: u64) -> (Connection, ServiceAddress) {
         let entry_identity =
             EntryIdentity { tag: slot, generation: 0, service_slot: 0, server: server.try_into().unwrap() };
         let connection = Connection {
@@ -273,33 +273,34 @@ mod tests {
     #[test]
     fn connection_with_a_socket_is_checked_again() {
         let mut sweeper = ConnectionSweeper::new(&ConnectionTimeouts::default());
-        let due_connections = [due_connection(1, 7), due_connection(2, 8), due_connection(3, 7)];
-        assert_eq!(sweeper.queue_expired_connections(&due_connections, at(0)), []);
+        let expired_connections = [expired_connection(1, 7), expired_connection(2, 8), expired_connection(3, 7)];
+        assert_eq!(sweeper.queue_expired_connections(&expired_connections, at(0)), []);
         let socket_queries = sweeper.next_queries(at(0), 10);
         assert_eq!(queried_servers(&socket_queries), [(7, 2), (8, 1)]);
-        sweeper.queue_expired_connections(&due_connections, at(1));
+        sweeper.queue_expired_connections(&expired_connections, at(1));
         assert_eq!(sweeper.next_queries(at(1), 10), [], "they are under way");
         assert_eq!(
             sweeper.handle_socket_answer(&socket_queries[0].answer(vec![true, false]), at(1)),
-            [due_connections[2].0]
+            [expired_connections[2].0]
         );
         sweeper.next_queries(at(6), 10);
-        sweeper.queue_expired_connections(&due_connections[..2], at(6));
+        sweeper.queue_expired_connections(&expired_connections[..2], at(6));
         assert_eq!(queried_servers(&sweeper.next_queries(at(11), 10)), [(8, 1)]);
-        sweeper.queue_expired_connections(&due_connections[..1], at(61));
+        sweeper.queue_expired_connections(&expired_connections[..1], at(61));
         assert_eq!(queried_servers(&sweeper.next_queries(at(61), 10)), [(7, 1)]);
     }
 
     #[test]
     fn number_of_open_queries_is_limited() {
         let mut sweeper = ConnectionSweeper::new(&ConnectionTimeouts::default());
-        let due_connections: Vec<_> = (0..2000).map(|slot| due_connection(slot, u64::from(slot % 2))).collect();
-        sweeper.queue_expired_connections(&due_connections, at(0));
+        let expired_connections: Vec<_> = (0..2000).map(|slot| expired_connection(slot, u64::from(slot % 2))).collect();
+        sweeper.queue_expired_connections(&expired_connections, at(0));
         assert_eq!(queried_servers(&sweeper.next_queries(at(0), 100)), [(0, 256), (1, 256)]);
         assert_eq!(queried_servers(&sweeper.next_queries(at(0), 100)), [(0, 256), (1, 256)]);
         assert_eq!(sweeper.next_queries(at(0), 100), []);
-        let more_due_connections: Vec<_> = (2000..2200).map(|slot| due_connection(slot, u64::from(slot))).collect();
-        sweeper.queue_expired_connections(&more_due_connections, at(1));
+        let more_expired_connections: Vec<_> =
+            (2000..2200).map(|slot| expired_connection(slot, u64::from(slot))).collect();
+        sweeper.queue_expired_connections(&more_expired_connections, at(1));
         assert_eq!(sweeper.next_queries(at(1), 10).len(), 10);
         assert_eq!(sweeper.next_queries(at(1), 1000).len(), MAX_OPEN_QUERIES - 4 - 10);
         assert_eq!(sweeper.next_queries(at(2), 1000), []);
@@ -308,8 +309,8 @@ mod tests {
     #[test]
     fn servers_are_queried_in_turn() {
         let mut sweeper = ConnectionSweeper::new(&ConnectionTimeouts::default());
-        let due_connections: Vec<_> = (0..90).map(|slot| due_connection(slot, u64::from(slot % 9))).collect();
-        sweeper.queue_expired_connections(&due_connections, at(0));
+        let expired_connections: Vec<_> = (0..90).map(|slot| expired_connection(slot, u64::from(slot % 9))).collect();
+        sweeper.queue_expired_connections(&expired_connections, at(0));
         let mut all_queried_servers = Vec::new();
         for _ in 0..3 {
             let socket_queries = sweeper.next_queries(at(0), 3);
@@ -321,7 +322,7 @@ mod tests {
     #[test]
     fn unexpected_socket_answer_frees_no_connection() {
         let mut sweeper = ConnectionSweeper::new(&ConnectionTimeouts::default());
-        sweeper.queue_expired_connections(&[due_connection(1, 7)], at(0));
+        sweeper.queue_expired_connections(&[expired_connection(1, 7)], at(0));
         let query = sweeper.next_queries(at(0), 10).remove(0);
         assert_eq!(
             sweeper.handle_socket_answer(
@@ -337,22 +338,22 @@ mod tests {
     #[test]
     fn connections_of_an_absent_agent_are_freed_after_a_minute() {
         let mut sweeper = ConnectionSweeper::new(&ConnectionTimeouts::default());
-        let due_connections: Vec<_> = (0..1000).map(|slot| due_connection(slot, 7)).collect();
+        let expired_connections: Vec<_> = (0..1000).map(|slot| expired_connection(slot, 7)).collect();
         let mut freed_connections = Vec::new();
         for second in 0..100 {
-            let mut newly_freed_connections = sweeper.queue_expired_connections(&due_connections, at(second));
+            let mut newly_freed_connections = sweeper.queue_expired_connections(&expired_connections, at(second));
             for query in sweeper.next_queries(at(second), 10) {
                 newly_freed_connections.extend(sweeper.handle_socket_answer(&query.answer_without_agent(), at(second)));
             }
             assert!(second >= 60 || newly_freed_connections.is_empty(), "after {second} s");
             freed_connections.extend(newly_freed_connections);
         }
-        assert!(due_connections.iter().all(|(connection, _)| freed_connections.contains(connection)));
-        sweeper.queue_expired_connections(&due_connections, at(100));
+        assert!(expired_connections.iter().all(|(connection, _)| freed_connections.contains(connection)));
+        sweeper.queue_expired_connections(&expired_connections, at(100));
         let query = sweeper.next_queries(at(100), 10).remove(0);
         let are_open = vec![true; query.clients.len()];
         assert_eq!(sweeper.handle_socket_answer(&query.answer(are_open), at(100)), []);
-        assert_eq!(sweeper.queue_expired_connections(&due_connections, at(200)), []);
+        assert_eq!(sweeper.queue_expired_connections(&expired_connections, at(200)), []);
     }
 
     /// Simulation of the connection table in virtual time.
@@ -361,7 +362,7 @@ mod tests {
         table_entries: Vec<Option<Connection>>,
         free_slots: Vec<usize>,
         /// Tick at which the socket of each slot's connection is closed.
-        socket_end_by_slot: Vec<u32>,
+        socket_end_tick_by_slot: Vec<u32>,
         next_swept_slot: usize,
     }
 
@@ -376,19 +377,19 @@ mod tests {
                 sweeper: ConnectionSweeper::new(&ConnectionTimeouts::default()),
                 table_entries: vec![None; entry_count],
                 free_slots: (0..entry_count).rev().collect(),
-                socket_end_by_slot: vec![0; entry_count],
+                socket_end_tick_by_slot: vec![0; entry_count],
                 next_swept_slot: 0,
             }
         }
 
         fn open_connection(&mut self, server: u64, tick: u32) -> bool {
             let Some(position) = self.free_slots.pop() else { return false };
-            let (mut connection, _) = due_connection(position as u32, server);
+            let (mut connection, _) = expired_connection(position as u32, server);
             connection.is_closing = true;
             // The connection sends its last packet after a minute, and then its socket stays in TIME-WAIT.
             connection.last_packet_at = ClockTicks(tick + CONNECTION_TICKS);
             self.table_entries[position] = Some(connection);
-            self.socket_end_by_slot[position] = tick + 2 * CONNECTION_TICKS;
+            self.socket_end_tick_by_slot[position] = tick + 2 * CONNECTION_TICKS;
             true
         }
 
@@ -406,8 +407,8 @@ mod tests {
         }
 
         /// Advances the simulation by a tenth of a second. `behaviour_of_server` returns how a server's agent behaves.
-        fn advance(&mut self, tick: u32, behaviour_of_server: impl Fn(u64) -> AgentBehaviour) {
-            let service_address = due_connection(0, 0).1;
+        fn advance_to_tick(&mut self, tick: u32, behaviour_of_server: impl Fn(u64) -> AgentBehaviour) {
+            let service_address = expired_connection(0, 0).1;
             let swept_entry_count = self.table_entries.len() / TICKS_PER_SWEEP;
             let swept_connections = (0..swept_entry_count)
                 .filter_map(|n| self.table_entries[(self.next_swept_slot + n) % self.table_entries.len()]);
@@ -417,20 +418,20 @@ mod tests {
             let expired_connections: Vec<_> = expired_connections.collect();
             self.next_swept_slot = (self.next_swept_slot + swept_entry_count) % self.table_entries.len();
             let now = Duration::from_millis(u64::from(tick) * 100);
-            let freed_without_answer = self.sweeper.queue_expired_connections(&expired_connections, now);
-            self.free_entries(freed_without_answer);
+            let connections_freed_without_answer = self.sweeper.queue_expired_connections(&expired_connections, now);
+            self.free_entries(connections_freed_without_answer);
             for query in self.sweeper.next_queries(now, 32) {
                 let queried_connections = &self.sweeper.open_queries[&query.query_number].connections;
                 let are_open = queried_connections
                     .iter()
-                    .map(|connection| self.socket_end_by_slot[Self::slot_of(connection)] > tick)
+                    .map(|connection| self.socket_end_tick_by_slot[Self::slot_of(connection)] > tick)
                     .collect();
-                let freed_by_answer = match behaviour_of_server(query.server.get().into()) {
+                let connections_freed_by_answer = match behaviour_of_server(query.server.get().into()) {
                     AgentBehaviour::Responsive => self.sweeper.handle_socket_answer(&query.answer(are_open), now),
                     AgentBehaviour::Absent => self.sweeper.handle_socket_answer(&query.answer_without_agent(), now),
                     AgentBehaviour::Silent => Vec::new(),
                 };
-                self.free_entries(freed_by_answer);
+                self.free_entries(connections_freed_by_answer);
             }
         }
 
@@ -459,7 +460,7 @@ mod tests {
                     tick / TICKS_PER_SECOND
                 );
             }
-            simulation.advance(tick, &behaviour_of_server);
+            simulation.advance_to_tick(tick, &behaviour_of_server);
         }
         let live_connection_count =
             f64::from(connections_per_second) * f64::from(2 * CONNECTION_TICKS / TICKS_PER_SECOND);

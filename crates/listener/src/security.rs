@@ -103,9 +103,9 @@ impl ListenerSecurity {
     }
 
     /// Reads certificates again whenever their files change. Never returns.
-    pub async fn maintenance_loop(&self) -> std::convert::Infallible {
+    pub async fn reload_changed_certificates(&self) -> std::convert::Infallible {
         match &self.tls {
-            Some(tls) => tls.clone().maintenance_loop().await,
+            Some(tls) => tls.clone().reload_changed_certificates().await,
             None => std::future::pending().await,
         }
     }
@@ -123,8 +123,8 @@ pub struct ApiAcceptor(Arc<ConnectionAcceptor>);
 
 impl ApiAcceptor {
     /// Ends connections whose certificate has expired or was revoked. Never returns.
-    pub async fn maintenance_loop(self) -> std::convert::Infallible {
-        self.0.maintenance_loop().await
+    pub async fn close_invalid_connections_loop(self) -> std::convert::Infallible {
+        self.0.close_invalid_connections_loop().await
     }
 }
 

@@ -183,7 +183,7 @@ mod tests {
         let dispatch_metrics = METRICS.iter().filter(|metric| metric.components.contains(&Component::Dispatch));
         let expected: BTreeSet<&str> = dispatch_metrics.map(|metric| metric.name).collect();
         assert_eq!(snapshot.metric_names().collect::<BTreeSet<_>>(), expected);
-        let line = "coreward_dispatch_dispatched_total{server=\"\",service=\"0.0.0.0:53\",worker=\"3\"} 7.0\n";
-        assert!(snapshot.to_openmetrics().contains(line), "{}", snapshot.to_openmetrics());
+        let expected_line = "coreward_dispatch_dispatched_total{server=\"\",service=\"0.0.0.0:53\",worker=\"3\"} 7.0\n";
+        assert!(snapshot.to_openmetrics().contains(expected_line), "{}", snapshot.to_openmetrics());
     }
 }

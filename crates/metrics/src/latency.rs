@@ -16,13 +16,13 @@ pub struct LatencyHistogram {
 impl LatencyHistogram {
     pub fn observe(&mut self, latency: Duration) {
         let seconds = latency.as_secs_f64();
-        let bucket = BUCKET_BOUNDS_S.iter().position(|bound| seconds <= *bound).unwrap_or(BUCKET_BOUNDS_S.len());
-        self.bucket_counts[bucket] += 1;
+        let bucket_index = BUCKET_BOUNDS_S.iter().position(|bound| seconds <= *bound).unwrap_or(BUCKET_BOUNDS_S.len());
+        self.bucket_counts[bucket_index] += 1;
         self.sum_s += seconds;
     }
 
     /// Returns the sum of all durations, in seconds.
-    pub fn sum(&self) -> f64 {
+    pub fn sum_s(&self) -> f64 {
         self.sum_s
     }
 
@@ -53,6 +53,6 @@ mod tests {
         let counts = latencies.buckets().map(|(_, count)| count);
         assert_eq!(counts, [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1]);
         assert_eq!(latencies.count(), 4);
-        assert!((latencies.sum() - 8.000_201).abs() < 1e-9);
+        assert!((latencies.sum_s() - 8.000_201).abs() < 1e-9);
     }
 }

@@ -92,7 +92,7 @@ impl Collector for Snapshot {
         for (metric, latencies) in self.histograms_by_name.values() {
             let mut histogram = encoder.encode_descriptor(metric.name, metric.help, None, MetricType::Histogram)?;
             let buckets = latencies.buckets();
-            histogram.encode_histogram::<NoLabelSet>(latencies.sum(), latencies.count(), &buckets, None)?;
+            histogram.encode_histogram::<NoLabelSet>(latencies.sum_s(), latencies.count(), &buckets, None)?;
         }
         for (metric, series) in self.series_by_name.values() {
             let is_counter = metric.kind == MetricKind::Counter;

@@ -192,8 +192,8 @@ impl ArrivalGenerator {
         min_value + self.random_below(max_value - min_value + 1)
     }
 
-    /// Draws an elephant that a long-running pool would already have, which starts within the ramp-up. Returns `None` if
-    /// its lifetime ends before its start.
+    /// Draws an elephant that a long-running pool would already have, which starts within the ramp-up. Returns `None`
+    /// if its lifetime ends before its start.
     fn draw_live_elephant(&mut self) -> Option<ConnectionArrival> {
         let (min_lifetime_us, max_lifetime_us) = self.workload.elephant_lifetime_range_us;
         // Elephants that live at a random time have longer lifetimes than the average. So a lifetime is drawn with a
@@ -220,16 +220,16 @@ impl ArrivalGenerator {
         let (min_request_count, max_request_count) = self.workload.mouse_request_count_range;
         let start_us = self.random_below(self.workload.duration_us);
         let request_count = self.random_between(u64::from(min_request_count), u64::from(max_request_count)) as u32;
-        self.truncated_arrival(start_us, request_count, self.workload.mouse_request_interval_us)
+        self.arrival_within_log(start_us, request_count, self.workload.mouse_request_interval_us)
     }
 
     fn elephant_arrival(&mut self, start_us: u64, lifetime_us: u64) -> Option<ConnectionArrival> {
         let interval_us = self.workload.elephant_request_interval_us();
-        self.truncated_arrival(start_us, (lifetime_us / u64::from(interval_us)) as u32 + 1, interval_us)
+        self.arrival_within_log(start_us, (lifetime_us / u64::from(interval_us)) as u32 + 1, interval_us)
     }
 
     /// Returns a connection whose requests end with the log at the latest, or `None` if it would start after the end.
-    fn truncated_arrival(&mut self, start_us: u64, request_count: u32, interval_us: u32) -> Option<ConnectionArrival> {
+    fn arrival_within_log(&mut self, start_us: u64, request_count: u32, interval_us: u32) -> Option<ConnectionArrival> {
         let remaining_us = self.workload.duration_us.checked_sub(start_us + 1)?;
         let request_count = u64::from(request_count).min(remaining_us / u64::from(interval_us.max(1)) + 1) as u32;
         let (source_address_index, source_port) = self.draw_unused_source();

@@ -55,7 +55,7 @@ impl BucketHistory {
     }
 
     /// Returns the previous server of each bucket for a placement table, or an empty list if no bucket has moved.
-    pub fn previous_servers_or_empty(&self) -> Vec<Option<ServerId>> {
+    pub fn previous_servers_if_moved(&self) -> Vec<Option<ServerId>> {
         if self.previous_servers.iter().all(Option::is_none) { Vec::new() } else { self.previous_servers.clone() }
     }
 
@@ -83,13 +83,13 @@ mod tests {
     fn only_the_last_previous_server_of_a_bucket_is_kept() {
         let mut history = BucketHistory::default();
         assert!(history.update(&server_ids(&[1, 2, 3, 1])));
-        assert_eq!(history.previous_servers_or_empty(), []);
+        assert_eq!(history.previous_servers_if_moved(), []);
         assert!(!history.update(&server_ids(&[1, 2, 3, 1])));
         // Server 1 leaves, then server 2. Bucket 0 was last at server 2, and bucket 3 moved when server 1 left.
         assert!(history.update(&server_ids(&[2, 2, 3, 3])));
         assert!(history.update(&server_ids(&[3, 3, 3, 3])));
         let previous_ids: Vec<u64> =
-            history.previous_servers_or_empty().iter().map(|id| id.map_or(0, |id| id.get().into())).collect();
+            history.previous_servers_if_moved().iter().map(|id| id.map_or(0, |id| id.get().into())).collect();
         assert_eq!(previous_ids, [2, 2, 0, 1]);
         assert_eq!(
             history.previous_servers_by_current(),
@@ -105,7 +105,7 @@ mod tests {
         history.update(&server_ids(&[2, 2]));
         assert_eq!(history.previous_servers(), [Some(server_ids(&[1])[0]), None]);
         assert!(history.update(&server_ids(&[2, 2, 2, 2])));
-        assert_eq!((history.previous_servers_or_empty(), history.previous_servers().len()), (Vec::new(), 4));
+        assert_eq!((history.previous_servers_if_moved(), history.previous_servers().len()), (Vec::new(), 4));
         assert_eq!(BucketHistory::from_stored(server_ids(&[1]), vec![]), None);
     }
 }

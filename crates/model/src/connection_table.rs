@@ -463,9 +463,9 @@ mod tests {
         #[test]
         fn cookie_index_round_trips(owner in 0u64..16, slot in 0u32..1024) {
             let owner = TableOwnerNumber::try_from(owner).unwrap();
-            let number = encode_cookie_index(owner, slot);
-            prop_assert!(u32::from(number) <= intf::COOKIE_ID_MASK);
-            prop_assert_eq!(decode_cookie_index(number), (owner, slot));
+            let cookie_index = encode_cookie_index(owner, slot);
+            prop_assert!(u32::from(cookie_index) <= intf::COOKIE_ID_MASK);
+            prop_assert_eq!(decode_cookie_index(cookie_index), (owner, slot));
         }
     }
 
@@ -486,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_powers_of_two_in_range() {
+    fn table_size_must_be_a_power_of_two_in_range() {
         assert_eq!(TableSize::try_from(1024).unwrap().partition_count(), 1);
         assert_eq!(TableSize::try_from(4_194_304).unwrap().partition_count(), 4096);
         for invalid_size in [0, 512, 1025, 3000, 8_388_608, 1 << 40] {

@@ -29,7 +29,7 @@ impl Consistency {
         [Consistency::Stateless, Consistency::Stateful, Consistency::None, Consistency::HashTable, Consistency::Beamer];
 
     /// Returns the mode's value in `enum consistency`.
-    pub fn number(self) -> u32 {
+    pub fn bpf_number(self) -> u32 {
         self as u32
     }
 
@@ -175,7 +175,7 @@ impl ServiceMode {
 
     /// Returns whether packets that are forwarded by bucket carry the id of the bucket's previous server. With LB-side
     /// stamping, servers have no program to read it. In a migration, all packets carry the other load balancer's id.
-    pub fn marks_previous_server(self) -> bool {
+    pub fn carries_previous_server_id(self) -> bool {
         self.consistency == Consistency::Beamer
             || self.has_cookies() && self.timestamps == TimestampOrigin::Off
             || self.migration.is_some()
@@ -234,7 +234,7 @@ impl ServiceMode {
             };
             direction_bit | u32::from(migration.other_balancer().get()) << intf::SERVICE_OTHER_BALANCER_SHIFT
         });
-        self.consistency.number() << intf::SERVICE_CONSISTENCY_SHIFT | timestamp_bits | migration_bits
+        self.consistency.bpf_number() << intf::SERVICE_CONSISTENCY_SHIFT | timestamp_bits | migration_bits
     }
 
     /// Returns the mode with these [`ServiceMode::service_slot_bits`] and the default forwarding method. Returns `None`

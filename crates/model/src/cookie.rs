@@ -98,7 +98,7 @@ impl FleetCookieKeys {
     /// Returns the keys that stamp a server's TSval of `milliseconds`. The key `current` stamps from TSval `switch_ms`
     /// on, and the other key before. The TSval decides rather than the time at which the packet passes, so that TSval
     /// never decreases (PAWS). The two times must be less than 2^31 ms apart.
-    pub fn for_tsval(&self, milliseconds: u32, switch_ms: u32) -> FleetCookieKeys {
+    pub fn keys_for_tsval(&self, milliseconds: u32, switch_ms: u32) -> FleetCookieKeys {
         let is_switched = milliseconds.wrapping_sub(switch_ms) as i32 >= 0;
         FleetCookieKeys { current: if is_switched { self.current } else { self.current.other() }, ..*self }
     }

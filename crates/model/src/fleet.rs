@@ -34,7 +34,7 @@ pub struct FleetPlan {
     /// Number of buckets in the placement table, and of entries in each indirection table.
     pub bucket_count: BucketCount,
     /// Weight of the newest report in the moving averages of the loads.
-    pub alpha: SmoothingWeight,
+    pub load_ewma_alpha: SmoothingWeight,
     /// RSS key of all NICs.
     pub rss_key: RssKey,
     /// Method by which the servers' indirection tables are drawn.
@@ -50,14 +50,14 @@ pub struct SimulatedCluster {
     placement_state: PlacementState,
     report_sequence: u64,
     /// Number of connections placed since the previous report.
-    opened_connections: u64,
+    opened_connection_count: u64,
     /// RSS keys used so far, each with its precomputed Toeplitz tables. The first one is the fleet's key.
     hashers: Vec<(RssKey, ToeplitzTables)>,
     /// For each group of the active placement table, the index of its key in `hashers`.
     hasher_index_by_group: Vec<usize>,
     /// Whether each server, by its position in the plan, gets new connections from the next table on.
-    is_eligible: Vec<bool>,
-    counts_requests: bool,
+    eligible_by_position: Vec<bool>,
+    counts_placements_as_requests: bool,
     rack_controllers: Option<RackControllers>,
 }
 
@@ -79,7 +79,7 @@ pub struct FleetShape {
     /// Number of buckets in the placement table, and of entries in each indirection table.
     pub bucket_count: BucketCount,
     /// Weight of the newest report in the moving averages of the loads.
-    pub alpha: SmoothingWeight,
+    pub load_ewma_alpha: SmoothingWeight,
     /// Method by which the servers' indirection tables are drawn.
     pub indirection_table_draw: IndirectionTableDraw,
 }
@@ -88,13 +88,14 @@ impl FleetShape {
     /// Returns a plan with random ids and a random RSS key, as the controller draws them. Ids are sparse and seed the
     /// indirection tables, so each draw has different tables.
     pub fn draw_plan(self, rng: &mut impl rand::Rng) -> FleetPlan {
-        let Self { server_count, cores_per_server, bucket_count, alpha, indirection_table_draw } = self;
+        let Self { server_count, cores_per_server, bucket_count, load_ewma_alpha: alpha, indirection_table_draw } =
+            self;
         let servers = draw_server_ids(server_count, rng);
         FleetPlan {
             servers,
             cores_per_server,
             bucket_count,
-            alpha,
+            load_ewma_alpha: alpha,
             rss_key: RssKey::random(rng),
             indirection_table_draw,
         }
@@ -128,11 +129,11 @@ impl SimulatedCluster {
             placement_table: PlacementTable::empty(plan.bucket_count),
             placement_state: PlacementState::default(),
             report_sequence: 0,
-            opened_connections: 0,
-            hashers: vec![(plan.rss_key.clone(), plan.rss_key.tables())],
+            opened_connection_count: 0,
+            hashers: vec![(plan.rss_key.clone(), plan.rss_key.toeplitz_tables())],
             hasher_index_by_group: Vec::new(),
-            is_eligible: vec![true; plan.servers.len()],
-            counts_requests: false,
+            eligible_by_position: vec![true; plan.servers.len()],
+            counts_placements_as_requests: false,
             rack_controllers: None,
             plan,
         })
@@ -146,12 +147,12 @@ impl SimulatedCluster {
 
     /// Sets whether the server at `position` takes new connections from the next report on.
     pub fn set_eligible(&mut self, position: usize, is_eligible: bool) {
-        self.is_eligible[position] = is_eligible;
+        self.eligible_by_position[position] = is_eligible;
     }
 
-    /// Makes each placement count as one request, as [`Pool::counting_requests`] does.
+    /// Makes each placement count as one request, as [`Pool::counting_placements_as_requests`] does.
     pub fn count_placements_as_requests(&mut self) {
-        self.counts_requests = true;
+        self.counts_placements_as_requests = true;
     }
 
     /// Makes the servers report to rack controllers from the next report on.
@@ -160,21 +161,27 @@ impl SimulatedCluster {
     }
 
     /// Sets the counter with which round-robin policies continue.
-    pub fn set_round_robin_turn(&mut self, round_robin_counter: u64) {
+    pub fn set_round_robin_counter(&mut self, round_robin_counter: u64) {
         self.placement_state.round_robin_counter = round_robin_counter;
     }
 
     /// Makes every agent report, computes a placement table by `policy`, and installs it. `busy_ns` is each core's
     /// total busy time so far, and `open_connections` is each server's number of open connections. Panics if
     /// `measured_ns` is not after the previous report's.
-    pub fn report(&mut self, measured_ns: u64, busy_ns: &[u64], open_connections: &[u32], policy: &mut dyn Policy) {
-        let table = self.prepare_table(measured_ns, busy_ns, open_connections, policy);
+    pub fn report_and_install_table(
+        &mut self,
+        measured_ns: u64,
+        busy_ns: &[u64],
+        open_connections: &[u32],
+        policy: &mut dyn Policy,
+    ) {
+        let table = self.report_and_compute_table(measured_ns, busy_ns, open_connections, policy);
         self.install_table(table);
     }
 
     /// Does the same as [`SimulatedCluster::report`], except that the table becomes active only by
     /// [`SimulatedCluster::install_table`]. Panics in the same cases.
-    pub fn prepare_table(
+    pub fn report_and_compute_table(
         &mut self,
         measured_ns: u64,
         busy_ns: &[u64],
@@ -215,10 +222,10 @@ impl SimulatedCluster {
             let Some(measured_ns) = *measured_ns else { continue };
             let readings =
                 CoreReadings { report_sequence: self.report_sequence, measured_ns, busy_ns: busy_ns.to_vec() };
-            tracker.record_report(readings, self.plan.alpha).expect("reports are in order");
+            tracker.record_report(readings, self.plan.load_ewma_alpha).expect("reports are in order");
         }
         let servers = self.plan.servers.iter().enumerate().map(|(position, id)| PoolServer {
-            is_eligible: self.is_eligible[position],
+            is_eligible: self.eligible_by_position[position],
             loads: self.load_trackers[position].loads().cloned().map(ServerLoads::Local),
             rss: Some(self.rss_configs[position].clone()),
             open_connections: open_connections[position],
@@ -229,8 +236,8 @@ impl SimulatedCluster {
             Some(rack_controllers) => rack_controllers.build_pool(servers, self.plan.bucket_count),
             None => Pool::new(servers, 1),
         };
-        let pool = pool.with_opened_connections(std::mem::take(&mut self.opened_connections));
-        let pool = if self.counts_requests { pool.counting_requests() } else { pool };
+        let pool = pool.with_opened_connections(std::mem::take(&mut self.opened_connection_count));
+        let pool = if self.counts_placements_as_requests { pool.counting_placements_as_requests() } else { pool };
         policy.compute_table(&pool, self.plan.bucket_count, self.report_sequence)
     }
 
@@ -245,7 +252,7 @@ impl SimulatedCluster {
         for key in &table.groups {
             let known_position = self.hashers.iter().position(|(known_key, _)| known_key == key);
             let position = known_position.unwrap_or_else(|| {
-                self.hashers.push((key.clone(), key.tables()));
+                self.hashers.push((key.clone(), key.toeplitz_tables()));
                 self.hashers.len() - 1
             });
             self.hasher_index_by_group.push(position);
@@ -256,7 +263,7 @@ impl SimulatedCluster {
     /// Places a new connection and returns the index of its core. The load balancer selects the server, whose RSS
     /// selects the core. Panics before the first report, because no table is active.
     pub fn place_connection(&mut self, connection: &FourTuple) -> usize {
-        self.opened_connections += 1;
+        self.opened_connection_count += 1;
         let bytes = connection.bytes();
         let (hashers, hasher_index_by_group) = (&self.hashers, &self.hasher_index_by_group);
         let hash_of_group = |group: usize| hashers[hasher_index_by_group[group]].1.hash(&bytes);
@@ -316,12 +323,12 @@ mod tests {
     fn three_server_fleet(indirection_table_draw: IndirectionTableDraw) -> SimulatedCluster {
         let servers = [3u64, 70, 9_000].map(|id| ServerId::try_from(id).unwrap()).to_vec();
         let key = RssKey::random(&mut seeded_rng(5, 5));
-        let (bucket_count, alpha) = (BucketCount::PUBLISHED, SmoothingWeight::PUBLISHED);
+        let (bucket_count, alpha) = (BucketCount::PAPER_VALUE, SmoothingWeight::PAPER_VALUE);
         SimulatedCluster::new(FleetPlan {
             servers,
             cores_per_server: 4,
             bucket_count,
-            alpha,
+            load_ewma_alpha: alpha,
             rss_key: key,
             indirection_table_draw,
         })
@@ -333,13 +340,18 @@ mod tests {
     }
 
     #[test]
-    fn connections_reach_the_core_of_table_and_rss() {
+    fn connections_reach_the_core_that_table_and_rss_select() {
         for name in ["hash", "rr", "pow2", "crossrss", "crossrss-plus"] {
             let (mut fleet, mut policy) =
                 (three_server_fleet(IndirectionTableDraw::Independent), policy_by_name(name, 1).unwrap());
             for (report_index, busy_ms) in [0u64, 50].into_iter().enumerate() {
                 let busy_ns: Vec<u64> = (0..12).map(|core| busy_ms * core * 1_000_000).collect();
-                fleet.report(report_index as u64 * 100_000_000, &busy_ns, &[5, 5, 5], policy.as_mut());
+                fleet.report_and_install_table(
+                    report_index as u64 * 100_000_000,
+                    &busy_ns,
+                    &[5, 5, 5],
+                    policy.as_mut(),
+                );
             }
             let (table, mut state) = (fleet.placement_table.clone(), PlacementState::for_table(&fleet.placement_table));
             for port in 1..500 {
@@ -356,9 +368,9 @@ mod tests {
         let (mut fleet, mut policy) =
             (three_server_fleet(IndirectionTableDraw::Balanced), policy_by_name("crossrss", 1).unwrap());
         let mut busy_ns = vec![100_000_000; 12];
-        fleet.report(0, &[0; 12], &[0; 3], policy.as_mut());
+        fleet.report_and_install_table(0, &[0; 12], &[0; 3], policy.as_mut());
         busy_ns[4..8].fill(0);
-        fleet.report(100_000_000, &busy_ns, &[0; 3], policy.as_mut());
+        fleet.report_and_install_table(100_000_000, &busy_ns, &[0; 3], policy.as_mut());
         assert!((1..200).all(|port| (4..8).contains(&fleet.place_connection(&connection(port)))));
     }
 }

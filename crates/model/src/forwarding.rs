@@ -24,7 +24,7 @@ impl Forwarding {
     pub const ALL: [Forwarding; intf::FORWARDING_COUNT as usize] = [Forwarding::L2, Forwarding::Ipip, Forwarding::Gue];
 
     /// Returns the method's value in `enum forwarding`.
-    pub fn number(self) -> u32 {
+    pub fn bpf_number(self) -> u32 {
         self as u32
     }
 
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn gue_source_ports_of_one_client_and_of_many_are_spread_evenly() {
+    fn gue_source_ports_are_spread_evenly() {
         let gue_port = |client: IpAddr, source_port: u16| {
             let [high_byte, low_byte] = source_port.to_be_bytes();
             gue_source_port(client, [high_byte, low_byte, 0, 80])

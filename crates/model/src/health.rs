@@ -111,7 +111,7 @@ pub enum CertificateVerification {
     /// The certificate must be issued by an authority that the load balancer's system trusts.
     System,
     /// The certificate must be issued by one of these authorities (PEM).
-    Authorities(String),
+    PemAuthorities(String),
     /// The certificate is not verified.
     Off,
 }

@@ -6,7 +6,7 @@ use crate::cookie::{CookieKey, FleetCookieKeys};
 /// kernel dates a packet ahead only by its pacing (net/ipv4/tcp_output.c, tcp_update_skb_after_send).
 const KEY_SWITCH_DELAY_MS: u32 = 1000;
 /// Age (ms) of the activation time that a key gets if it is active at once.
-const PAST_ACTIVATION_AGE_MS: u32 = 1 << 29;
+const IMMEDIATE_ACTIVATION_AGE_MS: u32 = 1 << 29;
 /// Maximum age (ms) of an activation time. An older one is moved on, because 32-bit times are compared by the sign of
 /// their difference.
 const MAX_ACTIVATION_AGE_MS: u32 = 1 << 30;
@@ -20,7 +20,7 @@ pub fn activation_time_ms(
 ) -> u32 {
     let stamping_key = |keys: &FleetCookieKeys| keys.keys[keys.current.get()];
     if previous_keys.keys == [CookieKey { k0: 0, k1: 0 }; 2] {
-        now_ms.wrapping_sub(PAST_ACTIVATION_AGE_MS)
+        now_ms.wrapping_sub(IMMEDIATE_ACTIVATION_AGE_MS)
     } else if stamping_key(previous_keys) != stamping_key(new_keys) {
         now_ms.wrapping_add(KEY_SWITCH_DELAY_MS)
     } else {
@@ -33,7 +33,7 @@ pub fn renew_activation_time_ms(switch_ms: u32, now_ms: u32) -> u32 {
     let age_ms = now_ms.wrapping_sub(switch_ms);
     // From an age of 2^31 ms on, a time seems to be in the future.
     if (MAX_ACTIVATION_AGE_MS..1 << 31).contains(&age_ms) {
-        now_ms.wrapping_sub(PAST_ACTIVATION_AGE_MS)
+        now_ms.wrapping_sub(IMMEDIATE_ACTIVATION_AGE_MS)
     } else {
         switch_ms
     }
@@ -55,7 +55,7 @@ mod tests {
         let no_keys = (fleet_keys(0, 0, First), 0);
         assert_eq!(
             activation_time_ms(&no_keys, &fleet_keys(1, 2, Second), 5),
-            5u32.wrapping_sub(PAST_ACTIVATION_AGE_MS),
+            5u32.wrapping_sub(IMMEDIATE_ACTIVATION_AGE_MS),
             "the first keys: at once"
         );
         let known_keys = (fleet_keys(1, 2, First), 77);
@@ -78,7 +78,7 @@ mod tests {
         let current_keys = fleet_keys(1, 2, KeyIndex::First);
         let (mut now_ms, mut switch_ms) = (5u32, 1005);
         for step in 0..100_000 {
-            let stamping_index = current_keys.for_tsval(now_ms, switch_ms).current;
+            let stamping_index = current_keys.keys_for_tsval(now_ms, switch_ms).current;
             assert_eq!(stamping_index == current_keys.current, step > 0, "{now_ms} {switch_ms}");
             now_ms = now_ms.wrapping_add(123_456);
             switch_ms = renew_activation_time_ms(switch_ms, now_ms);

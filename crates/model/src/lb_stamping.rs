@@ -125,7 +125,7 @@ impl ServerClock {
         self.timestamped_syn_ack_count += 1;
         let offset_ms = milliseconds.wrapping_sub(now_ms);
         if self.agreeing_syn_ack_count == 0
-            || !are_offsets_of_one_clock(offset_ms, self.newest_offset_ms, intf::LB_STAMPING_TOLERANCE_MS)
+            || !may_be_same_clock(offset_ms, self.newest_offset_ms, intf::LB_STAMPING_TOLERANCE_MS)
         {
             self.disagreement_count += u64::from(self.agreeing_syn_ack_count > 0);
             self.agreeing_syn_ack_count = 1;
@@ -134,7 +134,7 @@ impl ServerClock {
         }
         (self.newest_offset_ms, self.newest_connection_word) = (offset_ms, connection_word);
         let is_near =
-            |known_offset_ms| are_offsets_of_one_clock(offset_ms, known_offset_ms, intf::LB_STAMPING_TOLERANCE_MS / 2);
+            |known_offset_ms| may_be_same_clock(offset_ms, known_offset_ms, intf::LB_STAMPING_TOLERANCE_MS / 2);
         if self.is_shared_clock_verified() && !self.shared_offset_ms.is_some_and(is_near) {
             self.shared_offset_ms = Some(offset_ms);
         }
@@ -148,7 +148,7 @@ impl ServerClock {
             if elapsed_ms < intf::LB_STAMPING_SAMPLE_MS {
                 return;
             }
-            self.is_unsteady = !are_offsets_of_one_clock(offset_ms, self.sampled_offset_ms, elapsed_ms / 2);
+            self.is_unsteady = !may_be_same_clock(offset_ms, self.sampled_offset_ms, elapsed_ms / 2);
             self.steady_sample_count = if self.is_unsteady {
                 self.steady_sample_count / 2
             } else {
@@ -172,7 +172,7 @@ impl ServerClock {
         let offset_ms = milliseconds.wrapping_sub(now_ms);
         if !self.has_different_offsets() {
             let shared_offset_ms = *self.shared_offset_ms.get_or_insert(offset_ms);
-            if are_offsets_of_one_clock(offset_ms, shared_offset_ms, intf::LB_STAMPING_TOLERANCE_MS) {
+            if may_be_same_clock(offset_ms, shared_offset_ms, intf::LB_STAMPING_TOLERANCE_MS) {
                 return shared_offset_ms;
             }
             self.disagreement_count = 1;
@@ -207,9 +207,8 @@ impl ConnectionOffsets {
 
     /// Stores the offset of a connection if it is new, and returns the stored offset.
     fn store_if_new(&mut self, hash: ConnectionHash, offset_ms: u32) -> u32 {
-        let is_near = |known_offset_ms: &u32| {
-            are_offsets_of_one_clock(offset_ms, *known_offset_ms, intf::LB_STAMPING_TOLERANCE_MS / 2)
-        };
+        let is_near =
+            |known_offset_ms: &u32| may_be_same_clock(offset_ms, *known_offset_ms, intf::LB_STAMPING_TOLERANCE_MS / 2);
         self.find(hash).filter(is_near).unwrap_or_else(|| {
             self.offset_by_index.insert(Self::index(hash), (hash.tag() | 1, offset_ms));
             offset_ms
@@ -218,7 +217,7 @@ impl ConnectionOffsets {
 }
 
 /// Returns whether two offsets may come from the same clock.
-fn are_offsets_of_one_clock(offset_ms: u32, other_ms: u32, tolerance_ms: u32) -> bool {
+fn may_be_same_clock(offset_ms: u32, other_ms: u32, tolerance_ms: u32) -> bool {
     offset_ms.wrapping_sub(other_ms).wrapping_add(tolerance_ms) <= 2 * tolerance_ms
 }
 

@@ -14,7 +14,7 @@ pub struct SmoothingWeightOutOfRange(pub f64);
 
 impl SmoothingWeight {
     /// Weight published for CrossRSS, which is the default.
-    pub const PUBLISHED: SmoothingWeight = SmoothingWeight(0.5);
+    pub const PAPER_VALUE: SmoothingWeight = SmoothingWeight(0.5);
 
     /// Returns the weight `value`. Fails if `value` is not above 0, or above 1.
     pub fn new(value: f64) -> Result<Self, SmoothingWeightOutOfRange> {
@@ -172,7 +172,7 @@ impl LoadTracker {
 }
 
 /// Returns whether the server was rebooted since `newest_readings`, because it has other cores, or a counter went back.
-fn was_rebooted(newest_readings: &CoreReadings, readings: &CoreReadings) -> bool {
+fn has_rebooted(newest_readings: &CoreReadings, readings: &CoreReadings) -> bool {
     newest_readings.busy_ns.len() != readings.busy_ns.len()
         || newest_readings.busy_ns.iter().zip(&readings.busy_ns).any(|(old, new)| new < old)
 }
@@ -189,7 +189,7 @@ fn core_loads_since(
             newest: newest_readings.report_sequence,
         });
     }
-    if was_rebooted(newest_readings, readings) {
+    if has_rebooted(newest_readings, readings) {
         return Ok(None);
     }
     if readings.measured_ns <= newest_readings.measured_ns {
@@ -226,22 +226,22 @@ mod tests {
     #[test]
     fn load_above_a_cores_capacity_is_rejected() {
         let mut tracker = LoadTracker::default();
-        tracker.record_report(readings(1, 0, &[0, 0]), SmoothingWeight::PUBLISHED).unwrap();
-        let rejection = tracker.record_report(readings(2, 100, &[0, 2000]), SmoothingWeight::PUBLISHED).unwrap_err();
+        tracker.record_report(readings(1, 0, &[0, 0]), SmoothingWeight::PAPER_VALUE).unwrap();
+        let rejection = tracker.record_report(readings(2, 100, &[0, 2000]), SmoothingWeight::PAPER_VALUE).unwrap_err();
         assert_eq!(rejection.to_string(), "core 1 was busy for 20.0 times the time that passed: expected at most 16");
         assert_eq!(tracker.loads(), None);
-        tracker.record_report(readings(3, 200, &[0, 2000]), SmoothingWeight::PUBLISHED).unwrap();
+        tracker.record_report(readings(3, 200, &[0, 2000]), SmoothingWeight::PAPER_VALUE).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.0, 10.0].into_iter().collect()));
     }
 
     #[test]
     fn loads_are_smoothed_rates() {
         let mut tracker = LoadTracker::default();
-        tracker.record_report(readings(1, 0, &[0, 0]), SmoothingWeight::PUBLISHED).unwrap();
+        tracker.record_report(readings(1, 0, &[0, 0]), SmoothingWeight::PAPER_VALUE).unwrap();
         assert_eq!(tracker.loads(), None);
-        tracker.record_report(readings(2, 100, &[50, 0]), SmoothingWeight::PUBLISHED).unwrap();
+        tracker.record_report(readings(2, 100, &[50, 0]), SmoothingWeight::PAPER_VALUE).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.5, 0.0].into_iter().collect()));
-        tracker.record_report(readings(3, 200, &[50, 100]), SmoothingWeight::PUBLISHED).unwrap();
+        tracker.record_report(readings(3, 200, &[50, 100]), SmoothingWeight::PAPER_VALUE).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.25, 0.5].into_iter().collect()));
         // A report was lost. Values are absolute, so the next report gives correct loads.
         tracker.record_report(readings(5, 400, &[50, 300]), SmoothingWeight::new(1.0).unwrap()).unwrap();
@@ -251,40 +251,40 @@ mod tests {
     #[test]
     fn late_report_is_rejected_and_changes_nothing() {
         let mut tracker = LoadTracker::default();
-        tracker.record_report(readings(7, 0, &[0]), SmoothingWeight::PUBLISHED).unwrap();
-        tracker.record_report(readings(8, 100, &[10]), SmoothingWeight::PUBLISHED).unwrap();
-        let rejection = tracker.record_report(readings(8, 200, &[100]), SmoothingWeight::PUBLISHED).unwrap_err();
+        tracker.record_report(readings(7, 0, &[0]), SmoothingWeight::PAPER_VALUE).unwrap();
+        tracker.record_report(readings(8, 100, &[10]), SmoothingWeight::PAPER_VALUE).unwrap();
+        let rejection = tracker.record_report(readings(8, 200, &[100]), SmoothingWeight::PAPER_VALUE).unwrap_err();
         assert_eq!(rejection, RejectedReadings::OutOfOrder { sequence: 8, newest: 8 });
-        assert!(tracker.record_report(readings(9, 100, &[20]), SmoothingWeight::PUBLISHED).is_err());
-        assert!(tracker.record_report(readings(9, 300, &[]), SmoothingWeight::PUBLISHED).is_err());
+        assert!(tracker.record_report(readings(9, 100, &[20]), SmoothingWeight::PAPER_VALUE).is_err());
+        assert!(tracker.record_report(readings(9, 300, &[]), SmoothingWeight::PAPER_VALUE).is_err());
         assert_eq!(tracker.loads(), Some(&[0.1].into_iter().collect()));
     }
 
     #[test]
     fn each_stream_of_reports_has_its_own_sequence_numbers() {
         let mut tracker = LoadTracker::default();
-        tracker.record_report(readings(1, 0, &[0]), SmoothingWeight::PUBLISHED).unwrap();
+        tracker.record_report(readings(1, 0, &[0]), SmoothingWeight::PAPER_VALUE).unwrap();
         let last_possible_readings =
             CoreReadings { report_sequence: u64::MAX, measured_ns: u64::MAX, busy_ns: vec![0] };
-        tracker.record_report(last_possible_readings, SmoothingWeight::PUBLISHED).unwrap();
-        assert!(tracker.record_report(readings(2, 100, &[10]), SmoothingWeight::PUBLISHED).is_err());
+        tracker.record_report(last_possible_readings, SmoothingWeight::PAPER_VALUE).unwrap();
+        assert!(tracker.record_report(readings(2, 100, &[10]), SmoothingWeight::PAPER_VALUE).is_err());
         tracker.start_stream();
-        tracker.record_report(readings(1, 200, &[20]), SmoothingWeight::PUBLISHED).unwrap();
+        tracker.record_report(readings(1, 200, &[20]), SmoothingWeight::PAPER_VALUE).unwrap();
         assert_eq!(tracker.loads(), None);
-        tracker.record_report(readings(2, 300, &[70]), SmoothingWeight::PUBLISHED).unwrap();
+        tracker.record_report(readings(2, 300, &[70]), SmoothingWeight::PAPER_VALUE).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.5].into_iter().collect()));
         tracker.start_stream();
-        tracker.record_report(readings(1, 400, &[120]), SmoothingWeight::PUBLISHED).unwrap();
+        tracker.record_report(readings(1, 400, &[120]), SmoothingWeight::PAPER_VALUE).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.5].into_iter().collect()));
     }
 
     #[test]
     fn reboot_restarts_the_tracking() {
         let mut tracker = LoadTracker::default();
-        tracker.record_report(readings(1, 0, &[1000]), SmoothingWeight::PUBLISHED).unwrap();
-        tracker.record_report(readings(2, 100, &[1100]), SmoothingWeight::PUBLISHED).unwrap();
+        tracker.record_report(readings(1, 0, &[1000]), SmoothingWeight::PAPER_VALUE).unwrap();
+        tracker.record_report(readings(2, 100, &[1100]), SmoothingWeight::PAPER_VALUE).unwrap();
         tracker.start_stream();
-        tracker.record_report(readings(1, 5, &[5]), SmoothingWeight::PUBLISHED).unwrap();
+        tracker.record_report(readings(1, 5, &[5]), SmoothingWeight::PAPER_VALUE).unwrap();
         assert_eq!(tracker.loads(), None);
     }
 

@@ -28,7 +28,7 @@ pub struct BucketCountError(pub u64);
 
 impl BucketCount {
     /// 128 buckets, as published (CrossRSS, CoNEXT'20) and as in most NICs' indirection tables.
-    pub const PUBLISHED: BucketCount = BucketCount(128);
+    pub const PAPER_VALUE: BucketCount = BucketCount(128);
 
     /// Returns a number of `count` buckets. Fails if `count` is no power of two from 1 to 2048.
     pub fn new(count: u64) -> Result<Self, BucketCountError> {
@@ -69,7 +69,7 @@ impl PlacementRule {
         [PlacementRule::Table, PlacementRule::LeastAssigned, PlacementRule::RoundRobin, PlacementRule::PowerOfTwo];
 
     /// Returns the rule's value in `enum placement_rule`.
-    pub fn number(self) -> u32 {
+    pub fn bpf_number(self) -> u32 {
         self as u32
     }
 
@@ -165,7 +165,7 @@ impl CoreSlotIndex {
 
     /// Returns the initial counts of the table `next_table`, which are 0, or this table's for a core without a newer
     /// load.
-    pub fn initial_counts(&self, next_table: &PlacementTable, count: impl Fn(u16) -> u32) -> Vec<u32> {
+    pub fn initial_assigned_counts(&self, next_table: &PlacementTable, count: impl Fn(u16) -> u32) -> Vec<u32> {
         let initial_count_of_slot = |(slot, core): (usize, &ServerCore)| {
             let age = next_table.core_slot_ages.get(slot).copied().unwrap_or(0);
             let is_newer_table = next_table.generation > self.generation;
@@ -205,7 +205,7 @@ pub fn mix_hash(hash: u32) -> u64 {
 }
 
 /// Returns two draws below `count` from a mixed hash, by multiply and shift (Lemire 2019).
-pub fn two_draws(mixed_hash: u64, count: u32) -> (u32, u32) {
+pub fn draw_two_below(mixed_hash: u64, count: u32) -> (u32, u32) {
     let draw_below = |hash_half: u64| ((hash_half * u64::from(count)) >> 32) as u32;
     (draw_below(mixed_hash & 0xffff_ffff), draw_below(mixed_hash >> 32))
 }
@@ -286,7 +286,7 @@ impl PlacementTable {
     }
 
     /// Returns the candidates of a bucket of a group, the best first.
-    pub fn candidates_of(&self, group: usize, bucket: u32) -> &[CandidateCore] {
+    pub fn bucket_candidates(&self, group: usize, bucket: u32) -> &[CandidateCore] {
         let candidates_per_bucket = self.candidates_per_bucket as usize;
         let start = (group * self.bucket_count.get() as usize + bucket as usize) * candidates_per_bucket;
         &self.candidates[start..start + candidates_per_bucket]
@@ -322,14 +322,14 @@ impl PlacementTable {
         let candidate_count = if self.rule == PlacementRule::Table { 1 } else { self.candidates_per_bucket as usize };
         let candidates = (0..self.groups.len()).flat_map(|group| {
             let bucket = self.bucket_count.bucket(hash_of_group(group));
-            &self.candidates_of(group, bucket)[..candidate_count]
+            &self.bucket_candidates(group, bucket)[..candidate_count]
         });
         // min_by_key takes the first of equal candidates, like the BPF program.
         candidates.min_by_key(|candidate| cost(candidate)).copied()
     }
 
     fn two_members(&self, hash: u32) -> (TableMember, TableMember) {
-        let (first_index, second_index) = two_draws(mix_hash(hash), self.members.len() as u32);
+        let (first_index, second_index) = draw_two_below(mix_hash(hash), self.members.len() as u32);
         (self.members[first_index as usize], self.members[second_index as usize])
     }
 }
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn without_members_there_is_no_server() {
+    fn table_without_members_selects_no_server() {
         let mut table_without_members = table_with_loads(PlacementRule::Table, &[1]);
         table_without_members.members.clear();
         assert_eq!(table_without_members.select_server(&mut PlacementState::default(), &four_tuple(1)), None);

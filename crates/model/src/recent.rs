@@ -43,7 +43,7 @@ impl<const N: usize> RecentCounterSamples<N> {
 /// Returns whether most new connections of a service fail to become established. An established one sends more packets
 /// than its SYN. `syn_count` and `other_packet_count` are the numbers of packets of the service's clients in
 /// [`GROWTH_WINDOW`].
-pub fn do_most_handshakes_fail(syn_count: u64, other_packet_count: u64) -> bool {
+pub fn most_handshakes_fail(syn_count: u64, other_packet_count: u64) -> bool {
     syn_count >= MIN_SYNS_FOR_CONCLUSION && other_packet_count < syn_count / 2
 }
 
@@ -66,10 +66,10 @@ mod tests {
 
     #[test]
     fn handshakes_fail_if_few_packets_follow_the_syns() {
-        assert!(!do_most_handshakes_fail(MIN_SYNS_FOR_CONCLUSION - 1, 0));
-        assert!(do_most_handshakes_fail(MIN_SYNS_FOR_CONCLUSION, 0));
-        assert!(do_most_handshakes_fail(100, 49));
+        assert!(!most_handshakes_fail(MIN_SYNS_FOR_CONCLUSION - 1, 0));
+        assert!(most_handshakes_fail(MIN_SYNS_FOR_CONCLUSION, 0));
+        assert!(most_handshakes_fail(100, 49));
         // A client that connects and resets sends one more packet.
-        assert!(!do_most_handshakes_fail(100, 50));
+        assert!(!most_handshakes_fail(100, 50));
     }
 }

@@ -22,7 +22,7 @@ pub struct ReplaySettings {
     /// Time between two reports, and between two placement tables (us).
     pub report_interval_us: u64,
     /// Weight of the newest report in the moving averages of the loads.
-    pub alpha: SmoothingWeight,
+    pub load_ewma_alpha: SmoothingWeight,
     /// Phase of the agents' reports and of round-robin turns.
     pub report_phase: ReportPhase,
     /// Warm-up time (us). Windows that start before it are omitted.
@@ -38,9 +38,9 @@ impl Default for ReplaySettings {
         Self {
             server_count: 4,
             cores_per_server: 4,
-            bucket_count: BucketCount::PUBLISHED,
+            bucket_count: BucketCount::PAPER_VALUE,
             report_interval_us: 100_000,
-            alpha: SmoothingWeight::PUBLISHED,
+            load_ewma_alpha: SmoothingWeight::PAPER_VALUE,
             report_phase: ReportPhase::Aligned,
             warm_up_time_us: 5_000_000,
             seed: 1,
@@ -110,31 +110,31 @@ pub fn replay_for_variances(
         servers: (1..=settings.server_count).map(server_id).collect(),
         cores_per_server: settings.cores_per_server,
         bucket_count: settings.bucket_count,
-        alpha: settings.alpha,
+        load_ewma_alpha: settings.load_ewma_alpha,
         rss_key: RssKey::random(&mut seeded_rng(settings.seed, RSS_KEY_RNG_STREAM)),
         indirection_table_draw: IndirectionTableDraw::Balanced,
     };
-    run_replay(log, settings, plan, &[], placement_method).variances(settings)
+    replay_log(log, settings, plan, &[], placement_method).variances(settings)
 }
 
 /// Replays the log on a fleet with random ids while the pool changes. Returns the total busy time of every core (ns) at
 /// the beginning of each second and at the end of the last. `changes` are in the order of their times.
-pub fn busy_times_by_second(
+pub fn replay_for_busy_times(
     log: &ArrivalLog,
     settings: ReplaySettings,
     changes: &[PoolChange],
     policy: &mut dyn Policy,
 ) -> Vec<Vec<u64>> {
-    let ReplaySettings { server_count, cores_per_server, bucket_count, alpha, .. } = settings;
+    let ReplaySettings { server_count, cores_per_server, bucket_count, load_ewma_alpha: alpha, .. } = settings;
     let fleet_shape = FleetShape {
         server_count,
         cores_per_server,
         bucket_count,
-        alpha,
+        load_ewma_alpha: alpha,
         indirection_table_draw: IndirectionTableDraw::Balanced,
     };
     let plan = fleet_shape.draw_plan(&mut seeded_rng(settings.seed, DRAWN_FLEET_RNG_STREAM));
-    let state = run_replay(log, settings, plan, changes, PlacementMethod::Policy(policy));
+    let state = replay_log(log, settings, plan, changes, PlacementMethod::Policy(policy));
     let bins_per_second = (VARIANCE_WINDOW_US / settings.bin_length_us()) as usize;
     let second_count = (log.duration_us / VARIANCE_WINDOW_US) as usize;
     let busy_ns_until = |bins: &Vec<u64>, second: usize| bins[..second * bins_per_second].iter().sum::<u64>() * 1_000;
@@ -143,7 +143,7 @@ pub fn busy_times_by_second(
         .collect()
 }
 
-fn run_replay(
+fn replay_log(
     log: &ArrivalLog,
     settings: ReplaySettings,
     plan: FleetPlan,
@@ -201,7 +201,7 @@ impl ReplayState {
         let report_age_in_bins = match settings.report_phase {
             ReportPhase::Aligned => vec![0; usize::from(settings.server_count)],
             ReportPhase::Random => {
-                cluster.set_round_robin_turn(uniform_below(&mut rng, u32::MAX).into());
+                cluster.set_round_robin_counter(uniform_below(&mut rng, u32::MAX).into());
                 (0..settings.server_count).map(|_| uniform_below(&mut rng, BINS_PER_REPORT as u32) as usize).collect()
             }
         };
@@ -250,7 +250,7 @@ impl ReplayState {
         let arrival = &log.arrivals[connection];
         let core = match placement_method {
             PlacementMethod::Policy(_) => self.cluster.place_connection(&arrival.four_tuple()),
-            PlacementMethod::Oracle => self.core_of_least_added_square(arrival),
+            PlacementMethod::Oracle => self.choose_oracle_core(arrival),
         };
         for index in 0..arrival.request_count {
             self.planned_work_us[core][(arrival.request_due_us(index) / VARIANCE_WINDOW_US) as usize] +=
@@ -262,7 +262,7 @@ impl ReplayState {
 
     /// Returns the core on which the connection adds least to the sum of squares. Adding w to a core's x adds 2xw +
     /// w^2, where w^2 is the same on every core.
-    fn core_of_least_added_square(&self, arrival: &ConnectionArrival) -> usize {
+    fn choose_oracle_core(&self, arrival: &ConnectionArrival) -> usize {
         let window_indexes: Vec<usize> = (0..arrival.request_count)
             .map(|index| (arrival.request_due_us(index) / VARIANCE_WINDOW_US) as usize)
             .collect();
@@ -362,7 +362,7 @@ mod tests {
         let changes = [pool_change(0, 4, false), pool_change(3, 4, true), pool_change(4, 0, false)];
         let settings = ReplaySettings { server_count: 5, ..ReplaySettings::default() };
         let mut policy = crate::policy::policy_by_name("rr", 1).unwrap();
-        let busy_by_second = busy_times_by_second(&log, settings, &changes, policy.as_mut());
+        let busy_by_second = replay_for_busy_times(&log, settings, &changes, policy.as_mut());
         assert_eq!(busy_by_second.len(), 9);
         let served_ns = |server: usize, first_second: usize, last_second: usize| -> u64 {
             (server * 4..server * 4 + 4)
@@ -376,14 +376,14 @@ mod tests {
     }
 
     #[test]
-    fn reports_with_a_random_phase_are_as_old_as_the_phase() {
+    fn each_report_is_as_old_as_its_phase() {
         let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
         let settings = ReplaySettings { report_phase: ReportPhase::Random, ..ReplaySettings::default() };
         let plan = FleetShape {
             server_count: settings.server_count,
             cores_per_server: settings.cores_per_server,
             bucket_count: settings.bucket_count,
-            alpha: settings.alpha,
+            load_ewma_alpha: settings.load_ewma_alpha,
             indirection_table_draw: IndirectionTableDraw::Balanced,
         };
         let plan = plan.draw_plan(&mut seeded_rng(1, DRAWN_FLEET_RNG_STREAM));

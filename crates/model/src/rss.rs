@@ -113,7 +113,7 @@ impl RssKey {
         let mut hasher = SipHasher13::new();
         hasher.write(&self.key_bytes);
         if self.input_transform != InputTransform::None {
-            hasher.write_u8(self.input_transform.number());
+            hasher.write_u8(self.input_transform.ethtool_number());
         }
         format!("{:08x}", hasher.finish() as u32)
     }
@@ -152,7 +152,7 @@ impl RssKey {
     }
 
     /// Returns the key as tables for hashing many inputs fast (see [`ToeplitzTables`]).
-    pub fn tables(&self) -> ToeplitzTables {
+    pub fn toeplitz_tables(&self) -> ToeplitzTables {
         ToeplitzTables { table_by_byte: self.byte_tables(), input_transform: self.input_transform }
     }
 
@@ -258,7 +258,7 @@ pub enum RssKeyTextError {
     NotHexadecimal(String),
     /// The number of bytes is too small or too large for a key.
     #[error(transparent)]
-    Length(#[from] RssKeyLengthError),
+    InvalidLength(#[from] RssKeyLengthError),
 }
 
 /// Parses a key from bytes in hexadecimal, with or without colons between them.
@@ -302,7 +302,7 @@ pub enum IndirectionTableError {
         "an indirection table of {0} entries: expected a power of two from 1 to {max}",
         max = intf::MAX_INDIRECTION_ENTRIES
     )]
-    Length(usize),
+    InvalidEntryCount(usize),
     /// An entry has a queue number that no NIC has.
     #[error("receive queue {queue} in entry {entry} of the indirection table: expected 0 to 65535")]
     QueueOutOfRange {
@@ -318,7 +318,7 @@ impl IndirectionTable {
     /// 16 bits.
     pub fn new(queues: &[u32]) -> Result<Self, IndirectionTableError> {
         if !queues.len().is_power_of_two() || queues.len() > intf::MAX_INDIRECTION_ENTRIES as usize {
-            return Err(IndirectionTableError::Length(queues.len()));
+            return Err(IndirectionTableError::InvalidEntryCount(queues.len()));
         }
         let to_queue_number = |(entry, queue): (usize, &u32)| {
             u16::try_from(*queue).map_err(|_| IndirectionTableError::QueueOutOfRange { entry, queue: *queue })
@@ -384,13 +384,13 @@ pub struct RssConfig {
 pub enum EmulatedRssError {
     /// The key has another length than the key register of the NIC.
     #[error("an RSS key of {0} bytes: the testbed's emulated NIC takes {expected}", expected = intf::RSS_KEY_BYTES)]
-    KeyLength(usize),
+    UnsupportedKeyLength(usize),
     /// The NIC has no valid indirection table, because it was never written.
     #[error(transparent)]
-    IndirectionTable(#[from] IndirectionTableError),
+    InvalidIndirectionTable(#[from] IndirectionTableError),
     /// The register of the input transform has an unknown value.
     #[error(transparent)]
-    InputTransform(#[from] UnknownInputTransform),
+    InvalidInputTransform(#[from] UnknownInputTransform),
 }
 
 impl RssConfig {
@@ -399,7 +399,7 @@ impl RssConfig {
         let mut mapping = Box::new(intf::rss_mapping {
             entry_count: self.indirection_table.entry_count() as u32,
             generation,
-            input_transform: u32::from(self.key.input_transform.number()),
+            input_transform: u32::from(self.key.input_transform.ethtool_number()),
             byte: *self.key.byte_tables(),
             ..Default::default()
         });
@@ -410,7 +410,7 @@ impl RssConfig {
     /// Returns the configuration as registers of the testbed's emulated NIC. Fails unless the key has 40 bytes.
     pub fn to_emulated_registers(&self, generation: u32) -> Result<Box<intf::emulated_rss>, EmulatedRssError> {
         let bytes = self.key.bytes();
-        let key = bytes.try_into().map_err(|_| EmulatedRssError::KeyLength(bytes.len()))?;
+        let key = bytes.try_into().map_err(|_| EmulatedRssError::UnsupportedKeyLength(bytes.len()))?;
         Ok(Box::new(intf::emulated_rss { mapping: *self.to_bpf_mapping(generation), key, ..Default::default() }))
     }
 
@@ -442,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn toeplitz_equals_microsofts_examples() {
+    fn toeplitz_hash_matches_microsofts_test_vectors() {
         let key = RssKey::microsoft();
         let test_vectors = [
             ("66.9.149.187:2794", "161.142.100.80:1766", 0x51cc_c178),
@@ -457,7 +457,7 @@ mod tests {
         for (client, vip, hash) in test_vectors {
             let tuple = FourTuple::new(client.parse().unwrap(), vip.parse().unwrap()).unwrap();
             assert_eq!(key.toeplitz_hash(&tuple.bytes()), hash, "{client} -> {vip}");
-            assert_eq!(key.tables().hash(&tuple.bytes()), hash, "{client} -> {vip}");
+            assert_eq!(key.toeplitz_tables().hash(&tuple.bytes()), hash, "{client} -> {vip}");
         }
     }
 
@@ -499,7 +499,7 @@ mod tests {
             };
             let (xor, xor_ports) = (client ^ vip, port ^ vip_port);
             let hashes_with = |input| (key_without_transform.with_input_transform(input).toeplitz_hash(&tuple.bytes()),
-                key_without_transform.with_input_transform(input).tables().hash(&tuple.bytes()));
+                key_without_transform.with_input_transform(input).toeplitz_tables().hash(&tuple.bytes()));
             let expected = hash([xor, xor], [xor_ports, xor_ports]);
             prop_assert_eq!(hashes_with(InputTransform::SymmetricXor), (expected, expected));
             let expected = hash([client | vip, xor], [port | vip_port, xor_ports]);
@@ -546,7 +546,10 @@ mod tests {
         );
 
         let config_with_long_key = RssConfig { key: RssKey::new(&[1; 52]).unwrap(), indirection_table };
-        assert_eq!(config_with_long_key.to_emulated_registers(1).unwrap_err(), EmulatedRssError::KeyLength(52));
+        assert_eq!(
+            config_with_long_key.to_emulated_registers(1).unwrap_err(),
+            EmulatedRssError::UnsupportedKeyLength(52)
+        );
         assert!(RssConfig::from_emulated_registers(&intf::emulated_rss::default()).is_err());
     }
 

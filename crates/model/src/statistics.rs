@@ -40,7 +40,7 @@ mod tests {
     }
 
     #[test]
-    fn median_of_odd_and_even_counts() {
+    fn median_averages_the_middle_values_of_an_even_count() {
         assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
         assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), Some(2.5));
         assert_eq!(median(&[]), None);

@@ -94,7 +94,7 @@ impl PawsClamp {
 
     /// Returns the server's own TSval for the time part of a TSecr that arrives at `now_ms`. The result is never 0,
     /// which the kernel reads as "no TSecr". Once in 49 days it is one millisecond earlier instead.
-    pub fn restore(&mut self, time_part: u16, now_ms: u32) -> u32 {
+    pub fn restore_original_tsval(&mut self, time_part: u16, now_ms: u32) -> u32 {
         match self.restore_tsval_or_zero(time_part, now_ms) {
             0 => u32::MAX,
             original_tsval => original_tsval,
@@ -241,8 +241,9 @@ mod tests {
         fn receive_at_server(&mut self) {
             if let Some(tsecr) = self.packets_to_server.pop_front() {
                 assert_eq!(decode_cookie(&self.keys, &self.tuple, tsecr.value), server_cookie());
-                self.last_tsecr =
-                    self.paws_clamp.restore(decode_time_part(&TIME_KEY, &self.tuple, tsecr.value), self.now_ms);
+                self.last_tsecr = self
+                    .paws_clamp
+                    .restore_original_tsval(decode_time_part(&TIME_KEY, &self.tuple, tsecr.value), self.now_ms);
                 self.is_tsecr_wrapped = self.last_tsecr.wrapping_sub(tsecr.sent_at_ms) as i32 > 1 << 15;
                 let ms_ahead = self.last_tsecr.wrapping_sub(self.now_ms) as i32;
                 assert!(ms_ahead <= TSVAL_RESTORE_SLACK_MS as i32, "restored {ms_ahead} ms into the future");
@@ -281,7 +282,7 @@ mod tests {
             match event {
                 Event::Packet { from_server: true, is_lost } => {
                     let time_part = self.paws_clamp.time_part_to_send(self.now_ms, self.last_tsecr);
-                    let keys = self.keys.for_tsval(time_part.original_tsval, self.switch_ms);
+                    let keys = self.keys.keys_for_tsval(time_part.original_tsval, self.switch_ms);
                     let stamped_tsval =
                         stamp_tsval(&keys, &TIME_KEY, &self.tuple, server_cookie(), time_part.time_bits.into());
                     if !is_lost {

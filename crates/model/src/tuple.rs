@@ -54,7 +54,7 @@ impl Protocol {
     pub const ALL: [Protocol; 2] = [Protocol::Tcp, Protocol::Udp];
 
     /// Returns the protocol number in the IP header (IANA protocol numbers).
-    pub fn number(self) -> u8 {
+    pub fn iana_number(self) -> u8 {
         match self {
             Protocol::Tcp => 6,
             Protocol::Udp => 17,
@@ -146,7 +146,7 @@ impl ServiceAddress {
         intf::service_key {
             address: address_words(self.vip_and_port.ip()),
             port: self.vip_and_port.port().to_be(),
-            protocol: self.protocol.number(),
+            protocol: self.protocol.iana_number(),
             family: match self.vip_and_port {
                 SocketAddr::V4(_) => intf::ADDRESS_FAMILY_IPV4,
                 SocketAddr::V6(_) => intf::ADDRESS_FAMILY_IPV6,
@@ -247,7 +247,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_in_words_round_trip() {
+    fn address_words_round_trip() {
         for text in ["10.200.0.1", "2001:db8::1", "::1"] {
             let address = text.parse().unwrap();
             assert_eq!(address_from_words(address_words(address)), address);

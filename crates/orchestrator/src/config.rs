@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_config::{
-    AbsolutePath, BoundedDuration, HOUR_NS, InterfaceName, MILLISECOND_NS, Name, Number, Reader, SECOND_NS, Spanned,
-    config_file, config_struct, string_enum,
+    AbsolutePath, BoundedDuration, BoundedInteger, HOUR_NS, InterfaceName, MILLISECOND_NS, Name, Reader, SECOND_NS,
+    Spanned, config_file, config_struct, string_enum,
 };
 use coreward_model::dispatch::{
     FirstEligibleOutConfig, GroupConfig, Lambda, MAX_SERVICES, MAX_WEIGHT, QueueConfig, RankRule, Ranking, RateLimit,
@@ -46,9 +46,9 @@ config_struct! {
         /// Interface at which requests arrive, for AF_XDP.
         interface: Option<Spanned<InterfaceName>>,
         /// Cores that can have a worker.
-        cores: Number<1, 256>,
+        cores: BoundedInteger<1, 256>,
         /// Upper bound of a core's rank, from which the core gets no further requests.
-        depth: Number<1, 64> = Number(4),
+        depth: BoundedInteger<1, 64> = BoundedInteger(4),
         /// Rule by which a core's requests count in its rank.
         policy: PolicyName = PolicyName(RankRule::Ranked),
         /// Whether a service for which no core is eligible blocks the services after it.
@@ -56,9 +56,9 @@ config_struct! {
         /// Order of the groups, or of the services if there are no groups.
         ranking: RankingName = RankingName(Ranking::StrictPriority),
         /// Maximum number of requests that wait for a core.
-        waiting: Number<1, 65536> = Number(4096),
+        waiting: BoundedInteger<1, 65536> = BoundedInteger(4096),
         /// Maximum length of requests and responses in bytes.
-        payload: Number<1, MAX_PAYLOAD_BYTES> = Number(1472),
+        payload: BoundedInteger<1, MAX_PAYLOAD_BYTES> = BoundedInteger(1472),
         /// Time without a completion after which a worker gets no requests until it completes one.
         stall_after: BoundedDuration<MILLISECOND_NS, HOUR_NS> = BoundedDuration(Duration::from_millis(500)),
         /// How long the idle daemon sleeps; with "0s" it polls instead.
@@ -79,15 +79,15 @@ config_struct! {
         /// Order of the group's services.
         ranking: RankingName = RankingName(Ranking::StrictPriority),
         /// Priority among the groups; 0 is the highest.
-        priority: Number<0, 63> = Number(0),
+        priority: BoundedInteger<0, 63> = BoundedInteger(0),
         /// Weight among the groups.
-        weight: Number<1, { MAX_WEIGHT as u64 }> = Number(1),
+        weight: BoundedInteger<1, { MAX_WEIGHT as u64 }> = BoundedInteger(1),
         /// Time from arrival to deadline.
         deadline: BoundedDuration<1, MAX_DEADLINE_NS> = BoundedDuration(Duration::from_millis(1)),
         /// Maximum number of requests per second.
-        rate: Option<Number<1, SECOND_NS>>,
+        rate: Option<BoundedInteger<1, SECOND_NS>>,
         /// Number of requests that may be dispatched at once in spite of the rate.
-        burst: Number<1, 65536> = Number(1),
+        burst: BoundedInteger<1, 65536> = BoundedInteger(1),
     }
 }
 
@@ -98,30 +98,30 @@ config_struct! {
         /// Pattern of the service's requests; without it, all requests to the address that match no other service.
         pattern as "match": Option<MatchTable>,
         /// Priority, which selects the queue at each core; 0 is the highest.
-        priority: Number<0, 7> = Number(0),
+        priority: BoundedInteger<0, 7> = BoundedInteger(0),
         /// Weight, in a core's rank, of requests with a lower priority than the new one, from 0 to 1.
-        lambda: f64 = Lambda::PUBLISHED.get(),
+        lambda: f64 = Lambda::PAPER_VALUE.get(),
         /// Name of the service's group.
         group: Option<Name>,
         /// Weight in the group.
-        weight: Number<1, { MAX_WEIGHT as u64 }> = Number(1),
+        weight: BoundedInteger<1, { MAX_WEIGHT as u64 }> = BoundedInteger(1),
         /// Time from arrival to deadline.
         deadline: BoundedDuration<1, MAX_DEADLINE_NS> = BoundedDuration(Duration::from_millis(1)),
         /// Maximum number of requests per second.
-        rate: Option<Number<1, SECOND_NS>>,
+        rate: Option<BoundedInteger<1, SECOND_NS>>,
         /// Number of requests that may be dispatched at once in spite of the rate.
-        burst: Number<1, 65536> = Number(1),
+        burst: BoundedInteger<1, 65536> = BoundedInteger(1),
     }
 }
 
 config_struct! {
     struct MatchTable {
         /// Offset in the payload.
-        offset: Number<0, 65500> = Number(0),
+        offset: BoundedInteger<0, 65500> = BoundedInteger(0),
         /// Number at the offset.
         value: Option<u64>,
         /// Length of the number in bytes.
-        bytes: Number<1, 8> = Number(1),
+        bytes: BoundedInteger<1, 8> = BoundedInteger(1),
         /// Whether the number's first byte is the least significant.
         little_endian: bool = false,
         /// Text at the offset, instead of a number.
@@ -242,8 +242,9 @@ impl UncheckedConfig {
             listeners[listener_index].1.rules.push((service_number as u8, pattern));
             let priority = service_table.priority.0 as u8;
             services.push(ServiceConfig { service_entry: ServiceEntry { address, priority }, lambda });
-            let member = service_table.scheduling_parameters(group_configs.get(usize::from(group))?.ranking);
-            queues.push(QueueConfig { group_index: group, parameters: member, drop_priority: priority });
+            let scheduling_parameters =
+                service_table.scheduling_parameters(group_configs.get(usize::from(group))?.ranking);
+            queues.push(QueueConfig { group_index: group, parameters: scheduling_parameters, drop_priority: priority });
         }
         Some(CheckedServices { listeners, services, queues })
     }
@@ -321,7 +322,7 @@ fn ranking_parameter(ranking: Ranking, priority: u64, weight: u64, deadline: Dur
     }
 }
 
-fn rate_limit(rate: Option<&Number<1, SECOND_NS>>, burst: Number<1, 65536>) -> Option<RateLimit> {
+fn rate_limit(rate: Option<&BoundedInteger<1, SECOND_NS>>, burst: BoundedInteger<1, 65536>) -> Option<RateLimit> {
     rate.map(|rate| RateLimit { token_interval: SECOND_NS / rate.0, burst: burst.0 as u32 })
 }
 

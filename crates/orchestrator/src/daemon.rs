@@ -111,9 +111,9 @@ impl Daemon {
     /// processed. Fails when a socket fails.
     pub fn run_once(&mut self) -> anyhow::Result<usize> {
         let now = self.now_ns();
-        let received_count = self.receive_by_af_xdp(now) + self.receive_by_sockets(now)?;
+        let received_count = self.receive_from_af_xdp(now) + self.receive_from_sockets(now)?;
         let completed_count = self.poll_cores(now);
-        self.engine.check_monitors(now);
+        self.engine.check_load_monitors(now);
         if now >= self.next_maintenance_ns {
             self.next_maintenance_ns = now + MAINTENANCE_INTERVAL_NS;
             self.check_workers(now);
@@ -131,7 +131,7 @@ impl Daemon {
     }
 
     /// Submits a batch of requests that arrived through AF_XDP to the engine. Returns their number.
-    fn receive_by_af_xdp(&mut self, now: u64) -> usize {
+    fn receive_from_af_xdp(&mut self, now: u64) -> usize {
         let Self { engine, intake, listeners, unclassified_datagrams: unclassified_count, .. } = self;
         intake.receive(&mut |datagram| {
             let listener = listeners.iter().find(|listener| listener.address == datagram.destination);
@@ -143,7 +143,7 @@ impl Daemon {
     }
 
     /// Submits a batch of requests from each UDP socket to the engine. Returns their number.
-    fn receive_by_sockets(&mut self, now: u64) -> anyhow::Result<usize> {
+    fn receive_from_sockets(&mut self, now: u64) -> anyhow::Result<usize> {
         let Self { engine, listeners, unclassified_datagrams: unclassified_count, .. } = self;
         let mut received_count = 0;
         for Listener { address, batch_socket: socket, classifier } in listeners {

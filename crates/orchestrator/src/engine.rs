@@ -178,7 +178,7 @@ impl Engine {
     }
 
     #[inline]
-    pub fn dispatch_waiting(&mut self, now: u64) {
+    pub fn dispatch_waiting_requests(&mut self, now: u64) {
         while let Some((released_request, handle)) = self.dispatch_policy.next_request(now) {
             self.send_to_core(released_request, handle);
         }
@@ -218,7 +218,7 @@ impl Engine {
                 received_count += self.poll_core(now, core, send_response);
             }
         }
-        self.dispatch_waiting(now);
+        self.dispatch_waiting_requests(now);
         received_count
     }
 
@@ -276,15 +276,15 @@ impl Engine {
                 self.end_worker(now, core, send_response);
             }
         }
-        self.dispatch_waiting(now);
+        self.dispatch_waiting_requests(now);
     }
 
     fn check_worker_progress(&mut self, now: u64, core: u16) {
-        let outstanding = self.dispatch_policy.ranks().core_request_count(core) as usize;
+        let outstanding_count = self.dispatch_policy.ranks().core_request_count(core) as usize;
         let core_state = &mut self.cores[usize::from(core)];
         let now = Duration::from_nanos(now);
         let is_stalled =
-            core_state.stall_detector.is_stalled(now, core_state.completed_count, outstanding, self.stall_after);
+            core_state.stall_detector.is_stalled(now, core_state.completed_count, outstanding_count, self.stall_after);
         if is_stalled == core_state.is_stalled {
             return;
         }
@@ -298,7 +298,7 @@ impl Engine {
             true => tracing::warn!(
                 event = "worker-stalled",
                 core,
-                outstanding,
+                outstanding = outstanding_count,
                 stall_after = ?self.stall_after,
                 "the core's worker completes no requests: the orchestrator sends the core no new requests"
             ),
@@ -322,14 +322,14 @@ impl Engine {
     fn release_core(&mut self, core: u16) {
         self.queues.release_core(core);
         self.counters.ended_workers += 1;
-        let mut lost = 0;
+        let mut lost_count = 0;
         for service in 0..self.services.len() as u8 {
             self.dispatch_policy.set_enabled(service, core, false);
             let outstanding_count = self.dispatch_policy.ranks().outstanding_count(service, core);
             self.dispatch_policy.record_feedback(service, core, outstanding_count).expect("so many are outstanding");
             let service_state = &mut self.services[usize::from(service)];
             service_state.counters.lost_requests += u64::from(outstanding_count);
-            lost += outstanding_count;
+            lost_count += outstanding_count;
             if service_state.hinted_core == Some(core) {
                 service_state.rearm_monitor();
             }
@@ -339,13 +339,13 @@ impl Engine {
         tracing::info!(
             event = "worker-ended",
             core,
-            lost,
+            lost = lost_count,
             "the core's worker has ended with `lost` outstanding requests, which get no response"
         );
     }
 
     /// Performs the load monitors' checks that are due, and sends the resulting hints to workers.
-    pub fn check_monitors(&mut self, now: u64) {
+    pub fn check_load_monitors(&mut self, now: u64) {
         for service in 0..self.services.len() as u8 {
             let service_state = &mut self.services[usize::from(service)];
             if service_state.load_monitor.next_check_time().is_none_or(|check_time| now < check_time) {
@@ -374,10 +374,11 @@ impl Engine {
 
     /// Returns when the next load monitor is due or a rate limit permits the next request, if any.
     pub fn next_timer_ns(&self, now: u64) -> Option<u64> {
-        let monitor_checks = self.services.iter().filter_map(|service| service.load_monitor.next_check_time());
+        let monitor_check_times = self.services.iter().filter_map(|service| service.load_monitor.next_check_time());
         // If that time has passed, the requests wait for a core and not for the rate limit.
-        let rate_limit_ends = self.dispatch_policy.scheduler().next_token_time().filter(|token_time| *token_time > now);
-        monitor_checks.chain(rate_limit_ends).min()
+        let rate_limit_end_time =
+            self.dispatch_policy.scheduler().next_token_time().filter(|token_time| *token_time > now);
+        monitor_check_times.chain(rate_limit_end_time).min()
     }
 
     pub fn has_outstanding_requests(&self) -> bool {

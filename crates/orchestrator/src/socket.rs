@@ -22,7 +22,7 @@ pub struct BatchSocket {
     /// Payloads of the outgoing datagrams, one after the other.
     send_buffer: Vec<u8>,
     /// Destination of each outgoing datagram, and the end of its payload in the send buffer.
-    destinations_and_ends: Vec<(SocketAddrV4, usize)>,
+    queued_datagrams: Vec<(SocketAddrV4, usize)>,
     unsent_count: u64,
 }
 
@@ -41,7 +41,7 @@ impl BatchSocket {
             receive_buffer,
             slot_bytes,
             send_buffer,
-            destinations_and_ends,
+            queued_datagrams: destinations_and_ends,
             unsent_count: 0,
         })
     }
@@ -72,25 +72,25 @@ impl BatchSocket {
     /// Adds a datagram to the batch. The batch is sent when it is full or [`flush`](Self::flush) is called.
     pub fn send(&mut self, destination: SocketAddrV4, payload: &[u8]) {
         self.send_buffer.extend_from_slice(payload);
-        self.destinations_and_ends.push((destination, self.send_buffer.len()));
-        if self.destinations_and_ends.len() == MAX_BATCH_DATAGRAMS {
+        self.queued_datagrams.push((destination, self.send_buffer.len()));
+        if self.queued_datagrams.len() == MAX_BATCH_DATAGRAMS {
             self.flush();
         }
     }
 
     pub fn flush(&mut self) {
-        if self.destinations_and_ends.is_empty() {
+        if self.queued_datagrams.is_empty() {
             return;
         }
         let (mut message_headers, mut payload_start) = (MessageHeaders::default(), 0);
-        for (number, (destination, payload_end)) in self.destinations_and_ends.iter().enumerate() {
+        for (number, (destination, payload_end)) in self.queued_datagrams.iter().enumerate() {
             let payload = &self.send_buffer[payload_start..*payload_end];
             let iov_base = payload.as_ptr().cast_mut().cast();
             message_headers.io_vectors[number] = libc::iovec { iov_base, iov_len: payload.len() };
             message_headers.addresses[number] = to_sockaddr_in(*destination);
             payload_start = *payload_end;
         }
-        let (mut handled_count, datagram_count) = (0, self.destinations_and_ends.len());
+        let (mut handled_count, datagram_count) = (0, self.queued_datagrams.len());
         while handled_count < datagram_count {
             match message_headers.send_datagrams(self.udp_socket.as_fd(), handled_count..datagram_count) {
                 Ok(sent_count) => handled_count += sent_count,
@@ -103,7 +103,7 @@ impl BatchSocket {
             }
         }
         self.send_buffer.clear();
-        self.destinations_and_ends.clear();
+        self.queued_datagrams.clear();
     }
 
     pub fn local_address(&self) -> io::Result<SocketAddrV4> {

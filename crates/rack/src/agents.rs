@@ -36,14 +36,14 @@ type AgentUpdateSender = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 /// State that the controller's connection shares with the agents' streams.
 pub struct RackState {
     /// Connection to the controller, or `None` if no controller is connected.
-    controller_connection: Mutex<Option<ControllerConnection>>,
+    controller_session: Mutex<Option<ControllerSession>>,
     /// Number of the newest agent stream. It is never reused, because the next controller may still serve an old one.
     newest_stream_number: AtomicU64,
     start_time: Instant,
 }
 
 /// Connection to the controller, with the agents' streams that are relayed through it.
-struct ControllerConnection {
+struct ControllerSession {
     message_sender: mpsc::Sender<v1::RackMessage>,
     update_senders_by_stream: HashMap<u64, AgentUpdateSender>,
     /// Number of each agent's unanswered socket queries, by its stream.
@@ -62,7 +62,7 @@ pub struct ConnectionStatus {
 impl Default for RackState {
     fn default() -> Self {
         Self {
-            controller_connection: Mutex::new(None),
+            controller_session: Mutex::new(None),
             newest_stream_number: AtomicU64::new(0),
             start_time: Instant::now(),
         }
@@ -77,15 +77,15 @@ impl RackState {
     }
 
     /// Locks the connection to the controller. The lock is held for microseconds, and never across an await.
-    fn lock_controller(&self) -> MutexGuard<'_, Option<ControllerConnection>> {
-        self.controller_connection.lock()
+    fn lock_controller_session(&self) -> MutexGuard<'_, Option<ControllerSession>> {
+        self.controller_session.lock()
     }
 
     pub fn connection_status(&self) -> ConnectionStatus {
-        let connection = self.lock_controller();
+        let session = self.lock_controller_session();
         ConnectionStatus {
-            is_connected: connection.is_some(),
-            agent_count: connection.as_ref().map_or(0, |connection| connection.reducer.agent_count()),
+            is_connected: session.is_some(),
+            agent_count: session.as_ref().map_or(0, |connection| connection.reducer.agent_count()),
         }
     }
 
@@ -93,7 +93,7 @@ impl RackState {
     pub fn on_controller_connected(&self, message_sender: mpsc::Sender<v1::RackMessage>, reducer: Reducer) {
         let (update_senders_by_stream, open_query_counts, pending_reports) =
             (HashMap::new(), HashMap::new(), Vec::new());
-        *self.lock_controller() = Some(ControllerConnection {
+        *self.lock_controller_session() = Some(ControllerSession {
             message_sender,
             update_senders_by_stream,
             open_query_counts,
@@ -104,13 +104,13 @@ impl RackState {
 
     /// Drops the controller's connection and ends all agents' streams, so that agents try their next address.
     pub fn on_controller_disconnected(&self) {
-        *self.lock_controller() = None;
+        *self.lock_controller_session() = None;
     }
 
     /// Applies an update from the controller, which is for an agent or changes the rack's configuration.
     pub fn apply_update(&self, update: v1::RackUpdate) -> anyhow::Result<()> {
-        let mut connection = self.lock_controller();
-        let Some(connection) = connection.as_mut() else { return Ok(()) };
+        let mut session = self.lock_controller_session();
+        let Some(connection) = session.as_mut() else { return Ok(()) };
         match update.update {
             Some(v1::rack_update::Update::Configuration(configuration)) => {
                 connection.reducer.configure((&configuration).try_into()?);
@@ -126,12 +126,12 @@ impl RackState {
 
     /// Returns the interval at which summaries are sent, or `None` before the first configuration.
     pub fn report_interval(&self) -> Option<Duration> {
-        self.lock_controller().as_ref()?.reducer.report_interval()
+        self.lock_controller_session().as_ref()?.reducer.report_interval()
     }
 
     /// Returns the messages with those summaries and reports that are due.
     pub fn take_summary_messages(&self) -> Vec<v1::RackMessage> {
-        let (now, mut connection) = (self.now(), self.lock_controller());
+        let (now, mut connection) = (self.now(), self.lock_controller_session());
         let Some(connection) = connection.as_mut() else { return Vec::new() };
         let due_summaries = connection.reducer.compute_summaries(now);
         pack_rack_messages(std::mem::take(&mut connection.pending_reports), due_summaries)
@@ -139,9 +139,9 @@ impl RackState {
 
     /// Registers an agent's stream. Returns the stream's number, and the sender for messages to the controller.
     fn begin_stream(&self, update_sender: AgentUpdateSender) -> Result<(u64, mpsc::Sender<v1::RackMessage>), Status> {
-        let mut connection = self.lock_controller();
-        let no_controller = || Status::unavailable("this rack has no connection to its controller");
-        let connection = connection.as_mut().ok_or_else(no_controller)?;
+        let mut session = self.lock_controller_session();
+        let no_controller_status = || Status::unavailable("this rack has no connection to its controller");
+        let connection = session.as_mut().ok_or_else(no_controller_status)?;
         let stream_number = self.newest_stream_number.fetch_add(1, Ordering::Relaxed) + 1;
         connection.update_senders_by_stream.insert(stream_number, update_sender);
         connection.reducer.begin_stream(stream_number);
@@ -149,7 +149,7 @@ impl RackState {
     }
 
     fn end_stream(&self, stream: u64) {
-        if let Some(connection) = self.lock_controller().as_mut() {
+        if let Some(connection) = self.lock_controller_session().as_mut() {
             connection.forget_stream(stream);
             connection.pending_reports.retain(|pending_report| pending_report.stream != stream);
         }
@@ -165,8 +165,10 @@ impl RackState {
             error = rejection.message(),
             "the rack controller rejects an agent that may not report for this server"
         );
-        if let Some(update_sender) =
-            self.lock_controller().as_ref().and_then(|connection| connection.update_senders_by_stream.get(&stream))
+        if let Some(update_sender) = self
+            .lock_controller_session()
+            .as_ref()
+            .and_then(|connection| connection.update_senders_by_stream.get(&stream))
         {
             let _ = update_sender.try_send(Err(rejection));
         }
@@ -176,14 +178,14 @@ impl RackState {
     /// Returns how long to wait before the stream's next message may be read. Zero means that it may be read now.
     fn time_until_next_message(&self, stream: u64) -> Duration {
         let now = self.now();
-        self.lock_controller()
+        self.lock_controller_session()
             .as_ref()
             .map_or(Duration::ZERO, |connection| connection.reducer.time_until_next_message(stream, now))
     }
 
     /// Counts an agent's message against the rate limit for reports, unless it answers a query.
     fn count_message(&self, stream: u64, message: &Message) {
-        let (now, mut connection) = (self.now(), self.lock_controller());
+        let (now, mut connection) = (self.now(), self.lock_controller_session());
         let Some(connection) = connection.as_mut() else { return };
         match connection.open_query_counts.get_mut(&stream).filter(|_| matches!(message, Message::SocketAnswer(_))) {
             Some(open_query_count) if *open_query_count > 0 => *open_query_count -= 1,
@@ -192,13 +194,13 @@ impl RackState {
     }
 
     fn process_report(&self, stream: u64, report: v1::Report) -> bool {
-        let (now, mut connection) = (self.now(), self.lock_controller());
+        let (now, mut connection) = (self.now(), self.lock_controller_session());
         let Some(connection) =
             connection.as_mut().filter(|connection| connection.update_senders_by_stream.contains_key(&stream))
         else {
             return false;
         };
-        let (forwarded_to_previous, outcome) = connection.reducer.report(stream, report, now);
+        let (forwarded_to_previous, outcome) = connection.reducer.record_report(stream, report, now);
         if let Err(rejection) = outcome {
             tracing::debug!(
                 event = "report-rejected",
@@ -218,7 +220,7 @@ impl RackState {
     }
 }
 
-impl ControllerConnection {
+impl ControllerSession {
     fn send_to_agent(&mut self, to_agent: v1::ToAgent) {
         let v1::ToAgent { stream, update, code, message } = to_agent;
         let Some(update_sender) = self.update_senders_by_stream.get(&stream) else { return };
@@ -250,11 +252,11 @@ async fn next_message(
     agent_messages: &mut Streaming<v1::AgentMessage>,
 ) -> Result<Option<v1::AgentMessage>, Status> {
     loop {
-        let wait = rack_state.time_until_next_message(stream);
-        if wait.is_zero() {
+        let message_delay = rack_state.time_until_next_message(stream);
+        if message_delay.is_zero() {
             return agent_messages.message().await;
         }
-        tokio::time::sleep(wait).await;
+        tokio::time::sleep(message_delay).await;
     }
 }
 

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use coreward_config::{BoundedDuration, MILLISECOND_NS, MINUTE_NS, Name, Number, config_file, config_struct};
+use coreward_config::{BoundedDuration, BoundedInteger, MILLISECOND_NS, MINUTE_NS, Name, config_file, config_struct};
 use coreward_daemon::Controllers;
 use coreward_listener::security::ListenerConfig;
 use coreward_model::policy::MAX_CANDIDATES;
@@ -26,7 +26,7 @@ config_struct! {
         /// Interval at which each agent's complete report is forwarded, for `coreward status` and metrics.
         pub detail_interval: Duration as DetailInterval = BoundedDuration(Duration::from_secs(1)),
         /// Maximum number of least loaded cores sent per bucket; fewer than 8 make crossrss-plus less accurate.
-        pub candidates: usize as Number<1, { MAX_CANDIDATES as u64 }> = Number(MAX_CANDIDATES.into()),
+        pub candidates: usize as BoundedInteger<1, { MAX_CANDIDATES as u64 }> = BoundedInteger(MAX_CANDIDATES.into()),
         /// Address and port of the metrics for Prometheus; without it none are served.
         pub metrics: Option<SocketAddr>,
         /// Own certificate, and the trusted ones; without it connections are neither encrypted nor authenticated.

@@ -163,7 +163,7 @@ impl Rack {
         tokio::select! {
             outcome = grpc_server => outcome.context("the rack's socket failed"),
             never = run_sessions(&self.config, &rack_state) => match never? {},
-            never = self.security.maintenance_loop() => match never {},
+            never = self.security.reload_changed_certificates() => match never {},
         }
     }
 }

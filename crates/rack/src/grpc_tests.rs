@@ -24,13 +24,13 @@ use tonic::{Code, Streaming};
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Awaits `future`, and panics if it does not complete within a generous timeout.
-async fn in_time<T>(result_name: &str, future: impl Future<Output = T>) -> T {
+async fn within_timeout<T>(result_name: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("{result_name} does not come"))
 }
 
 async fn connect_client(address: SocketAddr) -> ControlClient<tonic::transport::Channel> {
     let connect = async || ControlClient::connect(format!("http://{address}")).await;
-    in_time("a connection", async {
+    within_timeout("a connection", async {
         loop {
             if let Ok(client) = connect().await {
                 return client;
@@ -96,7 +96,7 @@ async fn open_agent_stream(
     let registration = v1::AgentRegistration { server: server.to_owned(), version: "test".into() };
     sender.send(v1::AgentMessage { message: Some(agent_message::Message::Registration(registration)) }).await.unwrap();
     let mut updates = connect_client(address).await.agent(ReceiverStream::new(receiver)).await?.into_inner();
-    let update = in_time("a configuration", updates.message()).await?.and_then(|update| update.update);
+    let update = within_timeout("a configuration", updates.message()).await?.and_then(|update| update.update);
     let Some(agent_update::Update::Configuration(configuration)) = update else { panic!("{update:?}") };
     Ok((sender, updates, configuration))
 }
@@ -105,7 +105,7 @@ impl Agent {
     /// Starts an agent, and repeats the connection until a rack or the controller accepts it.
     async fn start(number: u32, address: SocketAddr, loads: [f64; 2]) -> Self {
         let server_name = format!("s{number}");
-        let (sender, mut updates, configuration) = in_time("a stream", async {
+        let (sender, mut updates, configuration) = within_timeout("a stream", async {
             loop {
                 match open_agent_stream(&server_name, address).await {
                     Ok(agent_stream) => return agent_stream,
@@ -185,7 +185,7 @@ impl LoadBalancer {
                 let table = table::decode(bytes).unwrap().1;
                 let candidates_of_bucket = |bucket: u32| -> Vec<(u32, u32)> {
                     let to_percent = |load: u32| (f64::from(load) / f64::from(1 << 20) * 100.0).round() as u32;
-                    let candidates = table.candidates_of(0, bucket).iter();
+                    let candidates = table.bucket_candidates(0, bucket).iter();
                     candidates
                         .map(|candidate| {
                             (u32::from(candidate.server.get()) / 31, to_percent(candidate.fixed_point_load))
@@ -202,7 +202,7 @@ impl LoadBalancer {
     }
 }
 
-async fn controller_status(directory: &Path, api: SocketAddr) -> Status {
+async fn fetch_controller_status(directory: &Path, api: SocketAddr) -> Status {
     let client = Client::new(api.into(), &token_path(directory, Role::Viewer)).unwrap();
     client.status(false).await.unwrap()
 }
@@ -222,7 +222,7 @@ async fn agents_of_a_lost_rack_connect_through_another_one() {
     let all_candidates: [&[(u32, u32)]; 2] =
         [&[(4, 10), (2, 20), (3, 30), (1, 40)], &[(1, 10), (3, 20), (2, 30), (4, 40)]];
     load_balancer.wait_for_table(all_candidates).await;
-    let fleet_status = controller_status(directory.path(), api).await;
+    let fleet_status = fetch_controller_status(directory.path(), api).await;
     let agents_by_rack: Vec<(&str, Vec<&str>)> = fleet_status
         .racks
         .iter()
@@ -230,9 +230,9 @@ async fn agents_of_a_lost_rack_connect_through_another_one() {
         .collect();
     assert_eq!(agents_by_rack, [("r1", vec!["s1", "s2"]), ("r2", vec!["s3", "s4"])]);
     // The status shows every core, because the racks forward complete reports.
-    let core_loads = in_time("the loads of every core", async {
+    let core_loads = within_timeout("the loads of every core", async {
         loop {
-            let servers = controller_status(directory.path(), api).await.servers;
+            let servers = fetch_controller_status(directory.path(), api).await.servers;
             if servers.iter().all(|server| server.core_load.len() == 2) {
                 return servers.into_iter().map(|server| server.core_load).collect::<Vec<_>>();
             }
@@ -254,7 +254,7 @@ async fn agents_of_a_lost_rack_connect_through_another_one() {
 
     // One agent of the killed rack connects to the controller, and the other one to the restarted rack.
     agents.push(Agent::start(3, controller.1, loads[2]).await);
-    let _second_rack = in_time("the address", async {
+    let _second_rack = within_timeout("the address", async {
         while std::net::TcpListener::bind(second_rack_address).is_err() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
@@ -285,7 +285,7 @@ async fn rack_without_controller_accepts_no_agent() {
     let (controller, _) = start_controller(directory.path()).await;
     let connected_rack = start_rack("r1", "127.0.0.1:0", &controller).await;
     // A rack passes on that the controller rejects a server outside the fleet.
-    let unknown_server_error = in_time("a refusal", async {
+    let unknown_server_error = within_timeout("a refusal", async {
         loop {
             match open_agent_stream("s9", connected_rack.1).await {
                 Err(status) if status.code() != Code::Unavailable => return status,

@@ -33,13 +33,13 @@ pub struct Reducer {
 #[derive(Default)]
 struct AgentState {
     agent: Agent,
-    last_forwarded: Option<ForwardedReport>,
+    last_forwarded_report: Option<ForwardedReport>,
 }
 
 impl AgentState {
     /// Returns whether the report must be forwarded because it is the first, its state is new, or its details are due.
     fn must_forward(&self, report: &v1::Report, minimum_age: Duration, now: Now) -> bool {
-        self.last_forwarded.as_ref().is_none_or(|last_report| {
+        self.last_forwarded_report.as_ref().is_none_or(|last_report| {
             let has_new_details = now.monotonic.saturating_sub(last_report.forwarded_at) >= minimum_age
                 || last_report.warnings != report.warnings;
             let has_new_state = (last_report.configuration_generation, last_report.rss_generation)
@@ -132,7 +132,7 @@ impl Reducer {
     }
 
     /// Stores a report. Returns it if it must be forwarded completely, and the reason if it is rejected.
-    pub fn report(
+    pub fn record_report(
         &mut self,
         stream: u64,
         process_report: v1::Report,
@@ -147,14 +147,14 @@ impl Reducer {
         let configured_interval =
             if self.draining_streams.contains(&stream) { Duration::ZERO } else { configuration.detail_interval };
         let detail_interval = self.detail_interval.max(configured_interval);
-        let minimum_age = detail_interval.saturating_sub(configuration.report_interval / 2);
-        let must_forward = agent_state.must_forward(&process_report, minimum_age, now);
+        let min_forwarding_interval = detail_interval.saturating_sub(configuration.report_interval / 2);
+        let must_forward = agent_state.must_forward(&process_report, min_forwarding_interval, now);
         let forwarded_report = (must_forward || process_report.rss.is_some()).then(|| {
-            let (forwarded_at, warnings) = match agent_state.last_forwarded.take() {
+            let (forwarded_at, warnings) = match agent_state.last_forwarded_report.take() {
                 Some(last_report) if process_report.without_details => (last_report.forwarded_at, last_report.warnings),
                 _ => (now.monotonic, process_report.warnings.clone()),
             };
-            agent_state.last_forwarded = Some(ForwardedReport {
+            agent_state.last_forwarded_report = Some(ForwardedReport {
                 forwarded_at,
                 configuration_generation: process_report.configuration_generation,
                 rss_generation: process_report.rss_generation,
@@ -164,8 +164,12 @@ impl Reducer {
             v1::Report { time_to_live_ms: process_report.time_to_live_ms.max(validity_ms), ..process_report.clone() }
         });
         // The acknowledged generation is 0, because the controller handles acknowledgements.
-        let report_result =
-            agent_state.agent.record_report(AgentReport::try_from(process_report), configuration.alpha, 0, now);
+        let report_result = agent_state.agent.record_report(
+            AgentReport::try_from(process_report),
+            configuration.load_ewma_alpha,
+            0,
+            now,
+        );
         (forwarded_report, report_result)
     }
 
@@ -218,7 +222,7 @@ mod tests {
         reducer.configure(RackConfiguration {
             report_interval: Duration::from_millis(100),
             detail_interval: Duration::ZERO,
-            alpha: SmoothingWeight::PUBLISHED,
+            load_ewma_alpha: SmoothingWeight::PAPER_VALUE,
             servers: Vec::new(),
             services: Vec::new(),
         });
@@ -227,7 +231,7 @@ mod tests {
         for _ in 0..100 {
             // A report with other RSS settings would be forwarded.
             let report = v1::Report { rss: Some(v1::Rss::default()), time_to_live_ms: 1, ..Default::default() };
-            let (report, outcome) = reducer.report(1, report, now);
+            let (report, outcome) = reducer.record_report(1, report, now);
             forwarded_count += u32::from(report.is_some());
             rejected_count += u32::from(matches!(outcome, Err(Rejection::TooManyReports(_))));
         }

@@ -86,7 +86,7 @@ impl Certificates {
 }
 
 /// Registers as the agent of `server` with this certificate. Returns the peer's first update.
-async fn first_update(
+async fn request_first_update(
     files: &CredentialFiles,
     expected: &'static [Role],
     server: &str,
@@ -101,16 +101,16 @@ async fn first_update(
     ControlClient::new(channel).agent(ReceiverStream::new(receiver)).await?.into_inner().message().await
 }
 
-/// Returns the update of [`first_update`] once the rack has connected to its controller.
-async fn first_update_when_connected(
+/// Returns the update of [`request_first_update`] once the rack has connected to its controller.
+async fn retry_first_update_until_connected(
     files: &CredentialFiles,
     expected: &'static [Role],
     server: &str,
     address: SocketAddr,
 ) -> Result<Option<v1::AgentUpdate>, Status> {
-    let update_search = async {
+    let connected_update = async {
         loop {
-            match first_update(files, expected, server, address).await {
+            match request_first_update(files, expected, server, address).await {
                 Err(status) if status.message().contains("no connection to its controller") => {
                     tokio::time::sleep(Duration::from_millis(20)).await;
                 }
@@ -118,7 +118,7 @@ async fn first_update_when_connected(
             }
         }
     };
-    tokio::time::timeout(TIMEOUT, update_search).await.expect("an answer in time")
+    tokio::time::timeout(TIMEOUT, connected_update).await.expect("an answer in time")
 }
 
 const CONTROLLERS_AND_RACKS: &[Role] = &[Role::Controller, Role::Rack];
@@ -126,17 +126,18 @@ const CONTROLLERS_AND_RACKS: &[Role] = &[Role::Controller, Role::Rack];
 #[tokio::test]
 async fn agent_behind_a_rack_may_report_for_its_own_server_only() {
     let certificates = Certificates::new();
-    let controller = certificates.start_controller().await;
-    let rack = certificates.start_rack(controller, &certificates.tls_section(Role::Rack, "r1")).await;
+    let controller_address = certificates.start_controller().await;
+    let rack_address = certificates.start_rack(controller_address, &certificates.tls_section(Role::Rack, "r1")).await;
     let s1 = certificates.issue_credentials(Role::Agent, "s1");
-    let agent_update = first_update_when_connected(&s1, CONTROLLERS_AND_RACKS, "s1", rack)
+    let agent_update = retry_first_update_until_connected(&s1, CONTROLLERS_AND_RACKS, "s1", rack_address)
         .await
         .unwrap()
         .and_then(|update| update.update);
     let Some(v1::agent_update::Update::Configuration(configuration)) = agent_update else { panic!("{agent_update:?}") };
     assert_eq!(configuration.server_id, 1);
 
-    let rejection = first_update_when_connected(&s1, CONTROLLERS_AND_RACKS, "s2", rack).await.unwrap_err();
+    let rejection =
+        retry_first_update_until_connected(&s1, CONTROLLERS_AND_RACKS, "s2", rack_address).await.unwrap_err();
     assert_eq!(rejection.code(), Code::PermissionDenied, "{rejection}");
     assert!(rejection.message().contains("s1") && rejection.message().contains("s2"), "{rejection}");
 }
@@ -144,20 +145,21 @@ async fn agent_behind_a_rack_may_report_for_its_own_server_only() {
 #[tokio::test]
 async fn rack_accepts_agents_only() {
     let certificates = Certificates::new();
-    let controller = certificates.start_controller().await;
-    let rack = certificates.start_rack(controller, &certificates.tls_section(Role::Rack, "r1")).await;
+    let controller_address = certificates.start_controller().await;
+    let rack_address = certificates.start_rack(controller_address, &certificates.tls_section(Role::Rack, "r1")).await;
     let lb = certificates.issue_credentials(Role::Lb, "lb1");
     // A load balancer neither accepts the rack as a controller nor is accepted by it.
-    assert!(first_update(&lb, &[Role::Controller], "s1", rack).await.is_err());
-    let rejection = first_update(&lb, CONTROLLERS_AND_RACKS, "s1", rack).await.unwrap_err();
+    assert!(request_first_update(&lb, &[Role::Controller], "s1", rack_address).await.is_err());
+    let rejection = request_first_update(&lb, CONTROLLERS_AND_RACKS, "s1", rack_address).await.unwrap_err();
     assert_ne!(rejection.code(), Code::Ok);
     // A rack cannot use an agent's key. The controller rejects it, so it accepts no agents.
-    let false_rack = certificates.start_rack(controller, &certificates.tls_section(Role::Agent, "s2")).await;
+    let false_rack_address =
+        certificates.start_rack(controller_address, &certificates.tls_section(Role::Agent, "s2")).await;
     let s1 = certificates.issue_credentials(Role::Agent, "s1");
     tokio::time::sleep(Duration::from_millis(300)).await;
-    assert!(first_update(&s1, CONTROLLERS_AND_RACKS, "s1", false_rack).await.is_err());
+    assert!(request_first_update(&s1, CONTROLLERS_AND_RACKS, "s1", false_rack_address).await.is_err());
     // An agent without a certificate is rejected.
-    let plaintext_endpoint = Arc::new(Endpoint::from_shared(format!("http://{rack}")).unwrap());
+    let plaintext_endpoint = Arc::new(Endpoint::from_shared(format!("http://{rack_address}")).unwrap());
     let mut client = ControlClient::new(plaintext_endpoint.connect_lazy());
     let result = client.agent(tokio_stream::empty::<v1::AgentMessage>()).await;
     assert!(result.is_err());

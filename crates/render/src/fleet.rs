@@ -10,7 +10,7 @@ use coreward_http::client::Client;
 use super::{OutputFormat, block_on, to_json};
 
 /// Returns the applied fleet document in the operator's original text. Fails if the controller cannot be reached.
-pub fn show(client: &Client, format: OutputFormat) -> anyhow::Result<String> {
+pub fn fetch_document(client: &Client, format: OutputFormat) -> anyhow::Result<String> {
     let document = block_on(client.fleet())?;
     match format {
         OutputFormat::Json => to_json(&document),

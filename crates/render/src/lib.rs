@@ -22,7 +22,7 @@ pub enum OutputFormat {
 
 /// Returns the output of `coreward status`. `rss_keys` includes full RSS keys, but only in JSON. Fails if the
 /// controller cannot be reached, or if it rejects the request.
-pub fn status(client: &Client, rss_keys: bool, format: OutputFormat) -> anyhow::Result<String> {
+pub fn fetch_status(client: &Client, rss_keys: bool, format: OutputFormat) -> anyhow::Result<String> {
     let status = block_on(client.status(rss_keys))?;
     match format {
         OutputFormat::Text => Ok(status::format_status(&status, wall_clock_time())),
@@ -31,7 +31,7 @@ pub fn status(client: &Client, rss_keys: bool, format: OutputFormat) -> anyhow::
 }
 
 /// Returns the output of `coreward explain`. Fails if the controller cannot be reached, or if the service is unknown.
-pub fn explain(client: &Client, request: &Explain, format: OutputFormat) -> anyhow::Result<String> {
+pub fn fetch_explanation(client: &Client, request: &Explain, format: OutputFormat) -> anyhow::Result<String> {
     let explanation = block_on(client.explain(request))?;
     match format {
         OutputFormat::Text => Ok(explain::format_explanation(&explanation, request)),
@@ -40,7 +40,7 @@ pub fn explain(client: &Client, request: &Explain, format: OutputFormat) -> anyh
 }
 
 /// Returns the output of `coreward keys show`. Fails if the controller cannot be reached.
-pub fn keys(client: &Client, format: OutputFormat) -> anyhow::Result<String> {
+pub fn fetch_keys(client: &Client, format: OutputFormat) -> anyhow::Result<String> {
     render_keys(&block_on(client.keys())?, format)
 }
 

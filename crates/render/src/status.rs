@@ -29,7 +29,7 @@ pub fn format_status(reply: &Status, now: Duration) -> String {
     text += "\n";
     text += &servers_text(&reply.servers);
     for server in &reply.servers {
-        server.dispatch.iter().for_each(|service| text += &dispatched_text(&server.name, service));
+        server.dispatch.iter().for_each(|service| text += &dispatch_text(&server.name, service));
     }
     reply.racks.iter().for_each(|rack| text += &rack_text(rack, reply.servers.len()));
     for balancer in &reply.load_balancers {
@@ -56,12 +56,12 @@ fn rack_text(rack: &Rack, server_count: usize) -> String {
 
 /// Formats the sum of the counts, and each count above 0 from the largest on, such as "3 (out_of_order 2, no_cores 1)".
 fn format_counts(counts: &BTreeMap<String, u64>) -> String {
-    let counts_text = format_list(counts);
+    let counts_text = format_positive_counts(counts);
     let sum = counts.values().fold(0, |sum: u64, count| sum.saturating_add(*count));
     if counts_text.is_empty() { "0".to_owned() } else { format!("{sum} ({counts_text})") }
 }
 
-fn format_list(counts: &BTreeMap<String, u64>) -> String {
+fn format_positive_counts(counts: &BTreeMap<String, u64>) -> String {
     let mut positive_counts: Vec<(&String, &u64)> = counts.iter().filter(|(_, count)| **count > 0).collect();
     positive_counts.sort_by_key(|(name, count)| (std::cmp::Reverse(**count), *name));
     let entries: Vec<String> = positive_counts.into_iter().map(|(name, count)| format!("{name} {count}")).collect();
@@ -92,8 +92,8 @@ fn service_text(service: &Service) -> String {
     if let Some(check) = &service.check {
         let takes_new_connections = |state| matches!(state, ServerState::Active | ServerState::Joining);
         let up = service.members.iter().filter(|member| takes_new_connections(member.state)).count();
-        let present_count = service.members.iter().filter(|member| member.state != ServerState::Gone).count();
-        let _ = writeln!(text, "  health     {check}: {up} of {present_count} take new connections");
+        let present_member_count = service.members.iter().filter(|member| member.state != ServerState::Gone).count();
+        let _ = writeln!(text, "  health     {check}: {up} of {present_member_count} take new connections");
     }
     for group in &service.rss_groups {
         let _ = writeln!(text, "  RSS group  {}: {}", group.key_fingerprint, group.servers.join(" "));
@@ -141,7 +141,10 @@ fn servers_text(servers: &[Server]) -> String {
     for server in servers.iter().filter(has_state_line) {
         let _ = writeln!(text, "  {}", state_text(server));
     }
-    servers.iter().filter(|server| server.drained.is_some()).for_each(|server| text += &remaining_text(server));
+    servers
+        .iter()
+        .filter(|server| server.drained.is_some())
+        .for_each(|server| text += &remaining_connections_text(server));
     for server in servers {
         let prefixed_warnings: Vec<String> =
             server.warnings.iter().map(|warning| format!("{}: {warning}", server.name)).collect();
@@ -160,7 +163,7 @@ fn state_text(server: &Server) -> String {
 }
 
 /// Formats a server's remaining connections, such as "s1: 12 connections as counted 0.7 s ago (api 2, web 10)".
-fn remaining_text(server: &Server) -> String {
+fn remaining_connections_text(server: &Server) -> String {
     let Some(connection_counts) = &server.connections else {
         return format!("  {}: how many connections remain is not known\n", server.name);
     };
@@ -193,7 +196,7 @@ fn server_row(server: &Server) -> Vec<String> {
         report_age,
         or_dash(has_report, server.open_connections.to_string()),
         server.weight.to_string(),
-        prediction_text(server.rss_matched, server.rss_mismatched),
+        rss_prediction_text(server.rss_matched, server.rss_mismatched),
         or_dash(!core_loads.is_empty(), format!("{:.2}", mean(core_loads).unwrap_or(0.0))),
         or_dash(!core_loads.is_empty(), format!("{highest_load:.2}")),
         core_loads.iter().map(|load| load_bar(*load)).collect(),
@@ -205,7 +208,7 @@ fn address_text(server: &Server) -> String {
 }
 
 /// Formats how many of all SYNs arrived at the predicted queue, such as "97 of 100".
-fn prediction_text(matched_count: u64, mismatched_count: u64) -> String {
+fn rss_prediction_text(matched_count: u64, mismatched_count: u64) -> String {
     match matched_count + mismatched_count {
         0 => "-".to_owned(),
         all => format!("{matched_count} of {all}"),
@@ -218,7 +221,7 @@ fn load_bar(load: f64) -> char {
     BARS[((load * 8.0) as usize).min(BARS.len() - 1)]
 }
 
-fn dispatched_text(server: &str, service: &DispatchedService) -> String {
+fn dispatch_text(server: &str, service: &DispatchedService) -> String {
     let mut text = format!("\ndispatch of {} at {server}: {}\n", service.listen, service.policy);
     let mut table = Table::new();
     let columns =
@@ -235,7 +238,7 @@ fn dispatched_text(server: &str, service: &DispatchedService) -> String {
         column.set_cell_alignment(CellAlignment::Right);
     }
     text.extend(table.lines().map(|line| format!(" {}\n", line.trim_end())));
-    let counters_text = format_list(&service.counters);
+    let counters_text = format_positive_counts(&service.counters);
     if !counters_text.is_empty() {
         let _ = writeln!(text, "  counters   {counters_text}");
     }
@@ -269,15 +272,15 @@ fn load_balancer_text(balancer: &LoadBalancer, services: &[Service]) -> String {
     if let Some(vlan) = state.vlan {
         let _ = writeln!(text, "  VLAN       {vlan}");
     }
-    let _ = writeln!(text, "  packets    {}", format_list(&state.counters));
-    let events_text = format_list(&state.events);
+    let _ = writeln!(text, "  packets    {}", format_positive_counts(&state.counters));
+    let events_text = format_positive_counts(&state.events);
     if !events_text.is_empty() {
         let _ = writeln!(text, "  events     {events_text}");
     }
     if state.connections > 0 {
         let _ = writeln!(text, "  table      {} connections", state.connections);
     }
-    append_warnings(&mut text, missing_configuration(state, services).as_slice());
+    append_warnings(&mut text, describe_missing_configuration(state, services).as_slice());
     if !state.unresolved_load_balancers.is_empty() {
         let _ =
             writeln!(text, "  ! no MAC address known of load balancer {}", state.unresolved_load_balancers.join(", "));
@@ -291,7 +294,7 @@ fn load_balancer_text(balancer: &LoadBalancer, services: &[Service]) -> String {
 }
 
 /// Describes which parts of the configuration a load balancer lacks, or returns `None` if it has all of them.
-fn missing_configuration(state: &LoadBalancerState, services: &[Service]) -> Option<String> {
+fn describe_missing_configuration(state: &LoadBalancerState, services: &[Service]) -> Option<String> {
     if state.configuration_generation == 0 {
         return Some("no configuration of this controller is in force yet".to_owned());
     }

@@ -241,15 +241,17 @@ fn load_balancer_lines(state: LoadBalancerState) -> String {
 
 #[test]
 fn load_balancer_without_configuration_or_table_is_not_ready() {
-    let unconfigured = LoadBalancerState {
+    let unconfigured_state = LoadBalancerState {
         table_generations: BTreeMap::new(),
         unresolved_servers: Vec::new(),
         configuration_generation: 0,
         ..sample_load_balancer_state()
     };
-    let configured_without_table = LoadBalancerState { configuration_generation: 3, ..unconfigured.clone() };
-    assert!(load_balancer_lines(unconfigured).contains("  ! no configuration of this controller is in force yet\n"));
-    assert!(load_balancer_lines(configured_without_table).contains("  ! no table is in force yet for web\n"));
+    let state_without_table = LoadBalancerState { configuration_generation: 3, ..unconfigured_state.clone() };
+    assert!(
+        load_balancer_lines(unconfigured_state).contains("  ! no configuration of this controller is in force yet\n")
+    );
+    assert!(load_balancer_lines(state_without_table).contains("  ! no table is in force yet for web\n"));
     assert!(!load_balancer_lines(sample_load_balancer_state()).contains("in force yet"));
 }
 
@@ -362,7 +364,7 @@ fn unreachable_controller_and_invalid_token_are_reported() {
     std::fs::remove_file(&token_path).unwrap();
     coreward_http::tokens::Tokens::open(directory.path()).unwrap();
     let client = Client::new(closed_address.into(), &token_path).unwrap();
-    let error = super::status(&client, false, OutputFormat::Text).unwrap_err().to_string();
+    let error = super::fetch_status(&client, false, OutputFormat::Text).unwrap_err().to_string();
     assert_eq!(
         error,
         format!(

@@ -163,7 +163,7 @@ impl serve::Handler for HandlerCallbacks<'_> {
         if length > self.response_capacity { Reply::Nothing } else { Reply::Send }
     }
 
-    fn load_hint(&self, hint: HintMessage, worker: &mut worker::Worker<'_>) -> Result<(), RuntimeError> {
+    fn handle_load_hint(&self, hint: HintMessage, worker: &mut worker::Worker<'_>) -> Result<(), RuntimeError> {
         match self.allocator {
             Some(allocator) => allocator.apply_hint(hint, worker),
             None => worker.rearm_load_monitor(hint.service),

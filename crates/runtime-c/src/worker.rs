@@ -9,7 +9,7 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use coreward_model::dispatch::{Epoch, LoadHint, ScaleDownCondition, ScaleUpCondition};
+use coreward_model::dispatch::{EpochLength, LoadHint, ScaleDownCondition, ScaleUpCondition};
 use coreward_runtime::RuntimeError;
 use coreward_runtime::message::HintTrigger;
 use coreward_runtime::worker::{self, TakenRequest};
@@ -185,7 +185,7 @@ pub unsafe extern "C" fn coreward_disable_service(worker: *mut Worker, service: 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_load_feedback(worker: *mut Worker, service: u8, core: u16, count: u32) -> c_int {
     // SAFETY: by the interface's contract.
-    unsafe { with_worker(worker, |worker| worker.load_feedback(service, core, count)) }
+    unsafe { with_worker(worker, |worker| worker.send_load_feedback(service, core, count)) }
 }
 
 /// Enables hints to scale a service up (EnableLoadMonitor), if a request waits at two checks `epoch_ns` apart.
@@ -195,7 +195,7 @@ pub unsafe extern "C" fn coreward_enable_scale_up(worker: *mut Worker, service: 
     // SAFETY: by the interface's contract.
     unsafe {
         with_worker(worker, |worker| {
-            worker.enable_load_monitor(service, HintTrigger::ScaleUp(ScaleUpCondition { epoch }))
+            worker.enable_load_monitor(service, HintTrigger::ScaleUp(ScaleUpCondition { epoch_length: epoch }))
         })
     }
 }
@@ -212,7 +212,7 @@ pub unsafe extern "C" fn coreward_enable_scale_down(
 ) -> c_int {
     let Some(epoch) = epoch_from_nanoseconds(epoch_ns) else { return -1 };
     let trigger = HintTrigger::ScaleDown(ScaleDownCondition {
-        epoch,
+        epoch_length: epoch,
         max_calm_queue_length: threshold,
         required_calm_epochs: calm_epochs,
     });
@@ -220,8 +220,8 @@ pub unsafe extern "C" fn coreward_enable_scale_down(
     unsafe { with_worker(worker, |worker| worker.enable_load_monitor(service, trigger)) }
 }
 
-fn epoch_from_nanoseconds(nanoseconds: u64) -> Option<Epoch> {
-    let epoch = NonZeroU64::new(nanoseconds).map(Epoch::new);
+fn epoch_from_nanoseconds(nanoseconds: u64) -> Option<EpochLength> {
+    let epoch = NonZeroU64::new(nanoseconds).map(EpochLength::new);
     if epoch.is_none() {
         set_last_error("an epoch of 0 ns: expected 1 ns or more");
     }

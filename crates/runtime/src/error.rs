@@ -30,7 +30,7 @@ pub enum RuntimeError {
     },
     /// The orchestrator runs as another user than this process.
     #[error("the memory belongs to user {owner}: expected user {user}, as which this process runs")]
-    OtherUser {
+    OwnedByOtherUser {
         /// User id of the shared memory's owner.
         owner: u32,
         /// Effective user id of this process.
@@ -56,7 +56,7 @@ pub enum RuntimeError {
     WorkerNotAccepted { core: u16, timeout: Duration },
     /// The orchestrator found damaged queues and released the core, so the worker must connect again.
     #[error("core {0}: the orchestrator released the worker")]
-    WorkerReleased(u16),
+    CoreWorkerReleased(u16),
     #[error("core {core}: expected 0 to {last}")]
     CoreOutOfRange { core: u16, last: u16 },
     #[error("core {0} has a worker already")]
@@ -66,10 +66,10 @@ pub enum RuntimeError {
     UnknownService { service: u8, services: u32 },
     /// Another process has already registered the service.
     #[error("service {0} is registered already")]
-    RegisteredTwice(u8),
+    ServiceRegisteredTwice(u8),
     /// A service was enabled on a core although no process has registered it.
     #[error("core {core}: service {service} is not registered")]
-    NotRegistered { service: u8, core: u16 },
+    ServiceNotRegistered { service: u8, core: u16 },
     /// No queue exists for this priority.
     #[error("priority {priority}: expected 0 to {last}")]
     PriorityOutOfRange {

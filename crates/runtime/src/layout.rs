@@ -199,8 +199,8 @@ impl Geometry {
     }
 
     pub(crate) fn response_offset(&self, core: u16, slot: u32) -> usize {
-        let first_response = self.core_offset(core) + size_of::<CoreCursors>() + 2 * Self::message_rings_bytes();
-        first_response + slot as usize * self.slot_bytes as usize
+        let first_response_offset = self.core_offset(core) + size_of::<CoreCursors>() + 2 * Self::message_rings_bytes();
+        first_response_offset + slot as usize * self.slot_bytes as usize
     }
 
     pub(crate) fn request_offset(&self, core: u16, priority: u8, slot: u32) -> usize {
@@ -213,7 +213,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_are_aligned_and_do_not_overlap() {
+    fn segment_parts_are_aligned_and_do_not_overlap() {
         let geometry = Geometry { core_count: 3, priority_count: 2, slots_per_queue: 4, slot_bytes: 128 };
         let mut parts = Vec::new();
         for core in 0..3 {

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU64;
 
-use coreward_model::dispatch::{Epoch, LoadHint, ScaleDownCondition, ScaleUpCondition};
+use coreward_model::dispatch::{EpochLength, LoadHint, ScaleDownCondition, ScaleUpCondition};
 
 use crate::layout::RawMessage;
 
@@ -60,10 +60,10 @@ impl From<Message> for RawMessage {
                 Self { count, ..new_message(KIND_LOAD_FEEDBACK, service, core) }
             }
             Message::EnableLoadMonitor { service, trigger: HintTrigger::ScaleUp(up) } => {
-                Self { epoch: up.epoch.get().get(), ..new_message(KIND_SCALE_UP_MONITOR, service, 0) }
+                Self { epoch: up.epoch_length.get().get(), ..new_message(KIND_SCALE_UP_MONITOR, service, 0) }
             }
             Message::EnableLoadMonitor { service, trigger: HintTrigger::ScaleDown(down) } => Self {
-                epoch: down.epoch.get().get(),
+                epoch: down.epoch_length.get().get(),
                 threshold: down.max_calm_queue_length,
                 count: down.required_calm_epochs,
                 ..new_message(KIND_SCALE_DOWN_MONITOR, service, 0)
@@ -78,18 +78,21 @@ impl RawMessage {
     #[inline]
     pub fn to_message(self) -> Option<Message> {
         let Self { message_kind: kind, service, core, count, threshold, .. } = self;
-        let epoch = NonZeroU64::new(self.epoch).map(Epoch::new);
+        let epoch = NonZeroU64::new(self.epoch).map(EpochLength::new);
         Some(match kind {
             KIND_ENABLE_SERVICE => Message::EnableService { service, core },
             KIND_DISABLE_SERVICE => Message::DisableService { service, core },
             KIND_LOAD_FEEDBACK => Message::LoadFeedback { service, core, count },
             KIND_SCALE_UP_MONITOR => Message::EnableLoadMonitor {
                 service,
-                trigger: HintTrigger::ScaleUp(ScaleUpCondition { epoch: epoch? }),
+                trigger: HintTrigger::ScaleUp(ScaleUpCondition { epoch_length: epoch? }),
             },
             KIND_SCALE_DOWN_MONITOR => {
-                let scale_down_condition =
-                    ScaleDownCondition { epoch: epoch?, max_calm_queue_length: threshold, required_calm_epochs: count };
+                let scale_down_condition = ScaleDownCondition {
+                    epoch_length: epoch?,
+                    max_calm_queue_length: threshold,
+                    required_calm_epochs: count,
+                };
                 Message::EnableLoadMonitor { service, trigger: HintTrigger::ScaleDown(scale_down_condition) }
             }
             KIND_REARM_MONITOR => Message::RearmLoadMonitor { service },
@@ -124,13 +127,17 @@ mod tests {
 
     #[test]
     fn messages_round_trip() {
-        let epoch = Epoch::power_of_two(20).unwrap();
-        let scale_down_condition = ScaleDownCondition { epoch, max_calm_queue_length: 7, required_calm_epochs: 4 };
+        let epoch = EpochLength::power_of_two(20).unwrap();
+        let scale_down_condition =
+            ScaleDownCondition { epoch_length: epoch, max_calm_queue_length: 7, required_calm_epochs: 4 };
         for message in [
             Message::EnableService { service: 63, core: 255 },
             Message::DisableService { service: 1, core: 2 },
             Message::LoadFeedback { service: 1, core: 2, count: 3 },
-            Message::EnableLoadMonitor { service: 5, trigger: HintTrigger::ScaleUp(ScaleUpCondition { epoch }) },
+            Message::EnableLoadMonitor {
+                service: 5,
+                trigger: HintTrigger::ScaleUp(ScaleUpCondition { epoch_length: epoch }),
+            },
             Message::EnableLoadMonitor { service: 5, trigger: HintTrigger::ScaleDown(scale_down_condition) },
             Message::RearmLoadMonitor { service: 9 },
         ] {

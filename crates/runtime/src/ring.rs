@@ -140,13 +140,13 @@ mod tests {
             (order, start) in (0u32..4, prop_oneof![Just(0), u32::MAX - 9..u32::MAX]),
             steps in prop::collection::vec(any::<bool>(), 1..200),
         ) {
-            let slots = 1 << order;
+            let slot_count = 1 << order;
             let (head, tail) = (AtomicU32::new(start), AtomicU32::new(start));
-            let sequences: Vec<AtomicU32> = (0..slots).map(|_| AtomicU32::new(start.wrapping_add(1))).collect();
-            let mut producer = Producer::new(slots, start);
+            let sequences: Vec<AtomicU32> = (0..slot_count).map(|_| AtomicU32::new(start.wrapping_add(1))).collect();
+            let mut producer = Producer::new(slot_count, start);
             producer.clear_sequences(|slot| &sequences[slot as usize]);
-            let mut consumer = Consumer::new(slots, start);
-            let (mut memory, mut expected) = (vec![0; slots as usize], VecDeque::new());
+            let mut consumer = Consumer::new(slot_count, start);
+            let (mut memory, mut expected) = (vec![0; slot_count as usize], VecDeque::new());
             for (value, produces) in steps.into_iter().enumerate() {
                 if produces {
                     let slot = producer.free_slot(&head).unwrap();
@@ -155,7 +155,7 @@ mod tests {
                         expected.push_back(value);
                         producer.publish(&sequences[slot as usize], &tail);
                     }
-                    prop_assert!(slot.is_some() || expected.len() == slots as usize);
+                    prop_assert!(slot.is_some() || expected.len() == slot_count as usize);
                 } else {
                     let slot = consumer.oldest_slot(|slot| &sequences[slot as usize]);
                     prop_assert_eq!(slot.is_some(), !expected.is_empty());
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn successor_does_not_read_slots_of_its_predecessor() {
+    fn new_consumer_reads_no_slots_after_sequences_are_cleared() {
         let sequences: Vec<AtomicU32> = (0..4).map(|_| AtomicU32::new(0)).collect();
         let sequence_of_slot = |slot: u32| &sequences[slot as usize];
         let [head, tail] = [0; 2].map(AtomicU32::new);

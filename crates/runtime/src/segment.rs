@@ -147,7 +147,7 @@ impl SharedSegment {
         let file_metadata = memory_file.metadata().map_err(|error| io_error("stat", path, error))?;
         let user_id = nix::unistd::geteuid().as_raw();
         if file_metadata.uid() != user_id {
-            return Err(RuntimeError::OtherUser { owner: file_metadata.uid(), user: user_id });
+            return Err(RuntimeError::OwnedByOtherUser { owner: file_metadata.uid(), user: user_id });
         }
         if file_metadata.len() < CACHE_LINE_BYTES as u64 {
             return Err(RuntimeError::ForeignContents);
@@ -174,7 +174,7 @@ impl SharedSegment {
         }
         let owner_user_id = header.owner_user_id.load(Relaxed);
         if owner_user_id != user {
-            return Err(RuntimeError::OtherUser { owner: owner_user_id, user });
+            return Err(RuntimeError::OwnedByOtherUser { owner: owner_user_id, user });
         }
         let geometry = Geometry {
             core_count: u16::try_from(header.core_count.load(Relaxed)).unwrap_or(u16::MAX),

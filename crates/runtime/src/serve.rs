@@ -45,7 +45,7 @@ pub trait Handler {
     /// Acts on a hint by enabling or disabling services on cores, and then rearms the load monitor. Called between two
     /// requests, or at a yield point of [`handle`](Self::handle). An error, such as one that [`Worker`] returned, ends
     /// the worker.
-    fn load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
+    fn handle_load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         worker.rearm_load_monitor(hint.service)
     }
 }
@@ -88,7 +88,7 @@ struct RequestServer<'w, 'r, H: ?Sized> {
     /// Response buffers by priority. One each suffices, because at most one request of each priority runs at a time.
     response_buffers: Vec<Vec<u8>>,
     /// For each service, how many requests were completed without a response and not reported yet.
-    unreported_counts: [u32; MAX_SERVICES],
+    unreported_completions: [u32; MAX_SERVICES],
     /// Bit mask of the services with unreported completions.
     unreported_services: u64,
     counters: ServeCounters,
@@ -157,7 +157,7 @@ impl Worker<'_> {
     ) -> Result<ServeCounters, RuntimeError> {
         let mut server = RequestServer::new(self, handler, options);
         serve_until_stopped(&mut server, options, stop_flag)?;
-        server.serve_rest_and_detach()?;
+        server.serve_remaining_requests_and_detach()?;
         Ok(server.counters)
     }
 }
@@ -184,7 +184,7 @@ fn serve_until_stopped<'w, 'r: 'w>(
     let mut idle_since = Instant::now();
     let mut orchestrator_checked_at = idle_since;
     while !stop_flag.load(Relaxed) {
-        if serve_one(server)? {
+        if serve_one_request(server)? {
             idle_since = Instant::now();
             continue;
         }
@@ -204,7 +204,7 @@ fn serve_until_stopped<'w, 'r: 'w>(
 
 /// Acts on a hint and serves a request, if there are any. Returns whether a request was served.
 #[inline]
-fn serve_one<'w, 'r: 'w>(server: &mut impl ServerAccess<'w, 'r>) -> Result<bool, RuntimeError> {
+fn serve_one_request<'w, 'r: 'w>(server: &mut impl ServerAccess<'w, 'r>) -> Result<bool, RuntimeError> {
     let Some((priority, slot)) = server.with_server(|server| server.handle_hint_and_find_request(u8::MAX))? else {
         return Ok(false);
     };
@@ -265,7 +265,7 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
             serve_options,
             running_slice: TimeSlice { priority: 0, started_at: Instant::now() },
             response_buffers,
-            unreported_counts: [0; MAX_SERVICES],
+            unreported_completions: [0; MAX_SERVICES],
             unreported_services: 0,
             counters: ServeCounters::default(),
         }
@@ -313,12 +313,12 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
         // Hints are handled before each request, because requests of higher priority may never stop arriving. A service
         // gets no further core until its hint is handled, because only one hint is sent at a time.
         if let Some(hint) = self.worker.next_hint() {
-            self.handler.load_hint(hint, self.worker)?;
+            self.handler.handle_load_hint(hint, self.worker)?;
         }
         Ok(self.worker.highest_priority_request(priority_limit))
     }
 
-    fn serve_rest_and_detach(&mut self) -> Result<(), RuntimeError> {
+    fn serve_remaining_requests_and_detach(&mut self) -> Result<(), RuntimeError> {
         let core = self.worker.core;
         for service in 0..self.worker.runtime.service_entries().len() as u8 {
             self.worker.disable_service(service, core)?;
@@ -339,7 +339,7 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
             return Ok(false);
         }
         let unreported_count =
-            self.unreported_counts.get_mut(usize::from(header.service_number)).map_or(0, std::mem::take);
+            self.unreported_completions.get_mut(usize::from(header.service_number)).map_or(0, std::mem::take);
         self.unreported_services &= !(1 << (header.service_number % MAX_SERVICES as u16));
         let header =
             SlotHeader { payload_length: response.len() as u32, completed_count: 1 + unreported_count, ..header };
@@ -348,7 +348,7 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
     }
 
     fn record_unreported_completion(&mut self, service: u8) -> Result<(), RuntimeError> {
-        let Some(unreported_count) = self.unreported_counts.get_mut(usize::from(service)) else { return Ok(()) };
+        let Some(unreported_count) = self.unreported_completions.get_mut(usize::from(service)) else { return Ok(()) };
         *unreported_count += 1;
         self.unreported_services |= 1 << service;
         if *unreported_count >= self.serve_options.max_feedback_batch {
@@ -359,7 +359,7 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
     }
 
     fn report_completions(&mut self, service: u8) -> Result<(), RuntimeError> {
-        let (core, count) = (self.worker.core, std::mem::take(&mut self.unreported_counts[usize::from(service)]));
+        let (core, count) = (self.worker.core, std::mem::take(&mut self.unreported_completions[usize::from(service)]));
         self.unreported_services &= !(1 << service);
         self.worker.send_message(Message::LoadFeedback { service, core, count })
     }

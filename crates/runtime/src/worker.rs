@@ -60,7 +60,7 @@ impl Runtime {
         }
         let mut registered_services = self.lock_registered_services();
         if registered_services.contains(&service) || !self.try_lock(LivenessLock::Service(service))? {
-            return Err(RuntimeError::RegisteredTwice(service));
+            return Err(RuntimeError::ServiceRegisteredTwice(service));
         }
         registered_services.insert(service);
         Ok(())
@@ -178,7 +178,7 @@ impl Worker<'_> {
         let is_registered = self.runtime.lock_registered_services().contains(&service)
             || self.segment.is_locked(LivenessLock::Service(service)).unwrap_or(false);
         if !is_registered {
-            return Err(RuntimeError::NotRegistered { service, core });
+            return Err(RuntimeError::ServiceNotRegistered { service, core });
         }
         self.send_message(Message::EnableService { service, core })
     }
@@ -192,7 +192,7 @@ impl Worker<'_> {
 
     /// Reports `count` requests that `core` completed without a response (LoadFeedback). The orchestrator rejects and
     /// counts feedback about requests that it has not sent there. Fails when the service or the core is out of range.
-    pub fn load_feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), RuntimeError> {
+    pub fn send_load_feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), RuntimeError> {
         self.check_service_and_core(service, core)?;
         self.send_message(Message::LoadFeedback { service, core, count })
     }
@@ -233,8 +233,8 @@ impl Worker<'_> {
     }
 
     /// Takes the oldest request of the highest priority out of the queues, for servers with their own scheduler.
-    /// [`respond`](Self::respond) or [`load_feedback`](Self::load_feedback) must complete it. Fails when the request's
-    /// length is out of range.
+    /// [`respond`](Self::respond) or [`send_load_feedback`](Self::send_load_feedback) must complete it. Fails when the
+    /// request's length is out of range.
     pub fn take_request(&mut self) -> Result<Option<TakenRequest>, RuntimeError> {
         let Some((priority, slot)) = self.highest_priority_request(u8::MAX) else { return Ok(None) };
         let (slot_header, payload) = self.read_request(priority, slot)?;
@@ -305,7 +305,11 @@ impl Worker<'_> {
         }
         let accepted_worker_number =
             self.segment.core_cursors(self.core).orchestrator_tails.worker_number.load(Acquire);
-        if accepted_worker_number == self.worker_number { Ok(()) } else { Err(RuntimeError::WorkerReleased(self.core)) }
+        if accepted_worker_number == self.worker_number {
+            Ok(())
+        } else {
+            Err(RuntimeError::CoreWorkerReleased(self.core))
+        }
     }
 
     pub(crate) fn send_response(&mut self, header: SlotHeader, payload: &[u8]) -> Result<(), RuntimeError> {

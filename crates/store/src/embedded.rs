@@ -17,8 +17,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::StoreError;
-use super::rows::{FleetRow, Rows};
-use coreward_fleet::records::{Document, Records};
+use super::rows::{FleetRow, RecordRows};
+use coreward_fleet::records::{FleetDocument, FleetRecords};
 
 const FLEET_TABLE: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("fleet");
 const SERVICES_TABLE: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("services");
@@ -61,12 +61,12 @@ impl EmbeddedStore {
     }
 
     /// Returns the records, or `None` if the file is new.
-    pub fn load(&self) -> Result<Option<Records>, StoreError> {
+    pub fn load(&self) -> Result<Option<FleetRecords>, StoreError> {
         self.try_load_records().map_err(|problem| self.content_error(problem))
     }
 
     /// Replaces the records in one transaction. If that fails, the file keeps the previous ones.
-    pub fn save(&mut self, records: &Records) -> Result<(), StoreError> {
+    pub fn save(&mut self, records: &FleetRecords) -> Result<(), StoreError> {
         let Err(problem) = self.try_save_rows(&records.into()) else { return Ok(()) };
         // After a failed write, redb rejects everything until the file is opened again (`StorageError::PreviousIo`).
         self.database = None;
@@ -95,20 +95,20 @@ impl EmbeddedStore {
         StoreError::Content { store: self.path.display().to_string(), problem: format!("{problem:#}") }
     }
 
-    fn try_load_records(&self) -> anyhow::Result<Option<Records>> {
+    fn try_load_records(&self) -> anyhow::Result<Option<FleetRecords>> {
         let transaction = self.database()?.begin_read()?;
         let Some(fleet) =
             decode_rows::<_, _, FleetRow>(&transaction, FLEET_TABLE, str::to_owned)?.remove(FLEET_ROW_KEY)
         else {
             return Ok(None);
         };
-        let mut document = Document::default();
+        let mut document = FleetDocument::default();
         if let Some(table) = open_table_if_present(&transaction, DOCUMENT_TABLE)?
             && let Some((generation, text)) = table.last()?
         {
-            document = Document { generation: generation.value(), text: text.value().into() };
+            document = FleetDocument { generation: generation.value(), text: text.value().into() };
         }
-        let rows = Rows {
+        let rows = RecordRows {
             fleet,
             services: decode_rows(&transaction, SERVICES_TABLE, str::to_owned)?,
             servers: decode_rows(&transaction, SERVERS_TABLE, |id| id)?,
@@ -119,7 +119,7 @@ impl EmbeddedStore {
         rows.into_records().map(Some)
     }
 
-    fn try_save_rows(&mut self, rows: &Rows) -> anyhow::Result<()> {
+    fn try_save_rows(&mut self, rows: &RecordRows) -> anyhow::Result<()> {
         self.reopen()?;
         let transaction = self.database()?.begin_write()?;
         transaction.delete_table(SERVICES_TABLE)?;

@@ -18,8 +18,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::StoreError;
-use super::rows::Rows;
-use coreward_fleet::records::{Document, Records};
+use super::rows::RecordRows;
+use coreward_fleet::records::{FleetDocument, FleetRecords};
 
 const FLEET_PART: &str = "fleet";
 const LOAD_BALANCERS_PART: &str = "load_balancers";
@@ -53,12 +53,12 @@ impl EtcdStore {
     }
 
     /// Returns the records, or `None` if etcd contains none.
-    pub fn load(&self) -> Result<Option<Records>, StoreError> {
+    pub fn load(&self) -> Result<Option<FleetRecords>, StoreError> {
         let parts = self.chunked_store.parts();
         if parts.is_empty() {
             return Ok(None);
         }
-        let decode_result = decode_rows(parts).and_then(Rows::into_records);
+        let decode_result = decode_rows(parts).and_then(RecordRows::into_records);
         decode_result.map(Some).map_err(|problem| StoreError::Content {
             store: format!("etcd at {}", self.cluster.endpoint_list()),
             problem: format!("{problem:#}"),
@@ -66,14 +66,14 @@ impl EtcdStore {
     }
 
     /// Replaces all rows that differ in one atomic step. Fails if this controller no longer leads.
-    pub fn save(&mut self, records: &Records) -> Result<(), StoreError> {
+    pub fn save(&mut self, records: &FleetRecords) -> Result<(), StoreError> {
         let parts = encode_parts(&records.into())
             .map_err(|problem| StoreError::Content { store: "etcd".to_owned(), problem: format!("{problem:#}") })?;
         Ok(self.cluster.block_on(self.chunked_store.save(parts))?)
     }
 }
 
-fn encode_parts(rows: &Rows) -> anyhow::Result<StateParts> {
+fn encode_parts(rows: &RecordRows) -> anyhow::Result<StateParts> {
     let mut parts = StateParts::new();
     add_row(&mut parts, FLEET_PART.to_owned(), &rows.fleet)?;
     add_row(&mut parts, LOAD_BALANCERS_PART.to_owned(), &rows.load_balancers)?;
@@ -117,14 +117,14 @@ fn join_rows(parts: &StateParts) -> BTreeMap<&str, Cow<'_, [u8]>> {
     rows_by_name
 }
 
-fn decode_rows(parts: &StateParts) -> anyhow::Result<Rows> {
+fn decode_rows(parts: &StateParts) -> anyhow::Result<RecordRows> {
     let rows_by_name = join_rows(parts);
-    let mut rows = Rows {
+    let mut rows = RecordRows {
         fleet: decode_part(&rows_by_name, FLEET_PART)?,
         services: BTreeMap::new(),
         servers: BTreeMap::new(),
         load_balancers: decode_part(&rows_by_name, LOAD_BALANCERS_PART)?,
-        document: Document::default(),
+        document: FleetDocument::default(),
         audit_log: Arc::default(),
     };
     let (mut text, mut audit) = (String::new(), Vec::new());
@@ -142,7 +142,8 @@ fn decode_rows(parts: &StateParts) -> anyhow::Result<Rows> {
         }
     }
     rows.audit_log = Arc::new(audit);
-    rows.document = Document { generation: decode_part(&rows_by_name, DOCUMENT_GENERATION_PART)?, text: text.into() };
+    rows.document =
+        FleetDocument { generation: decode_part(&rows_by_name, DOCUMENT_GENERATION_PART)?, text: text.into() };
     Ok(rows)
 }
 
@@ -180,7 +181,7 @@ mod tests {
         records.document.text = text.into();
         let parts = encode_parts(&(&records).into()).unwrap();
         assert!(parts.keys().filter(|name| name.starts_with(DOCUMENT_PART_PREFIX)).count() > 2);
-        assert_eq!(decode_rows(&parts).and_then(Rows::into_records).unwrap(), records);
+        assert_eq!(decode_rows(&parts).and_then(RecordRows::into_records).unwrap(), records);
     }
 
     /// Maximum size of a request to etcd, in bytes.
@@ -191,7 +192,7 @@ mod tests {
     }
 
     /// Returns a fleet whose services list 1,000 servers, except the one with the number `missing_server`.
-    fn fleet_without(missing_server: usize) -> Source {
+    fn fleet_without_server(missing_server: usize) -> Source {
         let server_names: Vec<String> =
             (0..1000).filter(|n| *n != missing_server).map(|n| format!("server-{n:04}")).collect();
         let service_section = |port: u16| format!("[[service]]\nname = \"s{port}\"\nservers = {server_names:?}\n");
@@ -202,8 +203,10 @@ mod tests {
     fn changes_of_long_lists_fit_into_requests_to_etcd() {
         let mut records = complete_records();
         for edit in 0..60 {
-            let change_texts: Vec<String> =
-                list_changes(&fleet_without(edit), &fleet_without(edit + 1)).iter().map(ToString::to_string).collect();
+            let change_texts: Vec<String> = list_changes(&fleet_without_server(edit), &fleet_without_server(edit + 1))
+                .iter()
+                .map(ToString::to_string)
+                .collect();
             assert_eq!(change_texts.len(), 2);
             let description = describe_changes(&change_texts);
             let change_description = ChangeDescription {
@@ -231,7 +234,7 @@ mod tests {
         let parts = encode_parts(&(&records).into()).unwrap();
         assert!(largest_value_bytes(&parts) < MAX_REQUEST_BYTES, "{} bytes", largest_value_bytes(&parts));
         assert!(parts.contains_key("load_balancers 000003"), "{:?}", parts.keys());
-        assert_eq!(decode_rows(&parts).and_then(Rows::into_records).unwrap(), records);
+        assert_eq!(decode_rows(&parts).and_then(RecordRows::into_records).unwrap(), records);
     }
 
     #[test]

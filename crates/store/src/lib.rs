@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use coreward_etcd::EtcdError;
 
-use coreward_fleet::records::Records;
+use coreward_fleet::records::FleetRecords;
 use embedded::EmbeddedStore;
 use etcd::EtcdStore;
 
@@ -20,7 +20,7 @@ pub enum Store {
 
 impl Store {
     /// Returns the records, or `None` if the store is empty.
-    pub fn load(&self) -> Result<Option<Records>, StoreError> {
+    pub fn load(&self) -> Result<Option<FleetRecords>, StoreError> {
         match self {
             Self::Embedded(store) => store.load(),
             Self::Etcd(store) => store.load(),
@@ -28,7 +28,7 @@ impl Store {
     }
 
     /// Replaces the records in one transaction. If that fails, the store keeps the previous ones.
-    pub fn save(&mut self, records: &Records) -> Result<(), StoreError> {
+    pub fn save(&mut self, records: &FleetRecords) -> Result<(), StoreError> {
         match self {
             Self::Embedded(store) => store.save(records),
             Self::Etcd(store) => store.save(records),
@@ -67,7 +67,7 @@ mod tests {
 
     use coreward_fleet::audit::{Author, ChangeDescription};
     use coreward_fleet::records::DrainRecord;
-    use coreward_fleet::records::{Document, Membership, Records, ServerRecord, ServiceRecord};
+    use coreward_fleet::records::{FleetDocument, FleetRecords, Membership, ServerRecord, ServiceRecord};
 
     /// Returns the record of a drained server, or of one that has left its service and the document.
     fn server_record(id: u64, left_at_s: Option<u64>) -> ServerRecord {
@@ -88,10 +88,10 @@ mod tests {
     }
 
     /// Returns records in which every row of the store has content.
-    pub fn complete_records() -> Records {
-        let mut records = Records::generate(Duration::from_secs(5), &mut seeded_rng(3, 0));
+    pub fn complete_records() -> FleetRecords {
+        let mut records = FleetRecords::generate(Duration::from_secs(5), &mut seeded_rng(3, 0));
         records.generation = 17;
-        records.document = Document { generation: 4, text: "# The first.\nload_ewma_alpha = 0.5\n".into() };
+        records.document = FleetDocument { generation: 4, text: "# The first.\nload_ewma_alpha = 0.5\n".into() };
         records.key_ring.announce_next_key(true, 16, &mut seeded_rng(4, 0));
         records.register_load_balancer("lb1", Some([10, 2, 0, 1].into()));
         records.register_load_balancer("lb2", None);

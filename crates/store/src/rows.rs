@@ -17,23 +17,25 @@ use serde::{Deserialize, Serialize};
 
 use coreward_fleet::key_ring::{KeyPhase, KeyRing};
 use coreward_fleet::records::DrainRecord;
-use coreward_fleet::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord, ServiceRecord};
+use coreward_fleet::records::{
+    FleetDocument, FleetRecords, LoadBalancerRecord, Membership, ServerRecord, ServiceRecord,
+};
 
 /// Version of the rows' format. Rows with another version are rejected.
-const ROW_FORMAT: u32 = 5;
+const ROW_FORMAT_VERSION: u32 = 5;
 
 #[derive(Debug)]
-pub struct Rows {
+pub struct RecordRows {
     pub fleet: FleetRow,
     pub services: BTreeMap<String, ServiceRow>,
     pub servers: BTreeMap<u16, ServerRow>,
     pub load_balancers: BTreeMap<String, LoadBalancerRow>,
-    pub document: Document,
+    pub document: FleetDocument,
     pub audit_log: Arc<Vec<AuditEntry>>,
 }
 
-impl From<&Records> for Rows {
-    fn from(records: &Records) -> Self {
+impl From<&FleetRecords> for RecordRows {
+    fn from(records: &FleetRecords) -> Self {
         let service_rows = records.services.iter().map(|(name, service)| (name.clone(), service.into()));
         let server_rows = records.servers.iter().map(|(id, server)| (id.get(), server.into()));
         let load_balancer_rows = records.load_balancers.iter().map(|(name, record)| (name.clone(), record.into()));
@@ -48,9 +50,9 @@ impl From<&Records> for Rows {
     }
 }
 
-impl Rows {
+impl RecordRows {
     /// Converts the rows to records. Fails if a value is invalid or the rows have another version of the format.
-    pub fn into_records(self) -> anyhow::Result<Records> {
+    pub fn into_records(self) -> anyhow::Result<FleetRecords> {
         let mut records = self.fleet.into_records()?;
         for (name, row) in self.services {
             records.services.insert(name, row.into_record()?);
@@ -127,10 +129,10 @@ struct DrainRow {
     services: Option<BTreeSet<String>>,
 }
 
-impl From<&Records> for FleetRow {
-    fn from(records: &Records) -> Self {
+impl From<&FleetRecords> for FleetRow {
+    fn from(records: &FleetRecords) -> Self {
         Self {
-            format: ROW_FORMAT,
+            format: ROW_FORMAT_VERSION,
             generation: records.generation,
             cookie_keys: records.key_ring.keys.keys.map(|key| [key.k0, key.k1]),
             current_key: records.key_ring.keys.current.get() as u8,
@@ -147,10 +149,10 @@ impl From<&Records> for FleetRow {
 }
 
 impl FleetRow {
-    fn into_records(self) -> anyhow::Result<Records> {
-        anyhow::ensure!(self.format == ROW_FORMAT, "format {}: expected {ROW_FORMAT}", self.format);
+    fn into_records(self) -> anyhow::Result<FleetRecords> {
+        anyhow::ensure!(self.format == ROW_FORMAT_VERSION, "format {}: expected {ROW_FORMAT_VERSION}", self.format);
         let current_key = if self.current_key == 0 { KeyIndex::First } else { KeyIndex::Second };
-        Ok(Records {
+        Ok(FleetRecords {
             generation: self.generation,
             key_ring: KeyRing {
                 keys: FleetCookieKeys {
@@ -165,7 +167,7 @@ impl FleetRow {
             services: BTreeMap::new(),
             servers: BTreeMap::new(),
             load_balancers: BTreeMap::new(),
-            document: Document::default(),
+            document: FleetDocument::default(),
             audit_log: Arc::default(),
             last_write_at: self.clock.map(Duration::from_secs),
         })
@@ -203,7 +205,7 @@ impl ServiceRow {
 impl From<&LoadBalancerRecord> for LoadBalancerRow {
     fn from(record: &LoadBalancerRecord) -> Self {
         Self {
-            owner: record.owner.map(TableOwnerNumber::get),
+            owner: record.owner_number.map(TableOwnerNumber::get),
             address: record.address,
             left_at: record.disconnected_at.map(|time| time.as_secs()),
         }
@@ -213,7 +215,7 @@ impl From<&LoadBalancerRecord> for LoadBalancerRow {
 impl LoadBalancerRow {
     fn into_record(self) -> anyhow::Result<LoadBalancerRecord> {
         Ok(LoadBalancerRecord {
-            owner: self.owner.map(|number| TableOwnerNumber::try_from(u64::from(number))).transpose()?,
+            owner_number: self.owner.map(|number| TableOwnerNumber::try_from(u64::from(number))).transpose()?,
             address: self.address,
             disconnected_at: self.left_at.map(Duration::from_secs),
         })

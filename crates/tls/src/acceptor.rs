@@ -36,7 +36,7 @@ use crate::verify::{ClientVerifier, RevocationList};
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 const ACCEPT_QUEUE_LENGTH: usize = 64;
 /// Pause after the listening socket returns an error, for example because too many files are open.
-const RETRY_DELAY: Duration = Duration::from_millis(10);
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(10);
 
 /// Limits that an acceptor enforces on handshakes and connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -158,7 +158,7 @@ impl ConnectionAcceptor {
         Arc::new(Self { tls_settings, limits, failure_counters: failures, connections: Mutex::default() })
     }
 
-    fn connections(&self) -> MutexGuard<'_, ConnectionRegistry> {
+    fn lock_connections(&self) -> MutexGuard<'_, ConnectionRegistry> {
         self.connections.lock()
     }
 
@@ -170,14 +170,14 @@ impl ConnectionAcceptor {
         let (sender, receiver) = mpsc::channel(ACCEPT_QUEUE_LENGTH);
         tokio::spawn(async move {
             tokio::select! {
-                () = self.accept(&listener, &sender) => {}
+                () = self.accept_loop(&listener, &sender) => {}
                 () = sender.closed() => {}
             }
         });
         tokio_stream::wrappers::ReceiverStream::new(receiver)
     }
 
-    async fn accept(
+    async fn accept_loop(
         self: &Arc<Self>,
         listener: &TcpListener,
         connection_sender: &mpsc::Sender<io::Result<AcceptedConnection>>,
@@ -196,7 +196,7 @@ impl ConnectionAcceptor {
                 Ok(connection) => connection,
                 Err(error) => {
                     self.failure_counters.count_and_log(&"a connection", &Failure::of(&error));
-                    tokio::time::sleep(RETRY_DELAY).await;
+                    tokio::time::sleep(ACCEPT_RETRY_DELAY).await;
                     continue;
                 }
             };
@@ -276,7 +276,7 @@ impl ConnectionAcceptor {
         let no_identity_failure =
             || Failure { reason: FailureReason::NoIdentity, message: "its certificate has no identity".to_owned() };
         let identity = certificate.identity.clone().ok_or_else(no_identity_failure)?;
-        let mut connections = self.connections();
+        let mut connections = self.lock_connections();
         let count = connections.connections_by_identity.entry(identity.clone()).or_default();
         if *count >= self.limits.max_connections_per_identity {
             let message = format!("{identity} has {count} connections, which is the limit");
@@ -299,7 +299,7 @@ impl ConnectionAcceptor {
 
     /// Closes connections when their certificates expire or are revoked. Users of [`Self::admit_connection`] must run
     /// this loop.
-    pub async fn maintenance_loop(&self) -> std::convert::Infallible {
+    pub async fn close_invalid_connections_loop(&self) -> std::convert::Infallible {
         let mut check_ticks = tokio::time::interval(POLL_INTERVAL);
         check_ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -316,13 +316,14 @@ impl ConnectionAcceptor {
         let Some(tls_settings) = &self.tls_settings else { return };
         if let Some(verifier) = tls_settings.verifier_if_authority_removed() {
             let tracked_connections: Vec<Arc<TrackedConnection>> =
-                self.connections().connections_by_number.values().cloned().collect();
+                self.lock_connections().connections_by_number.values().cloned().collect();
             // Verifying thousands of certificates takes as long as thousands of handshakes, so another thread does it.
             std::thread::spawn(move || {
                 tracked_connections.iter().for_each(|connection| connection.close_if_untrusted(&verifier))
             });
         }
-        for connection in self.connections().connections_by_number.values().filter(|connection| !connection.is_closed())
+        for connection in
+            self.lock_connections().connections_by_number.values().filter(|connection| !connection.is_closed())
         {
             let is_revoked = tls_settings.revocation_list.contains(&connection.fingerprint);
             if is_revoked || connection.not_after < now {
@@ -393,7 +394,7 @@ struct HandshakeSlot {
 
 impl HandshakeSlot {
     fn reserve(acceptor: &Arc<ConnectionAcceptor>, address: IpAddr) -> Result<Self, Failure> {
-        let mut connections = acceptor.connections();
+        let mut connections = acceptor.lock_connections();
         let (handshake_count, limits) = (connections.handshake_count, &acceptor.limits);
         let count = connections.handshakes_by_address.get(&address).copied().unwrap_or(0);
         if handshake_count >= limits.max_handshakes || count >= limits.max_handshakes_per_address {
@@ -411,7 +412,7 @@ impl HandshakeSlot {
 
 impl Drop for HandshakeSlot {
     fn drop(&mut self) {
-        let mut connections = self.acceptor.connections();
+        let mut connections = self.acceptor.lock_connections();
         connections.handshake_count -= 1;
         if let Some(count) = connections.handshakes_by_address.get_mut(&self.address) {
             *count -= 1;
@@ -431,7 +432,7 @@ struct ConnectionGuard {
 
 impl Drop for ConnectionGuard {
     fn drop(&mut self) {
-        let mut connections = self.acceptor.connections();
+        let mut connections = self.acceptor.lock_connections();
         connections.connections_by_number.remove(&self.connection_number);
         if let Some(count) = connections.connections_by_identity.get_mut(&self.connection.identity) {
             *count -= 1;
@@ -461,7 +462,7 @@ impl AcceptedConnection {
 
     /// Moves the connection to another runtime. Fails if the process has too many open files.
     pub fn move_to_runtime(mut self, runtime: &Handle) -> io::Result<Self> {
-        self.io.move_to(runtime)?;
+        self.io.move_to_runtime(runtime)?;
         Ok(self)
     }
 

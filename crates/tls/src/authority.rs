@@ -206,7 +206,7 @@ impl Authority {
                      last step"
                 );
                 ensure!(exists("next.key"), "next.key is not there: expected `begin`, the first step");
-                self.switch_to_next()
+                self.switch_to_next_key()
             }
             RolloverStep::Finish => {
                 ensure!(!exists("next.key"), "next.key exists: expected `switch`, the second step");
@@ -218,7 +218,7 @@ impl Authority {
     }
 
     /// Makes the next authority the signing one. Continues an earlier attempt that was interrupted.
-    fn switch_to_next(&self) -> anyhow::Result<()> {
+    fn switch_to_next_key(&self) -> anyhow::Result<()> {
         let next_key = self.read_key("next.key")?;
         if !self.is_signed_by(&next_key, "authority.crt")? {
             ensure!(

@@ -38,9 +38,12 @@ impl Caller {
             None if !self.is_encrypted => Ok(()),
             Some(identity) if roles.contains(&identity.role) => Ok(()),
             _ => {
-                let expected: Vec<&str> = roles.iter().map(|role| role.name()).collect();
-                let message =
-                    format!("the certificate is for {}: expected {}", self.describe_identity(), expected.join(" or "));
+                let expected_roles: Vec<&str> = roles.iter().map(|role| role.name()).collect();
+                let message = format!(
+                    "the certificate is for {}: expected {}",
+                    self.describe_identity(),
+                    expected_roles.join(" or ")
+                );
                 Err(Status::permission_denied(message))
             }
         }

@@ -42,7 +42,7 @@ enum Command {
         #[arg(long)]
         name: Name,
         /// Host name or address of the controller's API for browsers and curl; may be repeated
-        #[arg(long, value_name = "NAME|ADDRESS", value_parser = host)]
+        #[arg(long, value_name = "NAME|ADDRESS", value_parser = parse_host)]
         address: Vec<String>,
         /// Validity of the certificate (days)
         #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u32).range(1..=3650))]
@@ -133,7 +133,7 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
 }
 
 /// Parses a host that a certificate can name, which is a DNS name or an IP address.
-fn host(text: &str) -> Result<String, String> {
+fn parse_host(text: &str) -> Result<String, String> {
     let error_text = || format!("{text:?}: expected a host name or an IP address, as \"c1.example\" or \"10.1.0.1\"");
     ServerName::try_from(text).map(|_| text.to_owned()).map_err(|_| error_text())
 }

@@ -52,7 +52,7 @@ impl Credentials {
     pub fn find_problems(files: &CredentialFiles) -> Vec<CredentialError> {
         let problems = [
             read_authorities(&files.ca_path).err(),
-            read_chain("certificate", &files.certificate_path).err(),
+            read_certificate_chain("certificate", &files.certificate_path).err(),
             read_private_key(&files.key_path).err(),
         ];
         let problems: Vec<CredentialError> = problems.into_iter().flatten().collect();
@@ -65,12 +65,12 @@ impl Credentials {
     pub fn load(files: &CredentialFiles) -> Result<Self, CredentialError> {
         let (roots, authorities) = read_authorities(&files.ca_path)?;
         let path = &files.certificate_path;
-        let chain = read_chain("certificate", path)?;
+        let chain = read_certificate_chain("certificate", path)?;
         let own_certificate =
             Certificate::read(&chain[0]).map_err(|problem| credential_error("certificate", path, problem))?;
         let no_identity_error = || {
-            let expected = "expected a URI coreward://FLEET/ROLE/NAME among its subject alternative names";
-            credential_error("certificate", path, format!("the first certificate has no identity: {expected}"))
+            let expected_identity = "expected a URI coreward://FLEET/ROLE/NAME among its subject alternative names";
+            credential_error("certificate", path, format!("the first certificate has no identity: {expected_identity}"))
         };
         let identity = own_certificate.identity.clone().ok_or_else(no_identity_error)?;
         let private_key = read_private_key(&files.key_path)?;
@@ -180,7 +180,7 @@ fn crypto_provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-fn read_chain(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, CredentialError> {
+fn read_certificate_chain(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, CredentialError> {
     let pem = std::fs::read(path)
         .map_err(|error| credential_error(key, path, format!("{error}: expected certificates in PEM")))?;
     let certificates: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
@@ -194,7 +194,7 @@ fn read_chain(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'stat
 
 fn read_authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), CredentialError> {
     let (mut roots, mut authorities) = (RootCertStore::empty(), Vec::new());
-    for der in read_chain("ca", path)? {
+    for der in read_certificate_chain("ca", path)? {
         let certificate = Certificate::read(&der).map_err(|problem| credential_error("ca", path, problem))?;
         if !certificate.is_authority {
             let problem =
@@ -208,7 +208,7 @@ fn read_authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), Cr
 }
 
 pub fn read_certificates(path: &Path) -> anyhow::Result<Vec<Certificate>> {
-    let chain = read_chain("certificate", path)?;
+    let chain = read_certificate_chain("certificate", path)?;
     let parse = |der| Certificate::read(der).map_err(|problem| credential_error("certificate", path, problem).into());
     chain.iter().map(parse).collect()
 }

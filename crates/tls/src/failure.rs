@@ -230,7 +230,7 @@ impl FailureCounters {
             counter.suppressed_count += 1;
             return;
         }
-        let not_logged = std::mem::take(&mut counter.suppressed_count);
+        let unlogged_count = std::mem::take(&mut counter.suppressed_count);
         counter.last_logged_at = Some(Instant::now());
         drop(counters);
         let reason = failure.reason.name();
@@ -239,7 +239,7 @@ impl FailureCounters {
             %peer,
             reason,
             error = %failure,
-            not_logged,
+            not_logged = unlogged_count,
             "the daemon rejects a TLS connection; `not_logged` counts unlogged rejections for this reason"
         );
     }

@@ -23,7 +23,7 @@ impl FileWatcher {
 
     /// Records the current modification times. To miss no change, callers must do this before they read the files.
     pub fn record_modification_times(&self) {
-        *self.known_mtimes() = self.read_modification_times();
+        *self.lock_known_mtimes() = self.read_modification_times();
     }
 
     /// Waits until a file has been changed, created or removed. It waits for at least one interval, because related
@@ -38,10 +38,10 @@ impl FileWatcher {
     }
 
     fn has_changes(&self) -> bool {
-        self.read_modification_times() != *self.known_mtimes()
+        self.read_modification_times() != *self.lock_known_mtimes()
     }
 
-    fn known_mtimes(&self) -> MutexGuard<'_, Vec<Option<SystemTime>>> {
+    fn lock_known_mtimes(&self) -> MutexGuard<'_, Vec<Option<SystemTime>>> {
         self.known_mtimes.lock()
     }
 

@@ -79,8 +79,8 @@ impl FromStr for Name {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let is_readable = text.chars().all(|c| !c.is_whitespace() && !c.is_control());
-        match (1..=MAX_NAME_BYTES).contains(&text.len()) && is_readable {
+        let is_printable = text.chars().all(|c| !c.is_whitespace() && !c.is_control());
+        match (1..=MAX_NAME_BYTES).contains(&text.len()) && is_printable {
             true => Ok(Self(text.to_owned())),
             false => Err(format!("name {text:?}: expected 1 to {MAX_NAME_BYTES} bytes without blanks")),
         }
@@ -113,16 +113,16 @@ impl FromStr for Identity {
     type Err = String;
 
     fn from_str(uri: &str) -> Result<Self, String> {
-        let invalid = |reason: &str| format!("{uri:?}: {reason}: expected {URI_SCHEME}FLEET/ROLE/NAME");
-        let path = uri.strip_prefix(URI_SCHEME).ok_or_else(|| invalid("another scheme"))?;
+        let invalid_message = |reason: &str| format!("{uri:?}: {reason}: expected {URI_SCHEME}FLEET/ROLE/NAME");
+        let path = uri.strip_prefix(URI_SCHEME).ok_or_else(|| invalid_message("another scheme"))?;
         let [fleet, role, name] = path.split('/').collect::<Vec<_>>()[..] else {
-            return Err(invalid("not three parts"));
+            return Err(invalid_message("not three parts"));
         };
         let decode_name = |text: &str| {
-            let name_text = percent_decode_str(text).decode_utf8().map_err(|_| invalid("not UTF-8"))?;
-            name_text.parse::<Name>().map_err(|reason| invalid(&reason))
+            let name_text = percent_decode_str(text).decode_utf8().map_err(|_| invalid_message("not UTF-8"))?;
+            name_text.parse::<Name>().map_err(|reason| invalid_message(&reason))
         };
-        let role = role.parse().map_err(|reason: String| invalid(&reason))?;
+        let role = role.parse().map_err(|reason: String| invalid_message(&reason))?;
         Ok(Self { fleet: decode_name(fleet)?, role, name: decode_name(name)? })
     }
 }

@@ -20,7 +20,7 @@ pub enum Io {
 
 impl Io {
     /// Moves the socket to another runtime. Fails if its file descriptor cannot be duplicated.
-    pub(crate) fn move_to(&mut self, runtime: &Handle) -> io::Result<()> {
+    pub(crate) fn move_to_runtime(&mut self, runtime: &Handle) -> io::Result<()> {
         let stream = match self {
             Self::Plain(stream) => stream,
             Self::Tls(stream) => stream.get_mut().0,

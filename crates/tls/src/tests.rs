@@ -133,7 +133,7 @@ async fn answer_with_identity(mut connection: AcceptedConnection) {
 }
 
 async fn ask_identity(stream: &mut Io) -> Result<String, String> {
-    let exchange = async {
+    let identity_exchange = async {
         stream.write_all(b"?").await?;
         stream.flush().await?;
         let mut answer = Vec::new();
@@ -144,7 +144,7 @@ async fn ask_identity(stream: &mut Io) -> Result<String, String> {
             }
         }
     };
-    let answer: Result<std::io::Result<String>, _> = tokio::time::timeout(TIMEOUT, exchange).await;
+    let answer: Result<std::io::Result<String>, _> = tokio::time::timeout(TIMEOUT, identity_exchange).await;
     answer.expect("an answer in time").map_err(|error| error.to_string())
 }
 
@@ -204,10 +204,10 @@ async fn foreign_certificates_are_rejected() {
     let now = unix_now();
     let expired_validity = Validity { not_before: now - 2 * DAY, not_after: now - DAY };
     let future_validity = Validity { not_before: now + DAY, not_after: now + 2 * DAY };
-    let issue_valid_for = |role, name, validity| Tls::load(fleet.write_bundle(role, name, validity)).unwrap();
+    let issue_with_validity = |role, name, validity| Tls::load(fleet.write_bundle(role, name, validity)).unwrap();
     let cases = [
         (
-            issue_valid_for(Role::Viewer, "v", Validity::from_now(DAY)),
+            issue_with_validity(Role::Viewer, "v", Validity::from_now(DAY)),
             FailureReason::WrongRole,
             "wrong fleet, role or name",
         ),
@@ -217,12 +217,12 @@ async fn foreign_certificates_are_rejected() {
             "its certificate is for controller c1 of fleet prod",
         ),
         (
-            issue_valid_for(Role::Agent, "old", expired_validity),
+            issue_with_validity(Role::Agent, "old", expired_validity),
             FailureReason::Expired,
             "by the peer's clock it has expired or is not valid yet",
         ),
         (
-            issue_valid_for(Role::Agent, "new", future_validity),
+            issue_with_validity(Role::Agent, "new", future_validity),
             FailureReason::NotYetValid,
             "by the peer's clock it has expired or is not valid yet",
         ),
@@ -262,7 +262,7 @@ async fn certificates_of_foreign_authorities_are_rejected() {
 }
 
 #[tokio::test]
-async fn server_certificate_must_be_a_controllers() {
+async fn server_certificate_must_have_the_controller_role() {
     let fleet = TestFleet::new("prod");
     // An agent's certificate does not permit it to act as a server.
     let listener = TestListener::start(Some(fleet.issue_tls(Role::Agent, "s9")), AcceptorLimits::default()).await;
@@ -453,44 +453,44 @@ fn keys_are_private_and_expiry_is_reported() {
 /// Each step is interrupted after every change of a file. Certificates issued in that state are valid, or the error
 /// names the remedy. Every other step is rejected, and the same step can be completed.
 #[tokio::test]
-async fn interrupted_step_is_completed_by_the_same_command() {
+async fn interrupted_rollover_step_is_completed_by_the_same_command() {
     const STEPS: [RolloverStep; 3] = [RolloverStep::Begin, RolloverStep::Switch, RolloverStep::Finish];
     for (position, interrupted) in STEPS.into_iter().enumerate() {
-        let mut changes = 0;
+        let mut change_count = 0;
         loop {
-            let roll_over_test = RollOverTest::start().await;
+            let rollover_test = RolloverTest::start().await;
             for step in &STEPS[..position] {
-                roll_over_test.make_step(*step).await;
+                rollover_test.take_rollover_step(*step).await;
             }
-            let outcome = interruption::interrupt_after(changes, || {
-                roll_over_test.fleet.authority.roll_over(interrupted, 30 * DAY)
+            let outcome = interruption::interrupt_after(change_count, || {
+                rollover_test.fleet.authority.roll_over(interrupted, 30 * DAY)
             });
             let Err(error) = outcome else { break };
-            let at = format!("{interrupted:?} after {changes} changes");
+            let at = format!("{interrupted:?} after {change_count} changes");
             assert!(format!("{error:#}").contains("interrupted"), "{at}: {error:#}");
-            match roll_over_test.fleet.try_write_bundle(Role::Agent, "s1", Validity::from_now(DAY)) {
-                Ok(_) => roll_over_test.assert_mutual_trust(&at).await,
+            match rollover_test.fleet.try_write_bundle(Role::Agent, "s1", Validity::from_now(DAY)) {
+                Ok(_) => rollover_test.assert_mutual_trust(&at).await,
                 Err(error) => {
                     assert!(error.to_string().contains("`coreward certs roll-over switch` again"), "{at}: {error}")
                 }
             }
             for other in STEPS.into_iter().filter(|step| *step != interrupted) {
                 assert!(
-                    roll_over_test.fleet.authority.roll_over(other, 30 * DAY).is_err(),
+                    rollover_test.fleet.authority.roll_over(other, 30 * DAY).is_err(),
                     "{at}: {other:?} is refused"
                 );
             }
             for step in &STEPS[position..] {
-                roll_over_test.make_step(*step).await;
+                rollover_test.take_rollover_step(*step).await;
             }
-            changes += 1;
+            change_count += 1;
         }
-        assert!(changes > 1, "{interrupted:?} changes {changes} files");
+        assert!(change_count > 1, "{interrupted:?} changes {change_count} files");
     }
 }
 
 #[test]
-fn interrupted_authority_is_completed_by_the_same_command() {
+fn interrupted_init_is_completed_by_the_same_command() {
     let init_authority = |directory: &Path| Authority::init(directory, &"prod".parse().unwrap(), DAY);
     for changes in 0.. {
         let directory = tempfile::tempdir().unwrap();
@@ -504,14 +504,14 @@ fn interrupted_authority_is_completed_by_the_same_command() {
 }
 
 /// Controller and agent during a roll-over from one authority to the next.
-struct RollOverTest {
+struct RolloverTest {
     fleet: TestFleet,
     controller: Arc<Tls>,
     agent: Arc<Tls>,
     listener: TestListener,
 }
 
-impl RollOverTest {
+impl RolloverTest {
     async fn start() -> Self {
         let fleet = TestFleet::new("prod");
         let (controller, agent) = (fleet.issue_tls(Role::Controller, "c1"), fleet.issue_tls(Role::Agent, "s1"));
@@ -520,7 +520,7 @@ impl RollOverTest {
     }
 
     /// Executes a step of the roll-over, and distributes the files that it wrote.
-    async fn make_step(&self, step: RolloverStep) {
+    async fn take_rollover_step(&self, step: RolloverStep) {
         self.fleet.authority.roll_over(step, 30 * DAY).unwrap_or_else(|error| panic!("{step:?}: {error:#}"));
         self.fleet.write_bundle(Role::Agent, "s1", Validity::from_now(DAY));
         self.assert_mutual_trust(&format!("{step:?}: the agent first")).await;

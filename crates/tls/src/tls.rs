@@ -99,9 +99,9 @@ impl Tls {
     }
 
     /// Reloads the credentials when their files change and on SIGHUP, and logs certificates that expire soon.
-    pub async fn maintenance_loop(self: Arc<Self>) -> std::convert::Infallible {
+    pub async fn reload_changed_certificates(self: Arc<Self>) -> std::convert::Infallible {
         let mut hangup = signal(SignalKind::hangup()).ok();
-        let mut reminder = tokio::time::interval(REMINDER_INTERVAL);
+        let mut reminder_timer = tokio::time::interval(REMINDER_INTERVAL);
         loop {
             let next_hangup = async {
                 match &mut hangup {
@@ -112,7 +112,7 @@ impl Tls {
             let is_reload_due = tokio::select! {
                 _ = next_hangup => true,
                 () = self.file_watcher.wait_for_change() => true,
-                _ = reminder.tick() => {
+                _ = reminder_timer.tick() => {
                     for problem in self.warnings() {
                         tracing::warn!(
                             event = "certificate-ends",

@@ -54,7 +54,7 @@ impl ExpectedHost {
         identity: &Identity,
     ) -> Result<(), AcceptError> {
         let is_valid_for = |host: &ServerName<'_>| verify_server_name(webpki_certificate, host).is_ok();
-        let expected = match self {
+        let expected_hosts = match self {
             Self::Any => return Ok(()),
             Self::Requested if peer_certificate.hosts.is_empty() || is_valid_for(requested_host) => return Ok(()),
             Self::Requested => requested_host.to_str().into_owned(),
@@ -69,7 +69,11 @@ impl ExpectedHost {
                 accepted_hosts.join(" or ")
             }
         };
-        Err(AcceptError::WrongHost { identity: identity.clone(), hosts: peer_certificate.hosts.clone(), expected })
+        Err(AcceptError::WrongHost {
+            identity: identity.clone(),
+            hosts: peer_certificate.hosts.clone(),
+            expected: expected_hosts,
+        })
     }
 }
 

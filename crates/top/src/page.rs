@@ -12,7 +12,7 @@ use crate::model::Model;
 use crate::view::{SortOrder, View};
 
 /// Maximum number of lines for each of services, load balancers and warnings, if not all lines fit.
-const MAX_MINOR_LINES: usize = 4;
+const MAX_MINOR_SECTION_LINES: usize = 4;
 /// Width of a server's line before its bars of core loads, in columns.
 const COLUMNS_BEFORE_CORES: u16 = 64;
 
@@ -58,12 +58,12 @@ pub fn full_page_height(status: &Status) -> u16 {
 }
 
 /// Returns the heights of the sections for services, load balancers and warnings. They get all lines that they need if
-/// everything fits, otherwise at most [`MAX_MINOR_LINES`] each, and fewer on a small page. Three further lines are for
-/// head and foot.
+/// everything fits, otherwise at most [`MAX_MINOR_SECTION_LINES`] each, and fewer on a small page. Three further lines
+/// are for head and foot.
 fn section_heights(section_lines: [usize; 3], servers: usize, area: Rect) -> [u16; 3] {
     let mut free_lines = usize::from(area.height).saturating_sub(3);
     let needed_lines = section_lines.iter().sum::<usize>() + servers + 1;
-    let max_lines = if needed_lines <= free_lines { usize::MAX } else { MAX_MINOR_LINES };
+    let max_lines = if needed_lines <= free_lines { usize::MAX } else { MAX_MINOR_SECTION_LINES };
     section_lines.map(|line_count| {
         // At least half of the remaining lines must be left for servers.
         let height = line_count.min(max_lines).min(free_lines / 2);
@@ -220,7 +220,7 @@ fn server_row<'a>(server: &'a Server, loads: Option<&ServerLoads>, rate: Option<
     // Agents of older versions only count all of the machine's connections.
     let open_connections = loads.map(|loads| loads.service_connections.unwrap_or(loads.open_connections.into()));
     let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
-    let percent = |load: f64| format!("{:.0} %", load * 100.0);
+    let format_percent = |load: f64| format!("{:.0} %", load * 100.0);
     let highest_load = cores.iter().copied().reduce(f64::max);
     let (age, colour) = match server.reports {
         ReportState::Fresh => (format!("{} ms", server.report_age_ms), Color::Reset),
@@ -239,8 +239,8 @@ fn server_row<'a>(server: &'a Server, loads: Option<&ServerLoads>, rate: Option<
         Cell::from(or_dash(open_connections.map(|open| open.to_string()))),
         Cell::from(or_dash(rate.map(format_rate))),
         Cell::from(age).style(Style::new().fg(colour)),
-        Cell::from(or_dash(mean(cores).map(percent))),
-        Cell::from(or_dash(highest_load.map(percent))),
+        Cell::from(or_dash(mean(cores).map(format_percent))),
+        Cell::from(or_dash(highest_load.map(format_percent))),
         Cell::from(load_bars(cores, core_columns)),
     ])
 }

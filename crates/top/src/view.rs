@@ -60,8 +60,8 @@ mod tests {
     fn keys_scroll_within_the_servers() {
         let mut view = View { page_size: 10, ..View::default() };
         let mut press_key = |code: KeyCode| {
-            let continues = view.handle_key(code.into(), 25);
-            (continues, view.order, view.first_visible_row)
+            let keeps_running = view.handle_key(code.into(), 25);
+            (keeps_running, view.order, view.first_visible_row)
         };
         assert_eq!(press_key(KeyCode::Up), (true, SortOrder::Name, 0));
         assert_eq!(press_key(KeyCode::Down).2, 1);

@@ -73,7 +73,7 @@ pub struct PeerLoadBalancer {
     /// Name of the load balancer in its file.
     pub name: String,
     /// Number that identifies the load balancer's connection table in cookies, or `None` if it has no table.
-    pub owner: Option<TableOwnerNumber>,
+    pub owner_number: Option<TableOwnerNumber>,
     /// Address of the load balancer in the servers' network, or `None` if it is unknown.
     pub address: Option<IpAddr>,
     /// Whether the controller has received a message from the load balancer within [`LOAD_BALANCER_TIMEOUT`].
@@ -198,7 +198,7 @@ impl From<&PeerLoadBalancer> for v1::LoadBalancer {
     fn from(peer: &PeerLoadBalancer) -> Self {
         Self {
             name: peer.name.clone(),
-            owner: peer.owner.map(|owner| owner.get().into()),
+            owner: peer.owner_number.map(|owner| owner.get().into()),
             address: peer.address.map(address_bytes).unwrap_or_default(),
             alive: peer.is_alive,
         }
@@ -324,8 +324,8 @@ fn parse_weight(weight: u32) -> Result<ServerWeight, WireError> {
 }
 
 fn parse_capacity(capacity: f64) -> Result<Option<ServerCapacity>, WireError> {
-    let result = (capacity != 0.0).then(|| ServerCapacity::new(capacity)).transpose();
-    result.map_err(|error| WireError::new("capacity", error))
+    let parsed_capacity = (capacity != 0.0).then(|| ServerCapacity::new(capacity)).transpose();
+    parsed_capacity.map_err(|error| WireError::new("capacity", error))
 }
 
 /// Parses every element of a list. An error names the element's position.
@@ -376,8 +376,8 @@ impl FleetConfiguration {
         match Self::try_from(&message) {
             Ok(configuration) => Ok((configuration, Vec::new())),
             Err(_) => {
-                let refused_services = remove_unusable_services(&mut message);
-                Ok(((&message).try_into()?, refused_services))
+                let unusable_services = remove_unusable_services(&mut message);
+                Ok(((&message).try_into()?, unusable_services))
             }
         }
     }
@@ -392,7 +392,7 @@ impl TryFrom<&v1::FleetConfiguration> for FleetConfiguration {
         check_unique("services", services.iter().map(|service| format!("index {}", service.index.get())))?;
         let load_balancers: Vec<PeerLoadBalancer> = parse_list("load_balancers", &message.load_balancers)?;
         check_unique("load_balancers", load_balancers.iter().map(|peer| &peer.name))?;
-        let owners = load_balancers.iter().filter_map(|peer| peer.owner);
+        let owners = load_balancers.iter().filter_map(|peer| peer.owner_number);
         check_unique("load_balancers", owners.map(|owner| format!("owner number {}", owner.get())))?;
         Ok(Self {
             generation: message.generation,
@@ -411,7 +411,7 @@ impl TryFrom<&v1::LoadBalancer> for PeerLoadBalancer {
     fn try_from(message: &v1::LoadBalancer) -> Result<Self, WireError> {
         Ok(Self {
             name: message.name.clone(),
-            owner: message.owner.map(|number| parse_owner_number("owner", number)).transpose()?,
+            owner_number: message.owner.map(|number| parse_owner_number("owner", number)).transpose()?,
             address: parse_optional_address("address", &message.address)?,
             is_alive: message.alive,
         })
@@ -486,9 +486,9 @@ impl TryFrom<&v1::PreviousServer> for PreviousServer {
 
 impl AgentConfiguration {
     /// Parses a message and returns the configuration and its unusable services. Fails if another part is invalid.
-    pub fn read(mut message: v1::AgentConfiguration) -> Result<(Self, Vec<UnusableService>), WireError> {
-        let refused_services = remove_unusable_agent_services(&mut message);
-        Ok(((&message).try_into()?, refused_services))
+    pub fn from_message(mut message: v1::AgentConfiguration) -> Result<(Self, Vec<UnusableService>), WireError> {
+        let unusable_services = remove_unusable_agent_services(&mut message);
+        Ok(((&message).try_into()?, unusable_services))
     }
 }
 
@@ -527,7 +527,7 @@ pub struct UnusableService {
 impl UnusableService {
     /// Returns the service as it was `previous_service`, but with the servers of the unusable one, so that drains take
     /// effect.
-    pub fn with_servers_of(&self, previous_service: &Service) -> Service {
+    pub fn apply_servers_to(&self, previous_service: &Service) -> Service {
         Service {
             servers: self.servers.clone().unwrap_or_else(|| previous_service.servers.clone()),
             ..previous_service.clone()
@@ -541,24 +541,24 @@ impl UnusableService {
 }
 
 fn remove_unusable_services(message: &mut v1::FleetConfiguration) -> Vec<UnusableService> {
-    let mut refused_services = Vec::new();
+    let mut unusable_services = Vec::new();
     message.services.retain(|service| {
         let Err(reason) = Service::try_from(service) else { return true };
         let servers = parse_list("servers", &service.servers).ok();
-        refused_services.push(UnusableService { name: service.name.clone(), index: service.index, reason, servers });
+        unusable_services.push(UnusableService { name: service.name.clone(), index: service.index, reason, servers });
         false
     });
-    refused_services
+    unusable_services
 }
 
 fn remove_unusable_agent_services(message: &mut v1::AgentConfiguration) -> Vec<UnusableService> {
-    let mut refused_services = Vec::new();
+    let mut unusable_services = Vec::new();
     message.services.retain(|service| {
         let Err(reason) = AgentService::try_from(service) else { return true };
-        refused_services.push(UnusableService { name: service.name.clone(), index: 0, reason, servers: None });
+        unusable_services.push(UnusableService { name: service.name.clone(), index: 0, reason, servers: None });
         false
     });
-    refused_services
+    unusable_services
 }
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ use crate::{WireError, WireErrorContext as _, v1};
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HealthMessage {
     /// Results by service and server, in any order.
-    pub servers: Vec<(ServiceIndex, ServerId, ServerCheckResult)>,
+    pub check_results: Vec<(ServiceIndex, ServerId, ServerCheckResult)>,
 }
 
 /// Result of one load balancer's checks of one server.
@@ -41,7 +41,7 @@ const MAX_ERROR_CHARS: usize = 200;
 impl From<&HealthMessage> for v1::LoadBalancerHealth {
     fn from(message: &HealthMessage) -> Self {
         let mut services: Vec<v1::ServiceHealth> = Vec::new();
-        for (service, server, check_result) in &message.servers {
+        for (service, server, check_result) in &message.check_results {
             let service_index = u32::from(service.get());
             if services.last().is_none_or(|last| last.service_index != service_index) {
                 services.push(v1::ServiceHealth { service_index, servers: Vec::new() });
@@ -80,7 +80,7 @@ impl TryFrom<&v1::LoadBalancerHealth> for HealthMessage {
                 servers.push((index, id, server.into()));
             }
         }
-        Ok(Self { servers })
+        Ok(Self { check_results: servers })
     }
 }
 
@@ -119,7 +119,7 @@ impl From<&HealthCheck> for v1::HealthCheck {
         }
         if let Probe::Https(_, verification) = &check.probe {
             message.verify = *verification != CertificateVerification::Off;
-            if let CertificateVerification::Authorities(pem) = verification {
+            if let CertificateVerification::PemAuthorities(pem) = verification {
                 message.authorities.clone_from(pem);
             }
         }
@@ -175,7 +175,7 @@ fn parse_verification(message: &v1::HealthCheck) -> CertificateVerification {
     match (message.verify, message.authorities.as_str()) {
         (false, _) => CertificateVerification::Off,
         (true, "") => CertificateVerification::System,
-        (true, pem) => CertificateVerification::Authorities(pem.to_owned()),
+        (true, pem) => CertificateVerification::PemAuthorities(pem.to_owned()),
     }
 }
 
@@ -214,7 +214,7 @@ mod tests {
             Probe::Http(http_probe()),
             Probe::Https(http_probe(), CertificateVerification::System),
             Probe::Https(http_probe(), CertificateVerification::Off),
-            Probe::Https(http_probe(), CertificateVerification::Authorities("pem".to_owned())),
+            Probe::Https(http_probe(), CertificateVerification::PemAuthorities("pem".to_owned())),
         ];
         for probe in probes {
             let check = health_check(probe);
@@ -251,7 +251,7 @@ mod tests {
             server_result(3, 8, Some(HealthVerdict::Down)),
             server_result(5, 7, None),
         ];
-        let message = HealthMessage { servers };
+        let message = HealthMessage { check_results: servers };
         let encoded_message = v1::LoadBalancerHealth::from(&message);
         assert_eq!(encoded_message.services.len(), 2);
         assert_eq!(HealthMessage::try_from(&encoded_message), Ok(message));

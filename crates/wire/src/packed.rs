@@ -7,14 +7,14 @@ use prost::encoding::{decode_varint, encode_varint};
 use crate::WireError;
 
 /// Encodes integers as a packed `repeated uint64` (or `uint32`) field.
-pub fn write_integers(numbers: impl Iterator<Item = u64>) -> Bytes {
+pub fn encode_integers(numbers: impl Iterator<Item = u64>) -> Bytes {
     let mut bytes = BytesMut::with_capacity(numbers.size_hint().0);
     numbers.for_each(|number| encode_varint(number, &mut bytes));
     bytes.freeze()
 }
 
 /// Encodes numbers as a packed `repeated double` field.
-pub fn write_doubles(numbers: impl Iterator<Item = f64>) -> Bytes {
+pub fn encode_doubles(numbers: impl Iterator<Item = f64>) -> Bytes {
     numbers.flat_map(f64::to_le_bytes).collect::<Vec<u8>>().into()
 }
 
@@ -24,7 +24,7 @@ pub fn count_integers(bytes: &[u8]) -> usize {
 }
 
 /// Returns the integers of a list. An incomplete or too large integer gives `None`, after which the list ends.
-pub fn read_integers(bytes: &[u8]) -> impl Iterator<Item = Option<u64>> + '_ {
+pub fn decode_integers(bytes: &[u8]) -> impl Iterator<Item = Option<u64>> + '_ {
     let mut remaining_bytes = bytes;
     std::iter::from_fn(move || match remaining_bytes.split_first()? {
         (small, following_bytes) if *small < 0x80 => {
@@ -41,7 +41,7 @@ pub fn read_integers(bytes: &[u8]) -> impl Iterator<Item = Option<u64>> + '_ {
     })
 }
 
-/// Returns the error for a list in which [`read_integers`] found an invalid number.
+/// Returns the error for a list in which [`decode_integers`] found an invalid number.
 pub fn unreadable_number_error(field: &str) -> WireError {
     WireError::new(field, "a number that is not whole: expected one of 64 bits in at most 10 bytes")
 }
@@ -53,7 +53,7 @@ pub fn count_doubles(field: &str, bytes: &[u8]) -> Result<usize, WireError> {
 }
 
 /// Returns the doubles of a list.
-pub fn read_doubles(bytes: &[u8]) -> impl Iterator<Item = f64> + '_ {
+pub fn decode_doubles(bytes: &[u8]) -> impl Iterator<Item = f64> + '_ {
     bytes.as_chunks().0.iter().map(|number| f64::from_le_bytes(*number))
 }
 
@@ -87,22 +87,22 @@ mod tests {
             doubles in prop::collection::vec(any::<f64>().prop_filter("compared below", |load| !load.is_nan()), 0..50),
         ) {
             use prost::Message as _;
-            let encoded_numbers = write_integers(numbers.iter().copied());
+            let encoded_numbers = encode_integers(numbers.iter().copied());
             let encoded_message = EncodedNumbers { numbers: encoded_numbers,
-                doubles: write_doubles(doubles.iter().copied()) };
+                doubles: encode_doubles(doubles.iter().copied()) };
             let repeated_message = RepeatedNumbers { numbers, doubles };
             prop_assert_eq!(encoded_message.encode_to_vec(), repeated_message.encode_to_vec());
             prop_assert_eq!(count_integers(&encoded_message.numbers), repeated_message.numbers.len());
             prop_assert_eq!(count_doubles("load", &encoded_message.doubles).unwrap(), repeated_message.doubles.len());
-            let decoded_numbers: Vec<u64> = read_integers(&encoded_message.numbers).map(Option::unwrap).collect();
+            let decoded_numbers: Vec<u64> = decode_integers(&encoded_message.numbers).map(Option::unwrap).collect();
             prop_assert_eq!(decoded_numbers, repeated_message.numbers);
-            prop_assert_eq!(read_doubles(&encoded_message.doubles).collect::<Vec<f64>>(), repeated_message.doubles);
+            prop_assert_eq!(decode_doubles(&encoded_message.doubles).collect::<Vec<f64>>(), repeated_message.doubles);
         }
     }
 
     #[test]
     fn truncated_message_is_rejected() {
-        let numbers: Vec<_> = read_integers(&[7, 0x80]).collect();
+        let numbers: Vec<_> = decode_integers(&[7, 0x80]).collect();
         assert!(numbers == [Some(7), None], "{numbers:?}");
     }
 }

@@ -35,7 +35,7 @@ pub struct RackConfiguration {
     /// Minimum interval between an agent's full reports, unless its server drains or a detail has changed.
     pub detail_interval: Duration,
     /// Weight of the newest report in a core's smoothed load.
-    pub alpha: SmoothingWeight,
+    pub load_ewma_alpha: SmoothingWeight,
     /// Servers whose agents are connected through the rack.
     pub servers: Vec<RackServer>,
     /// Services that have at least one of these servers.
@@ -101,7 +101,7 @@ impl From<&RackConfiguration> for v1::RackConfiguration {
         Self {
             report_interval_ms: configuration.report_interval.as_millis() as u32,
             detail_interval_ms: configuration.detail_interval.as_millis() as u32,
-            alpha: configuration.alpha.get(),
+            alpha: configuration.load_ewma_alpha.get(),
             servers: configuration.servers.iter().map(to_server).collect(),
             services: configuration.services.iter().map(to_service).collect(),
         }
@@ -118,7 +118,7 @@ impl TryFrom<&v1::RackConfiguration> for RackConfiguration {
         Ok(Self {
             report_interval: Duration::from_millis(message.report_interval_ms.into()),
             detail_interval: Duration::from_millis(message.detail_interval_ms.into()),
-            alpha: SmoothingWeight::new(message.alpha).map_err(|error| WireError::new("alpha", error))?,
+            load_ewma_alpha: SmoothingWeight::new(message.alpha).map_err(|error| WireError::new("alpha", error))?,
             servers: message.servers.iter().map(parse_server).collect::<Result<_, _>>().within("servers")?,
             services: message.services.iter().map(parse_service).collect::<Result<_, _>>().within("services")?,
         })
@@ -205,18 +205,18 @@ pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::Rack
     let to_spread = |(class, bins): &(ServerClass, HistogramBins)| v1::LoadSpread {
         weight: class.weight.get(),
         speed: class.speed,
-        bin: packed::write_integers(bins.iter().map(|(bin, _)| u64::from(*bin))),
-        cores: packed::write_integers(bins.iter().map(|(_, bin)| bin.core_count)),
-        sum: packed::write_integers(bins.iter().map(|(_, bin)| bin.load_sum)),
+        bin: packed::encode_integers(bins.iter().map(|(bin, _)| u64::from(*bin))),
+        cores: packed::encode_integers(bins.iter().map(|(_, bin)| bin.core_count)),
+        sum: packed::encode_integers(bins.iter().map(|(_, bin)| bin.load_sum)),
     };
     message.spreads = summary.histograms_by_class.iter().map(to_spread).collect();
     let to_candidate_list = |list: &CandidateList| v1::CandidateList {
         key: list.key.bytes().to_vec().into(),
-        input_transform: list.key.input_transform().number().into(),
+        input_transform: list.key.input_transform().ethtool_number().into(),
         per_bucket: list.candidates_per_bucket as u32,
-        server: packed::write_integers(list.candidates.iter().map(|(core, _)| position_of(core.server) as u64)),
-        core: packed::write_integers(list.candidates.iter().map(|(core, _)| u64::from(core.core))),
-        load: packed::write_doubles(list.candidates.iter().map(|(_, load)| *load)),
+        server: packed::encode_integers(list.candidates.iter().map(|(core, _)| position_of(core.server) as u64)),
+        core: packed::encode_integers(list.candidates.iter().map(|(core, _)| u64::from(core.core))),
+        load: packed::encode_doubles(list.candidates.iter().map(|(_, load)| *load)),
     };
     message.lists = summary.candidate_lists.iter().map(to_candidate_list).collect();
     message
@@ -274,9 +274,9 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, HistogramBins)
     }
     let class = ServerClass { weight: parse_weight(message.weight)?, speed: message.speed };
     let mut bins = HistogramBins::with_capacity(bin_count);
-    let bin_fields = packed::read_integers(&message.bin)
-        .zip(packed::read_integers(&message.cores))
-        .zip(packed::read_integers(&message.sum));
+    let bin_fields = packed::decode_integers(&message.bin)
+        .zip(packed::decode_integers(&message.cores))
+        .zip(packed::decode_integers(&message.sum));
     for ((bin, core_count), sum) in bin_fields {
         let (Some(bin), Some(core_count), Some(sum)) = (bin, core_count, sum) else {
             return Err(packed::unreadable_number_error("bin, cores, sum"));
@@ -307,10 +307,10 @@ fn parse_candidate_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result
         let problem = format!("{}: expected 1 to {MAX_CANDIDATES}", message.per_bucket);
         return Err(WireError::new("per_bucket", problem));
     }
-    let server_cores = packed::read_integers(&message.server).zip(packed::read_integers(&message.core));
-    packed::read_doubles(&message.load).try_for_each(|load| check_load("load", load))?;
+    let server_cores = packed::decode_integers(&message.server).zip(packed::decode_integers(&message.core));
+    packed::decode_doubles(&message.load).try_for_each(|load| check_load("load", load))?;
     let mut candidates = Vec::with_capacity(candidate_count);
-    for ((server, core), load) in server_cores.zip(packed::read_doubles(&message.load)) {
+    for ((server, core), load) in server_cores.zip(packed::decode_doubles(&message.load)) {
         let (Some(server), Some(core)) = (server, core) else {
             return Err(packed::unreadable_number_error("server, core"));
         };
@@ -367,7 +367,7 @@ mod tests {
             ..PoolServer::new((n * 31).try_into().unwrap())
         };
         let pool = Pool::new((0..5).map(server).collect(), 1);
-        RackSummary::of(&pool, policy_by_name("crossrss-plus", 1).unwrap().as_mut(), BucketCount::PUBLISHED, 8)
+        RackSummary::of(&pool, policy_by_name("crossrss-plus", 1).unwrap().as_mut(), BucketCount::PAPER_VALUE, 8)
     }
 
     #[test]
@@ -394,10 +394,10 @@ mod tests {
         assert_eq!(pack_rack_messages(vec![], vec![]), [v1::RackMessage::default()]);
     }
 
-    fn change_number(numbers: &mut Bytes, position: usize, number: u64) {
-        let mut all_numbers: Vec<u64> = packed::read_integers(numbers).map(Option::unwrap).collect();
+    fn replace_number(numbers: &mut Bytes, position: usize, number: u64) {
+        let mut all_numbers: Vec<u64> = packed::decode_integers(numbers).map(Option::unwrap).collect();
         all_numbers[position] = number;
-        *numbers = packed::write_integers(all_numbers.into_iter());
+        *numbers = packed::encode_integers(all_numbers.into_iter());
     }
 
     #[test]
@@ -414,7 +414,7 @@ mod tests {
         assert_eq!(error(|m| m.slow_start[0].server_id = 7), "slow_start.server_id: 7: expected one of `server_id`");
         assert_eq!(error(|m| m.slow_start[0].load.truncate(3)), "slow_start.load: 3 entries: expected 4");
         assert_eq!(
-            error(|m| change_number(&mut m.lists[0].server, 9, 5)),
+            error(|m| replace_number(&mut m.lists[0].server, 9, 5)),
             "lists.server: 5: expected a position below 5"
         );
         assert_eq!(error(|m| m.lists[0].load.truncate(9)), "lists.load: 9 bytes: expected 8 for each number");
@@ -424,18 +424,18 @@ mod tests {
             "lists.load: NaN: expected a number from 0 to 16"
         );
         assert_eq!(error(|m| m.lists[0].per_bucket = 9), "lists.per_bucket: 9: expected 1 to 8");
-        assert_eq!(error(|m| change_number(&mut m.spreads[0].bin, 0, 5_000)), "spreads.bin: 5000: expected 0 to 2049");
-        assert_eq!(error(|m| change_number(&mut m.spreads[0].bin, 1, 0)), "spreads.bin: not in ascending order");
+        assert_eq!(error(|m| replace_number(&mut m.spreads[0].bin, 0, 5_000)), "spreads.bin: 5000: expected 0 to 2049");
+        assert_eq!(error(|m| replace_number(&mut m.spreads[0].bin, 1, 0)), "spreads.bin: not in ascending order");
         assert_eq!(
             error(|m| m.spreads.push(m.spreads[0].clone())),
             "spreads: two of one weight and speed: expected one"
         );
         assert_eq!(
-            error(|m| change_number(&mut m.spreads[0].sum, 0, u64::MAX)).split(": expected").next(),
+            error(|m| replace_number(&mut m.spreads[0].sum, 0, u64::MAX)).split(": expected").next(),
             Some("spreads.cores: 4 cores with a sum of 18446744073709551615")
         );
         assert!(
-            error(|m| change_number(&mut m.spreads[0].cores, 0, 1 << 40))
+            error(|m| replace_number(&mut m.spreads[0].cores, 0, 1 << 40))
                 .starts_with("spreads.cores: 1099511627776 cores")
         );
         assert_eq!(error(|m| m.spreads[0].speed = 0.0), "spreads.speed: 0: expected a number above 0");
@@ -448,7 +448,7 @@ mod tests {
         let configuration = RackConfiguration {
             report_interval: Duration::from_millis(100),
             detail_interval: Duration::from_secs(2),
-            alpha: SmoothingWeight::PUBLISHED,
+            load_ewma_alpha: SmoothingWeight::PAPER_VALUE,
             servers: vec![RackServer {
                 stream_number: 4,
                 id: 9u64.try_into().unwrap(),
@@ -458,7 +458,7 @@ mod tests {
             services: vec![RackService {
                 index: ServiceIndex::new(1).unwrap(),
                 policy: "crossrss".to_owned(),
-                bucket_count: BucketCount::PUBLISHED,
+                bucket_count: BucketCount::PAPER_VALUE,
                 places_each_datagram: false,
                 members: vec![member(9, true), member(11, false)],
             }],

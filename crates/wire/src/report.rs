@@ -40,7 +40,7 @@ const AGENT_COUNTER_NAMES: [&[&str]; 3] =
     [&intf::SERVER_COUNTER_NAMES, &intf::STEER_COUNTER_NAMES, &intf::DECAP_COUNTER_NAMES];
 
 /// Returns whether the service's `listen` is an address. Other text must not become a label of metrics.
-fn has_address(service: &v1::DispatchedService) -> bool {
+fn has_listen_address(service: &v1::DispatchedService) -> bool {
     service.listen.parse::<SocketAddr>().is_ok()
 }
 
@@ -56,14 +56,14 @@ pub struct ReportDetails {
     /// The newest count of connections, or `None` if there is none yet or the agent does not count.
     pub connections: Option<CountedConnections>,
     /// Parts of the newest configuration that the agent cannot use.
-    pub refused: Vec<v1::RefusedUpdate>,
+    pub refused_updates: Vec<v1::RefusedUpdate>,
 }
 
 /// Counts of a server's TCP connections, from half-open to closing ones, without listening and TIME-WAIT sockets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CountedConnections {
     /// Time from the start of the count until the report was sent (whole ms, up to 49 days).
-    pub elapsed: Duration,
+    pub age: Duration,
     /// Generation of the agent's configuration that was active when the count began.
     pub configuration_generation: u64,
     /// Number of connections by service name, for all TCP services of that configuration, including those without any.
@@ -73,7 +73,7 @@ pub struct CountedConnections {
 impl From<v1::CountedConnections> for CountedConnections {
     fn from(message: v1::CountedConnections) -> Self {
         Self {
-            elapsed: Duration::from_millis(message.age_ms.into()),
+            age: Duration::from_millis(message.age_ms.into()),
             configuration_generation: message.configuration_generation,
             services: message.services.into_iter().map(|(name, count)| (sanitize(name), count)).collect(),
         }
@@ -83,7 +83,7 @@ impl From<v1::CountedConnections> for CountedConnections {
 impl From<CountedConnections> for v1::CountedConnections {
     fn from(counted_connections: CountedConnections) -> Self {
         Self {
-            age_ms: u32::try_from(counted_connections.elapsed.as_millis()).unwrap_or(u32::MAX),
+            age_ms: u32::try_from(counted_connections.age.as_millis()).unwrap_or(u32::MAX),
             configuration_generation: counted_connections.configuration_generation,
             services: counted_connections.services.into_iter().collect(),
         }
@@ -95,11 +95,11 @@ impl From<CountedConnections> for v1::CountedConnections {
 pub enum ReportError {
     /// The RSS configuration is invalid. Other parts may be valid, but the announced RSS generation is unusable.
     #[error("{0}")]
-    Rss(WireError),
+    InvalidRss(WireError),
     /// The time to live is out of range. With 0, every report would be too old. With a long time, a dead agent would
     /// block others.
     #[error("time_to_live_ms: {0}: expected 1 to {MAX_TIME_TO_LIVE_MS}")]
-    TimeToLive(u32),
+    TimeToLiveMsOutOfRange(u32),
     /// A list in the report has more elements than one server may report.
     #[error("{field}: {count}: expected at most {limit}")]
     TooLarge {
@@ -153,17 +153,22 @@ impl TryFrom<v1::Report> for AgentReport {
 
     fn try_from(message: v1::Report) -> Result<Self, ReportError> {
         if !(1..=MAX_TIME_TO_LIVE_MS).contains(&message.time_to_live_ms) {
-            return Err(ReportError::TimeToLive(message.time_to_live_ms));
+            return Err(ReportError::TimeToLiveMsOutOfRange(message.time_to_live_ms));
         }
         check_list_lengths(&message)?;
-        let rss =
-            message.rss.as_ref().map(ReportedRss::try_from).transpose().within("rss").map_err(ReportError::Rss)?;
+        let rss = message
+            .rss
+            .as_ref()
+            .map(ReportedRss::try_from)
+            .transpose()
+            .within("rss")
+            .map_err(ReportError::InvalidRss)?;
         let details = (!message.without_details).then(|| ReportDetails {
             counters: retain_known_counters(message.counters, &AGENT_COUNTER_NAMES).into_iter().collect(),
             warnings: message.warnings.into_iter().map(sanitize).collect(),
-            dispatch: message.dispatch.into_iter().filter(has_address).map(sanitize_dispatched).collect(),
+            dispatch: message.dispatch.into_iter().filter(has_listen_address).map(sanitize_dispatched).collect(),
             connections: message.connections.map(CountedConnections::from),
-            refused: sanitize_refused(message.refused),
+            refused_updates: sanitize_refused(message.refused),
         });
         Ok(Self {
             sent_at: Duration::from_nanos(message.sent_unix_ns),
@@ -202,7 +207,8 @@ pub fn reduce_oversized_report(mut report: v1::Report) -> v1::Report {
 impl From<AgentReport> for v1::Report {
     fn from(report: AgentReport) -> Self {
         let without_details = report.details.is_none();
-        let ReportDetails { counters, warnings, dispatch, connections, refused } = report.details.unwrap_or_default();
+        let ReportDetails { counters, warnings, dispatch, connections, refused_updates: refused } =
+            report.details.unwrap_or_default();
         Self {
             sequence: report.readings.report_sequence,
             sent_unix_ns: report.sent_at.as_nanos() as u64,
@@ -340,7 +346,7 @@ mod tests {
         let error = AgentReport::try_from(v1::Report { time_to_live_ms: 0, ..sample_report() }).unwrap_err();
         assert_eq!(error.to_string(), "time_to_live_ms: 0: expected 1 to 180000");
         let error = AgentReport::try_from(v1::Report { time_to_live_ms: 180_001, ..sample_report() }).unwrap_err();
-        assert_eq!(error, ReportError::TimeToLive(180_001));
+        assert_eq!(error, ReportError::TimeToLiveMsOutOfRange(180_001));
         let error = AgentReport::try_from(v1::Report { core_busy_ns: vec![0; 4097], ..sample_report() }).unwrap_err();
         assert_eq!(error.to_string(), "core_busy_ns: 4097: expected at most 4096");
         let report =

@@ -23,7 +23,7 @@ impl From<&ReportedRss> for v1::Rss {
                 source,
                 key: rss.key.bytes().to_vec(),
                 indirection_table: rss.indirection_table.queues().iter().map(|queue| u32::from(*queue)).collect(),
-                input_transform: rss.key.input_transform().number().into(),
+                input_transform: rss.key.input_transform().ethtool_number().into(),
             },
         }
     }

@@ -32,7 +32,7 @@ fn to_message(service: ServiceIndex, table: &PlacementTable) -> v1::PlacementTab
         bucket_count: table.bucket_count.get(),
         candidates_per_bucket: table.candidates_per_bucket,
         group_keys: table.groups.iter().map(|key| key.bytes().to_vec()).collect(),
-        group_inputs: table.groups.iter().map(|key| key.input_transform().number().into()).collect(),
+        group_inputs: table.groups.iter().map(|key| key.input_transform().ethtool_number().into()).collect(),
         candidate_load: map_candidates(|candidate| candidate.fixed_point_load),
         candidate_server_id: map_candidates(|candidate| candidate.server.get().into()),
         candidate_core_slot: map_candidates(|candidate| candidate.core_slot.into()),
@@ -237,7 +237,7 @@ mod tests {
     #[test]
     fn encoded_table_is_a_protobuf_message() {
         let table =
-            policy::policy_by_name("crossrss", 5).unwrap().compute_table(&sample_pool(3), BucketCount::PUBLISHED, 9);
+            policy::policy_by_name("crossrss", 5).unwrap().compute_table(&sample_pool(3), BucketCount::PAPER_VALUE, 9);
         let service = ServiceIndex::new(0).unwrap();
         let decoded_message = v1::PlacementTable::decode(encode(service, &table)).unwrap();
         assert_eq!((decoded_message.bucket_count, decoded_message.member_server_id), (128, vec![0, 31, 62]));
@@ -248,7 +248,7 @@ mod tests {
         let error = |change: fn(&mut v1::PlacementTable)| {
             let table = policy::policy_by_name("crossrss", 5).unwrap().compute_table(
                 &sample_pool(3),
-                BucketCount::PUBLISHED,
+                BucketCount::PAPER_VALUE,
                 9,
             );
             let mut message = to_message(ServiceIndex::new(0).unwrap(), &table);

@@ -124,8 +124,8 @@ struct AgentWindow {
     reports_per_second: f64,
 }
 
-async fn accepted_report_count(controller: &mut ControllerProcess) -> anyhow::Result<u64> {
-    Ok(controller.status().await?.accepted_reports)
+async fn fetch_accepted_report_count(controller: &mut ControllerProcess) -> anyhow::Result<u64> {
+    Ok(controller.fetch_status().await?.accepted_reports)
 }
 
 async fn measure_windows(args: &Args, controller: &mut ControllerProcess) -> anyhow::Result<Vec<AgentWindow>> {
@@ -134,10 +134,10 @@ async fn measure_windows(args: &Args, controller: &mut ControllerProcess) -> any
     let mut windows = Vec::new();
     for _ in 0..args.windows {
         let (reports_before, cpu_time_before, start) =
-            (accepted_report_count(controller).await?, thread_cpu_time(), Instant::now());
+            (fetch_accepted_report_count(controller).await?, thread_cpu_time(), Instant::now());
         tokio::time::sleep(Duration::from_secs(args.window_seconds)).await;
         let (cpu_time, elapsed_seconds) = (thread_cpu_time() - cpu_time_before, start.elapsed().as_secs_f64());
-        let report_count = accepted_report_count(controller).await? - reports_before;
+        let report_count = fetch_accepted_report_count(controller).await? - reports_before;
         ensure!(report_count > 0, "no report reached the controller");
         windows.push(AgentWindow {
             cpu_pct: cpu_time.as_secs_f64() / elapsed_seconds * 100.0,

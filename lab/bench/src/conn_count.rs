@@ -51,9 +51,9 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let mut server = ConnectionSink::start()?;
     for connection_count in &args.connections {
         server.open_up_to(*connection_count)?;
-        let one_port_times_ms = server.median_count_times_ms(args.rounds, &[server.address])?;
+        let one_port_times_ms = server.measure_median_count_times_ms(args.rounds, &[server.address])?;
         let unused_service = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
-        let four_services_times_ms = server.median_count_times_ms(
+        let four_services_times_ms = server.measure_median_count_times_ms(
             args.rounds,
             &[server.address, unused_service(1), unused_service(2), unused_service(3)],
         )?;
@@ -82,7 +82,7 @@ struct ConnectionSink {
     /// Listening socket, which stays open as long as the server exists.
     _listener: socket2::Socket,
     address: SocketAddr,
-    open_count: u32,
+    open_connection_count: u32,
 }
 
 impl ConnectionSink {
@@ -91,12 +91,12 @@ impl ConnectionSink {
         listener.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into())?;
         listener.listen(ACCEPT_BACKLOG)?;
         let address = listener.local_addr()?.as_socket().context("a listening socket without an address")?;
-        Ok(Self { _listener: listener, address, open_count: 0 })
+        Ok(Self { _listener: listener, address, open_connection_count: 0 })
     }
 
     /// Opens connections until the server has `target_count` of them. The clients close their ends at once.
     fn open_up_to(&mut self, target_count: u32) -> anyhow::Result<()> {
-        for connection_index in self.open_count..target_count {
+        for connection_index in self.open_connection_count..target_count {
             let client = new_tcp_socket()?;
             let client_address =
                 Ipv4Addr::from(u32::from(Ipv4Addr::new(127, 1, 0, 1)) + connection_index / CONNECTIONS_PER_CLIENT);
@@ -105,12 +105,12 @@ impl ConnectionSink {
             client.bind(&SocketAddr::from((client_address, client_port)).into())?;
             client.connect(&self.address.into()).with_context(|| format!("connection {connection_index}"))?;
         }
-        self.open_count = target_count;
+        self.open_connection_count = target_count;
         Ok(())
     }
 
     /// Counts connections `rounds` times and returns the medians of elapsed time and CPU time per count (ms).
-    fn median_count_times_ms(&self, rounds: u32, services: &[SocketAddr]) -> anyhow::Result<(f64, f64)> {
+    fn measure_median_count_times_ms(&self, rounds: u32, services: &[SocketAddr]) -> anyhow::Result<(f64, f64)> {
         let (mut elapsed_ms, mut cpu_ms) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
             let (start, cpu_time_before) = (Instant::now(), thread_cpu_time());
@@ -118,10 +118,10 @@ impl ConnectionSink {
             elapsed_ms.push(start.elapsed().as_secs_f64() * 1e3);
             cpu_ms.push((thread_cpu_time() - cpu_time_before).as_secs_f64() * 1e3);
             ensure!(
-                counted_connections[0] == self.open_count,
+                counted_connections[0] == self.open_connection_count,
                 "{} connections were counted: expected {}",
                 counted_connections[0],
-                self.open_count
+                self.open_connection_count
             );
         }
         Ok((median(&elapsed_ms).unwrap_or(0.0), median(&cpu_ms).unwrap_or(0.0)))

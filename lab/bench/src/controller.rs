@@ -117,7 +117,7 @@ async fn measure(args: &Args, controller: &mut ControllerProcess) -> anyhow::Res
         windows.push(measure_window(controller, Duration::from_secs(args.window_seconds)).await?);
     }
     let resident_mib = controller.resident_mib()?;
-    let status = controller.status().await?;
+    let status = controller.fetch_status().await?;
     let reporting_count = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
     ensure!(reporting_count == args.agents as usize, "{reporting_count} of {} agents report", args.agents);
     let refused_report_count: u64 = status.refused_reports.values().sum();

@@ -160,7 +160,7 @@ impl ControllerProcess {
         Client::new(self.api_address.into(), &self.token_path)
     }
 
-    pub(crate) async fn status(&mut self) -> anyhow::Result<Status> {
+    pub(crate) async fn fetch_status(&mut self) -> anyhow::Result<Status> {
         self.operator_client().await?.status(false).await
     }
 

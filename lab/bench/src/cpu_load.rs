@@ -133,7 +133,7 @@ struct LoadWindow {
 
 impl LoadWindow {
     /// Returns by how many percentage points the measured load is outside the range of the kernel's accounting.
-    fn distance_from_kernel_load(&self) -> f64 {
+    fn distance_from_kernel_load_pct(&self) -> f64 {
         let KernelLoad { not_idle_pct, stolen_pct, .. } = self.kernel_load;
         self.measured_load_pct - self.measured_load_pct.clamp(not_idle_pct - stolen_pct, not_idle_pct)
     }
@@ -148,14 +148,14 @@ fn median_of_windows(windows: &[LoadWindow], to_value: fn(&LoadWindow) -> f64) -
 }
 
 fn load_row(case_name: &str, windows: &[LoadWindow]) -> [Cell; 8] {
-    let differences = values_by_window(windows, LoadWindow::distance_from_kernel_load);
+    let distances_pct = values_by_window(windows, LoadWindow::distance_from_kernel_load_pct);
     [
         case_name.into(),
         median_of_windows(windows, |window| window.measured_load_pct).into(),
         median_of_windows(windows, |window| window.kernel_load.not_idle_pct).into(),
         median_of_windows(windows, |window| window.kernel_load.stolen_pct).into(),
-        median_of_rounds(&differences).into(),
-        quartile_range(&differences).into(),
+        median_of_rounds(&distances_pct).into(),
+        quartile_range(&distances_pct).into(),
         median_of_windows(windows, |window| window.kernel_load.sum_pct).into(),
         (median_of_windows(windows, |window| window.events_per_second) as u64).into(),
     ]

@@ -204,7 +204,7 @@ struct DispatchedService {
     egress_program: OwnedFd,
     _egress_link: Option<Link>,
     /// Loaded dispatch programs and their pins, which keep the programs attached, or `None` for a baseline.
-    dispatch_and_pins: Option<(DispatchPrograms, DispatchPinDirectory)>,
+    programs_and_pin_directory: Option<(DispatchPrograms, DispatchPinDirectory)>,
 }
 
 /// Directory with the dispatch programs' pins, which are removed when this value is dropped.
@@ -253,7 +253,7 @@ impl DispatchedService {
             select_program,
             egress_program,
             _egress_link: egress_link,
-            dispatch_and_pins: None,
+            programs_and_pin_directory: None,
         })
     }
 
@@ -288,7 +288,7 @@ impl DispatchedService {
             select_program,
             egress_program,
             _egress_link: None,
-            dispatch_and_pins,
+            programs_and_pin_directory: dispatch_and_pins,
         })
     }
 
@@ -305,7 +305,7 @@ impl DispatchedService {
         let run_time_after = run_ns_and_count(self.select_program.as_fd())?;
         let run_count = run_time_after.1 - run_time_before.1;
         ensure!(run_count >= u64::from(requests) / 2, "{}: {requests} requests, {run_count} runs", self.address);
-        if let Some((dispatch_programs, _)) = &self.dispatch_and_pins {
+        if let Some((dispatch_programs, _)) = &self.programs_and_pin_directory {
             let used_worker_count = dispatch_programs
                 .ledger()
                 .worker_counts()

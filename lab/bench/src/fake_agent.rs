@@ -62,13 +62,13 @@ async fn run_agent(
     let Ok(response) = client.agent(ReceiverStream::new(receiver)).await else { return };
     let mut response_stream = response.into_inner();
     tokio::spawn(async move { while let Ok(Some(_)) = response_stream.message().await {} });
-    let mut emulated_agent = FakeAgent::new(agent_index, core_count, interval);
+    let mut fake_agent = FakeAgent::new(agent_index, core_count, interval);
     let mut due_time = start;
     loop {
         sleep_until(due_time).await;
         // An agent that is late skips reports.
         due_time = (due_time + interval).max(Instant::now());
-        let report = agent_message::Message::Report(emulated_agent.next_report());
+        let report = agent_message::Message::Report(fake_agent.next_report());
         if sender.send(v1::AgentMessage { message: Some(report) }).await.is_err() {
             return;
         }

@@ -105,8 +105,8 @@ impl AttachedServerPrograms {
 
 impl Drop for AttachedServerPrograms {
     fn drop(&mut self) {
-        let removal = self.0.take().map_or(Ok(()), ServerPrograms::detach_and_unpin);
-        if let Err(error) = removal.and_then(|()| Ok(std::fs::remove_dir(&self.1)?)) {
+        let detach_result = self.0.take().map_or(Ok(()), ServerPrograms::detach_and_unpin);
+        if let Err(error) = detach_result.and_then(|()| Ok(std::fs::remove_dir(&self.1)?)) {
             eprintln!("{}: {error:#}", self.1.display());
         }
     }
@@ -200,9 +200,9 @@ fn open_connections(count: u32) -> anyhow::Result<Vec<ConnectionEnds>> {
 
 /// Sends a request on each idle connection. Fails unless the PAWS clamp then applied to at least as many packets.
 fn wake_idle_connections(programs: &AttachedServerPrograms, idle_connections: &[ConnectionEnds]) -> anyhow::Result<()> {
-    let clamped_before = programs.clamped_packet_count();
+    let clamped_count_before = programs.clamped_packet_count();
     idle_connections.iter().try_for_each(ConnectionEnds::exchange_request)?;
-    let clamped_count = programs.clamped_packet_count() - clamped_before;
+    let clamped_count = programs.clamped_packet_count() - clamped_count_before;
     ensure!(
         clamped_count >= idle_connections.len() as u64,
         "{} connections were idle, {clamped_count} packets are held",

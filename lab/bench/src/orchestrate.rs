@@ -193,7 +193,7 @@ fn millions_per_second(operations: u64, start: Instant) -> f64 {
 /// completes the oldest request. Returns millions of decisions per second.
 fn measure_decision_rate(cores: u16, decisions: u64) -> f64 {
     let ranked_services: Vec<_> =
-        (0..SERVICE_COUNT).map(|priority| RankedService { priority, lambda: Lambda::PUBLISHED }).collect();
+        (0..SERVICE_COUNT).map(|priority| RankedService { priority, lambda: Lambda::PAPER_VALUE }).collect();
     let rank_arrays = RankArrays::new(cores, &ranked_services, RankRule::Ranked, MAX_OUTSTANDING_PER_CORE);
     let mut balancer = JoinBoundedShortestRankedQueue::with_ranks(
         rank_arrays,
@@ -230,7 +230,7 @@ fn free_loopback_address() -> anyhow::Result<SocketAddrV4> {
 fn engine_config(core_count: u16, address: SocketAddrV4) -> EngineConfig {
     let service_config = |priority| {
         let entry = ServiceEntry { address, priority };
-        ServiceConfig { service_entry: entry, lambda: Lambda::PUBLISHED }
+        ServiceConfig { service_entry: entry, lambda: Lambda::PAPER_VALUE }
     };
     EngineConfig {
         core_count,
@@ -306,7 +306,7 @@ fn complete_requests(runtime: &Runtime, cores: u16, should_stop: &AtomicBool) ->
     while !should_stop.load(Relaxed) {
         for worker in &mut workers {
             while let Some(request) = worker.take_request()? {
-                worker.load_feedback(request.service(), worker.core(), 1)?;
+                worker.send_load_feedback(request.service(), worker.core(), 1)?;
             }
         }
     }
@@ -495,7 +495,7 @@ fn measure_feedback_rate(message_count: u64) -> anyhow::Result<f64> {
             bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
             let mut worker = runtime.attach_worker(0)?;
             for _ in 0..message_count {
-                worker.load_feedback(0, 0, 1)?;
+                worker.send_load_feedback(0, 0, 1)?;
             }
             Ok(())
         });

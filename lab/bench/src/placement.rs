@@ -17,13 +17,13 @@ pub struct Args {
 
 fn compared_workloads() -> [(&'static str, Workload); 4] {
     let default_workload = Workload::default();
-    let more_mice = Workload {
+    let mice_heavy_workload = Workload {
         elephant_work_permille: 500,
         mouse_request_count_range: (1, 8),
         mouse_request_interval_us: 50_000,
         ..default_workload
     };
-    let long_lived = Workload {
+    let long_lived_workload = Workload {
         elephant_work_permille: 700,
         elephant_rate_permille: 60,
         elephant_lifetime_range_us: (2_000_000, 20_000_000),
@@ -31,7 +31,7 @@ fn compared_workloads() -> [(&'static str, Workload); 4] {
         mouse_request_interval_us: 30_000,
         ..default_workload
     };
-    let short_requests = Workload {
+    let short_request_workload = Workload {
         service_us: 2_000,
         mouse_request_count_range: (1, 10),
         mouse_request_interval_us: 20_000,
@@ -39,9 +39,9 @@ fn compared_workloads() -> [(&'static str, Workload); 4] {
     };
     [
         ("demo", default_workload),
-        ("more mice", more_mice),
-        ("long-lived", long_lived),
-        ("short requests", short_requests),
+        ("more mice", mice_heavy_workload),
+        ("long-lived", long_lived_workload),
+        ("short requests", short_request_workload),
     ]
 }
 
@@ -58,7 +58,8 @@ fn policy_rows() -> Vec<PolicyRow> {
         ));
     }
     for share in [0.1, 0.25, 0.5, 1.0, 2.0] {
-        let make_policy = move |seed| Some(Box::new(CrossRssPlusPolicy::with_share(seed, share)) as Box<dyn Policy>);
+        let make_policy =
+            move |seed| Some(Box::new(CrossRssPlusPolicy::with_fixed_cost_share(seed, share)) as Box<dyn Policy>);
         rows.push((format!("crossrss-plus, counting {share}"), Box::new(make_policy)));
     }
     rows.push(("noise floor (perfect placement)".to_string(), Box::new(|_| None)));

@@ -73,15 +73,15 @@ async fn measure(args: &Args, controller: &mut ControllerProcess, interval: Dura
     }
     sleep(3 * MIN_DETAIL_INTERVAL).await;
     let windows = measure_windows(&args.scale, controller, &sent_count).await?;
-    let status = controller.status().await?;
-    let racked_server_count: usize = status.racks.iter().map(|rack| rack.servers.len()).sum();
+    let status = controller.fetch_status().await?;
+    let rack_server_count: usize = status.racks.iter().map(|rack| rack.servers.len()).sum();
     ensure!(
-        racked_server_count == args.agents as usize,
-        "{racked_server_count} of {} agents are behind racks",
+        rack_server_count == args.agents as usize,
+        "{rack_server_count} of {} agents are behind racks",
         args.agents
     );
     let reporting_count = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
-    ensure!(reporting_count == racked_server_count, "{reporting_count} of {racked_server_count} servers report");
+    ensure!(reporting_count == rack_server_count, "{reporting_count} of {rack_server_count} servers report");
     Ok(build_report(args, &windows, rack_cpu_us, summary_bytes))
 }
 
@@ -218,7 +218,7 @@ fn make_summaries(
         let report_time = Now { monotonic: interval * round as u32, wall: unix_time, record: unix_time };
         let cpu_time_before = thread_cpu_time();
         for (agent, report) in reports {
-            let (_, outcome) = report_reducer.report(agent.into(), report, report_time);
+            let (_, outcome) = report_reducer.record_report(agent.into(), report, report_time);
             outcome.context("a report of a pretended server")?;
         }
         let summaries = report_reducer.compute_summaries(report_time);

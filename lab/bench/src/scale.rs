@@ -47,8 +47,8 @@ async fn measure(args: &Args, controller: &mut ControllerProcess, interval: Dura
 /// Results of the controller in one measured window.
 pub struct ScaleWindow {
     controller_cpu_pct: f64,
-    sent_per_second: f64,
-    accepted_per_second: f64,
+    sent_messages_per_second: f64,
+    accepted_messages_per_second: f64,
     tables_per_second: f64,
     resident_mib: f64,
     max_resident_mib: f64,
@@ -94,20 +94,32 @@ async fn measure_window(
         (Instant::now(), sent_count.load(Ordering::Relaxed), controller.user_and_system_cpu_seconds()?);
     sleep(length).await;
     let (cpu_after, elapsed_seconds) = (controller.user_and_system_cpu_seconds()?, start.elapsed().as_secs_f64());
-    let sent_per_second = (sent_count.load(Ordering::Relaxed) - sent_before) as f64 / elapsed_seconds;
+    let sent_messages_per_second = (sent_count.load(Ordering::Relaxed) - sent_before) as f64 / elapsed_seconds;
     let metrics_after = fetch_metrics(controller.metrics_address)?;
     let last_counts = counts_and_time().await?;
     let query_interval_s = (last_counts.2 - first_counts.2).as_secs_f64();
     Ok(ScaleWindow {
         controller_cpu_pct: (cpu_after.0 + cpu_after.1 - cpu_before.0 - cpu_before.1) / elapsed_seconds * 100.0,
-        sent_per_second,
-        accepted_per_second: (last_counts.0 - first_counts.0) / query_interval_s,
+        sent_messages_per_second,
+        accepted_messages_per_second: (last_counts.0 - first_counts.0) / query_interval_s,
         tables_per_second: (last_counts.1 - first_counts.1) / query_interval_s,
         resident_mib: controller.memory_mib("VmRSS:")? as f64,
         max_resident_mib: controller.memory_mib("VmHWM:")? as f64,
-        report_to_table_shares: shares(&metrics_before, &metrics_after, "coreward_table_build_delay_seconds"),
-        report_to_kernel_shares: shares(&metrics_before, &metrics_after, "coreward_table_propagation_seconds"),
-        sent_to_kernel_shares: shares(&metrics_before, &metrics_after, "coreward_report_sent_to_kernel_seconds"),
+        report_to_table_shares: cumulative_shares(
+            &metrics_before,
+            &metrics_after,
+            "coreward_table_build_delay_seconds",
+        ),
+        report_to_kernel_shares: cumulative_shares(
+            &metrics_before,
+            &metrics_after,
+            "coreward_table_propagation_seconds",
+        ),
+        sent_to_kernel_shares: cumulative_shares(
+            &metrics_before,
+            &metrics_after,
+            "coreward_report_sent_to_kernel_seconds",
+        ),
     })
 }
 
@@ -132,7 +144,7 @@ fn cumulative_buckets(metrics_page: &str, name: &str) -> Vec<(f64, f64)> {
 
 /// Returns the cumulative distribution of the values that were observed between two metrics pages, as pairs of upper
 /// bound and share.
-fn shares(metrics_before: &str, metrics_after: &str, name: &str) -> Vec<(f64, f64)> {
+fn cumulative_shares(metrics_before: &str, metrics_after: &str, name: &str) -> Vec<(f64, f64)> {
     let (buckets_before, buckets_after) =
         (cumulative_buckets(metrics_before, name), cumulative_buckets(metrics_after, name));
     let new_buckets: Vec<(f64, f64)> =
@@ -167,8 +179,8 @@ pub fn add_window_rows(table: &mut Table, messages: &str, windows: &[ScaleWindow
     let mut add_result_row = |row_name: &str, to_value: &dyn Fn(&ScaleWindow) -> f64| {
         table.add_summary_row(row_name, windows.iter().map(to_value), [])
     };
-    add_result_row(&format!("{messages} sent per second"), &|window| window.sent_per_second);
-    add_result_row("reports taken per second", &|window| window.accepted_per_second);
+    add_result_row(&format!("{messages} sent per second"), &|window| window.sent_messages_per_second);
+    add_result_row("reports taken per second", &|window| window.accepted_messages_per_second);
     add_result_row("CPU of the controller, % of one", &|window| window.controller_cpu_pct);
     add_result_row("tables made per second", &|window| window.tables_per_second);
     add_result_row("resident memory, MiB", &|window| window.resident_mib);

@@ -47,7 +47,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
         for case in &mut cases {
             let start = Instant::now();
             let simulation_result = rpc::run(&case.config)?;
-            ensure!(simulation_result.requests == case.config.requests, "{}: requests were lost", case.name);
+            ensure!(simulation_result.requests == case.config.request_count, "{}: requests were lost", case.name);
             case.millions_per_second.push(simulation_result.requests as f64 / 1e6 / start.elapsed().as_secs_f64());
         }
     }
@@ -126,7 +126,7 @@ fn simulation_cases(requests: u64) -> anyhow::Result<Vec<SimulationCase>> {
             cores,
             service: service.parse()?,
             latency,
-            requests,
+            request_count: requests,
             ..rpc::Config::default()
         };
         Ok(SimulationCase { name: name.to_owned(), config, millions_per_second: Vec::new() })

@@ -95,8 +95,8 @@ async fn apply_fleet_document(
 
 /// Times from a load balancer's start to its first forwarded packet, and until it has forwarded one for every service.
 struct StartTimes {
-    until_first_packet: Duration,
-    until_all_services: Duration,
+    time_to_first_packet: Duration,
+    time_to_all_services: Duration,
 }
 
 /// Packet socket at the servers' end of the veth pair, which also sends the clients' packets.
@@ -189,14 +189,14 @@ fn measure_start_times(services: u32, start: Instant) -> anyhow::Result<StartTim
             waiting_vips.remove(&vip);
         }
     }
-    let until_all_services = start.elapsed();
-    Ok(StartTimes { until_first_packet: until_first_packet.unwrap_or(until_all_services), until_all_services })
+    let time_to_all_services = start.elapsed();
+    Ok(StartTimes { time_to_first_packet: until_first_packet.unwrap_or(time_to_all_services), time_to_all_services })
 }
 
 /// Times from the request of a change to the API's answer, and until the kernel has the change.
 struct ChangeTimes {
-    until_api_answer: Duration,
-    until_in_kernel: Duration,
+    time_to_api_answer: Duration,
+    time_to_kernel: Duration,
 }
 
 async fn measure_draining_server(
@@ -231,10 +231,10 @@ async fn measure_draining_server(
         None
     });
     api_client.apply_fleet(&new_fleet).await?;
-    let until_api_answer = start.elapsed();
+    let time_to_api_answer = start.elapsed();
     let watcher_result = tokio::task::spawn_blocking(move || watcher_thread.join()).await?;
-    let until_in_kernel = watcher_result.ok().flatten().context("the change never came")?;
-    Ok(ChangeTimes { until_api_answer, until_in_kernel })
+    let time_to_kernel = watcher_result.ok().flatten().context("the change never came")?;
+    Ok(ChangeTimes { time_to_api_answer, time_to_kernel })
 }
 
 fn build_report(args: &Args, starts: &[StartTimes], changes: &[ChangeTimes]) -> Report {
@@ -243,20 +243,20 @@ fn build_report(args: &Args, starts: &[StartTimes], changes: &[ChangeTimes]) -> 
     let to_ms = |time: Duration| time.as_secs_f64() * 1e3;
     add_times_row(
         "from exec to the first packet forwarded",
-        starts.iter().map(|start| to_ms(start.until_first_packet)).collect(),
+        starts.iter().map(|start| to_ms(start.time_to_first_packet)).collect(),
     );
     add_times_row(
         "from exec to a packet of every service",
-        starts.iter().map(|start| to_ms(start.until_all_services)).collect(),
+        starts.iter().map(|start| to_ms(start.time_to_all_services)).collect(),
     );
     add_times_row(
         "a server drained: from apply to its answer",
-        changes.iter().map(|change| to_ms(change.until_api_answer)).collect(),
+        changes.iter().map(|change| to_ms(change.time_to_api_answer)).collect(),
     );
     let ms_after_api_answer =
-        |change: &ChangeTimes| to_ms(change.until_in_kernel.saturating_sub(change.until_api_answer));
+        |change: &ChangeTimes| to_ms(change.time_to_kernel.saturating_sub(change.time_to_api_answer));
     add_times_row("  from the answer to the kernel", changes.iter().map(ms_after_api_answer).collect());
-    add_times_row("  from apply to the kernel", changes.iter().map(|change| to_ms(change.until_in_kernel)).collect());
+    add_times_row("  from apply to the kernel", changes.iter().map(|change| to_ms(change.time_to_kernel)).collect());
     Report {
         name: "start",
         heading: "The start of a load balancer",

@@ -76,7 +76,7 @@ pub fn measure_connection_costs(args: &Args, progress: &dyn Fn(usize, usize)) ->
         let mut add_cost = |series, above_empty| {
             costs.push(ConnectionCost { series_label: series, connection_count, ns_above_empty: above_empty })
         };
-        add_cost("stateless and one more line".to_owned(), count_costs.ns_with_parallel_line);
+        add_cost("stateless and one more line".to_owned(), count_costs.ns_with_parallel_cache_line);
         for mode_measurement in [count_costs.stateless, count_costs.stateful, count_costs.hash_table] {
             add_cost(mode_measurement.case.consistency().name(), mode_measurement.ns_above_empty);
         }
@@ -150,7 +150,10 @@ fn build_report(
     args: &Args,
 ) -> Report {
     let cost_goals = CostGoals::new(established_costs, separate_cases);
-    let tables = [cost_table(established_costs, separate_cases, &cost_goals), established::table(established_costs)];
+    let tables = [
+        cost_table(established_costs, separate_cases, &cost_goals),
+        established::connection_count_table(established_costs),
+    ];
     Report {
         name: "xdp",
         heading: "The load balancer's program",

@@ -16,14 +16,14 @@ use crate::epoch::{self, FuzzEpoch};
 pub enum CampaignLimit {
     PacketCount(u64),
     /// Time since the start of the campaign, after which running epochs also end.
-    Elapsed(Duration),
+    MaxDuration(Duration),
 }
 
 #[derive(Debug, Clone, Copy)]
 pub struct Campaign {
     /// Seed from which the seeds of all epochs are derived. They do not depend on the number of threads.
     pub seed: u64,
-    pub first_epoch: u64,
+    pub first_epoch_number: u64,
     pub limit: CampaignLimit,
     /// Number of threads, each of which tests its own load balancer.
     pub thread_count: usize,
@@ -32,7 +32,7 @@ pub struct Campaign {
 /// Difference between the BPF program and its reference model, with the epoch in which it was found.
 #[derive(Debug)]
 pub struct EpochFailure {
-    pub epoch: u64,
+    pub epoch_number: u64,
     /// Number of the epoch's packets up to the one that shows the difference.
     pub packet_count: u64,
     pub difference: ModelDifference,
@@ -44,7 +44,7 @@ pub struct CampaignSummary {
     pub epoch_count: u64,
     pub elapsed: Duration,
     /// Number of packets with each outcome, indexed by `enum lb_counter`.
-    pub counts_by_outcome: Vec<u64>,
+    pub packets_by_outcome: Vec<u64>,
     pub failure: Option<EpochFailure>,
 }
 
@@ -61,26 +61,29 @@ impl Campaign {
             packet_count: 0,
             epoch_count: 0,
             elapsed: Duration::ZERO,
-            counts_by_outcome: vec![0; intf::LB_COUNTER_COUNT as usize],
+            packets_by_outcome: vec![0; intf::LB_COUNTER_COUNT as usize],
             failure: None,
         });
         let run_epochs = || -> anyhow::Result<()> {
             while !has_ended.load(Ordering::Relaxed) {
                 let epoch_offset = next_epoch.fetch_add(1, Ordering::Relaxed);
                 let Some(packet_limit) = self.epoch_packet_count(epoch_offset, start) else { break };
-                let mut counts_by_outcome = vec![0; intf::LB_COUNTER_COUNT as usize];
+                let mut packets_by_outcome = vec![0; intf::LB_COUNTER_COUNT as usize];
                 let (compared_packets, mismatch) =
-                    self.run_epoch(epoch_offset, packet_limit, start, &has_ended, &mut counts_by_outcome)?;
+                    self.run_epoch(epoch_offset, packet_limit, start, &has_ended, &mut packets_by_outcome)?;
                 let mut summary = summary.lock().expect("no thread panicked");
                 summary.packet_count += compared_packets;
                 summary.epoch_count += 1;
-                summary.counts_by_outcome.iter_mut().zip(&counts_by_outcome).for_each(|(sum, count)| *sum += count);
+                summary.packets_by_outcome.iter_mut().zip(&packets_by_outcome).for_each(|(sum, count)| *sum += count);
                 progress(summary.packet_count);
                 if let Some(mismatch) = mismatch {
                     has_ended.store(true, Ordering::Relaxed);
-                    let epoch = self.first_epoch + epoch_offset;
-                    let failure =
-                        EpochFailure { epoch, packet_count: mismatch.packet_count, difference: mismatch.difference };
+                    let epoch_number = self.first_epoch_number + epoch_offset;
+                    let failure = EpochFailure {
+                        epoch_number,
+                        packet_count: mismatch.packet_count,
+                        difference: mismatch.difference,
+                    };
                     summary.failure.get_or_insert(failure);
                 }
             }
@@ -104,7 +107,7 @@ impl Campaign {
                 (packets_before_epoch < packet_total)
                     .then(|| epoch::PACKETS_PER_EPOCH.min(packet_total - packets_before_epoch))
             }
-            CampaignLimit::Elapsed(max_duration) => {
+            CampaignLimit::MaxDuration(max_duration) => {
                 (start.elapsed() < max_duration).then_some(epoch::PACKETS_PER_EPOCH)
             }
         }
@@ -120,20 +123,20 @@ impl Campaign {
         has_ended: &AtomicBool,
         counts_by_outcome: &mut [u64],
     ) -> anyhow::Result<(u64, Option<epoch::Mismatch>)> {
-        const PACKETS_PER_PART: u64 = 8192;
-        let mut epoch = FuzzEpoch::new(self.epoch_seed(self.first_epoch + epoch_offset), true)?;
-        let mut compared_packets = 0;
-        while compared_packets < packet_limit && !has_ended.load(Ordering::Relaxed) {
-            compared_packets = packet_limit.min(compared_packets + PACKETS_PER_PART);
-            let mismatch =
-                epoch.run_until_packet(compared_packets, |outcome| counts_by_outcome[outcome.counter as usize] += 1)?;
+        const PACKETS_PER_LIMIT_CHECK: u64 = 8192;
+        let mut epoch = FuzzEpoch::new(self.epoch_seed(self.first_epoch_number + epoch_offset), true)?;
+        let mut compared_packet_count = 0;
+        while compared_packet_count < packet_limit && !has_ended.load(Ordering::Relaxed) {
+            compared_packet_count = packet_limit.min(compared_packet_count + PACKETS_PER_LIMIT_CHECK);
+            let mismatch = epoch
+                .run_until_packet(compared_packet_count, |outcome| counts_by_outcome[outcome.counter as usize] += 1)?;
             if let Some(mismatch) = mismatch {
                 return Ok((mismatch.packet_count, Some(mismatch)));
             }
-            if matches!(self.limit, CampaignLimit::Elapsed(max_duration) if start.elapsed() >= max_duration) {
+            if matches!(self.limit, CampaignLimit::MaxDuration(max_duration) if start.elapsed() >= max_duration) {
                 break;
             }
         }
-        Ok((compared_packets, epoch.compare_large_tables()?))
+        Ok((compared_packet_count, epoch.compare_large_tables()?))
     }
 }

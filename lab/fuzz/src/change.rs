@@ -18,10 +18,10 @@ pub enum StateChange {
     /// Adds or changes a server in the service with this slot (`Some`), or removes the server (`None`).
     SetServer(usize, ServerId, Option<Server>),
     /// Sets whether the load balancer's own health checks consider a server of a service down.
-    SetHealthMask(usize, ServerId, bool),
+    SetServerMasked(usize, ServerId, bool),
     InstallTable(usize, PlacementTable),
     /// Sets whether a token bucket that limits broadcasts has tokens.
-    SetBroadcastTokens(TokenBucketSelector, bool),
+    SetHasBroadcastTokens(TokenBucketSelector, bool),
     /// Sets this load balancer's number among the owners of connection tables.
     SetLocalOwnerNumber(Option<TableOwnerNumber>),
     SetOwner(TableOwnerNumber, TableOwner),

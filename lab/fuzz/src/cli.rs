@@ -109,10 +109,10 @@ fn run_packet_campaign(arguments: &PacketsArgs) -> anyhow::Result<()> {
     let unix_seconds = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let campaign = Campaign {
         seed: arguments.seed.unwrap_or_else(unix_seconds),
-        first_epoch: arguments.epoch,
+        first_epoch_number: arguments.epoch,
         limit: arguments
             .packets
-            .map_or(CampaignLimit::Elapsed(Duration::from_secs(arguments.seconds)), CampaignLimit::PacketCount),
+            .map_or(CampaignLimit::MaxDuration(Duration::from_secs(arguments.seconds)), CampaignLimit::PacketCount),
         thread_count: match arguments.threads {
             Some(threads) => threads,
             None => std::thread::available_parallelism()?.get(),
@@ -141,17 +141,17 @@ fn print_summary(summary: &CampaignSummary) {
         summary.epoch_count,
         summary.packet_count as f64 / seconds
     );
-    for (name, count) in intf::LB_COUNTER_NAMES.iter().zip(&summary.counts_by_outcome) {
+    for (name, count) in intf::LB_COUNTER_NAMES.iter().zip(&summary.packets_by_outcome) {
         println!("  {name:28}{count:12}");
     }
 }
 
 /// Prints the difference, and a shrunk sequence of steps that reproduces it. Returns an error for the command.
 fn shrink_and_describe(campaign: &Campaign, failure: &EpochFailure) -> anyhow::Error {
-    println!("DIFFERENCE in packet {} of epoch {}: {}", failure.packet_count, failure.epoch, failure.difference);
-    println!("again: coreward-lab fuzz packets --seed {} --epoch {} --threads 1", campaign.seed, failure.epoch);
+    println!("DIFFERENCE in packet {} of epoch {}: {}", failure.packet_count, failure.epoch_number, failure.difference);
+    println!("again: coreward-lab fuzz packets --seed {} --epoch {} --threads 1", campaign.seed, failure.epoch_number);
     println!("shrinking ...");
-    match shrink_epoch(campaign.epoch_seed(failure.epoch), failure.packet_count) {
+    match shrink_epoch(campaign.epoch_seed(failure.epoch_number), failure.packet_count) {
         Ok(Some(sequence)) => {
             println!("the least that shows it: {} steps", sequence.steps.len());
             sequence.steps.iter().for_each(print_step);

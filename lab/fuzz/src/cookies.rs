@@ -77,10 +77,10 @@ pub struct CookieTester {
     harness: Harness,
     cookie_keys: FleetCookieKeys,
     server_ids: Vec<ServerId>,
-    known_ids: BTreeSet<ServerId>,
+    known_server_ids: BTreeSet<ServerId>,
     service_slot: usize,
     rng: FuzzRng,
-    packet_bytes: Vec<u8>,
+    packet: Vec<u8>,
 }
 
 impl CookieTester {
@@ -94,17 +94,17 @@ impl CookieTester {
         let service_address = ServiceAddress { vip_and_port: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp };
         let service_slot =
             harness.apply_change(&StateChange::ReplaceServices(vec![(service_address, ServiceMode::default())]))?[0];
-        let mut known_ids = BTreeSet::new();
-        while known_ids.len() < server_count {
+        let mut known_server_ids = BTreeSet::new();
+        while known_server_ids.len() < server_count {
             let server_id = ServerId::try_from(rng.random_below(ServerId::COUNT) as u64)?;
-            if known_ids.insert(server_id) {
+            if known_server_ids.insert(server_id) {
                 let [id_high_byte, id_low_byte] = server_id.get().to_be_bytes();
                 let server = Server { mac: Some([2, 0, 0, 0, id_high_byte, id_low_byte]), is_eligible: true };
                 harness.apply_change(&StateChange::SetServer(service_slot, server_id, Some(server)))?;
             }
         }
-        let server_ids = known_ids.iter().copied().collect();
-        Ok(Self { harness, cookie_keys, server_ids, known_ids, service_slot, rng, packet_bytes: Vec::new() })
+        let server_ids = known_server_ids.iter().copied().collect();
+        Ok(Self { harness, cookie_keys, server_ids, known_server_ids, service_slot, rng, packet: Vec::new() })
     }
 
     fn random_client(&mut self) -> (Ipv4Addr, u16) {
@@ -114,10 +114,10 @@ impl CookieTester {
     /// Returns a random server, and a valid cookie for it under one of the two keys.
     fn random_valid_cookie(&mut self, client: (Ipv4Addr, u16)) -> (ServerId, u32) {
         let server_id = self.rng.pick(&self.server_ids);
-        let current = self.rng.pick(&[KeyIndex::First, KeyIndex::Second]);
-        let keys_with_current = FleetCookieKeys { current, ..self.cookie_keys };
+        let key_index = self.rng.pick(&[KeyIndex::First, KeyIndex::Second]);
+        let keys_with_random_current = FleetCookieKeys { current: key_index, ..self.cookie_keys };
         let tsecr = cookie::stamp_tsval(
-            &keys_with_current,
+            &keys_with_random_current,
             &TIME_KEY,
             &FourTuple::ipv4(client, SERVICE_ADDRESS),
             Cookie::Server(server_id),
@@ -128,8 +128,8 @@ impl CookieTester {
 
     /// Sends a packet with this TSecr. Returns the server that it reaches, or `None` when it is broadcast.
     fn send_and_find_server(&mut self, client: (Ipv4Addr, u16), tsecr: u32) -> anyhow::Result<Option<ServerId>> {
-        let unknown_cookie_buckets = TokenBucketSelector::Service(self.service_slot, intf::LIMITED_UNKNOWN_COOKIE);
-        self.harness.apply_change(&StateChange::SetBroadcastTokens(unknown_cookie_buckets, true))?;
+        let unknown_cookie_buckets = TokenBucketSelector::ServiceSlot(self.service_slot, intf::LIMITED_UNKNOWN_COOKIE);
+        self.harness.apply_change(&StateChange::SetHasBroadcastTokens(unknown_cookie_buckets, true))?;
         let ip_header = EthernetIpHeader {
             destination_mac: OWN_MAC,
             source: client.0,
@@ -142,16 +142,16 @@ impl CookieTester {
         };
         let tcp_options = [&[1, 1][..], &timestamp_option(1, tsecr)].concat();
         let tcp_header = TcpHeader { ports: (client.1, SERVICE_ADDRESS.1), flags: TCP_FLAG_ACK, options: tcp_options };
-        self.packet_bytes.clear();
-        ip_header.append_frame(&mut self.packet_bytes, |packet| tcp_header.append_segment(packet, (1, 1), 0));
-        let (outcome, difference) = self.harness.process_packet(&self.packet_bytes)?;
+        self.packet.clear();
+        ip_header.append_frame(&mut self.packet, |packet| tcp_header.append_segment(packet, (1, 1), 0));
+        let (outcome, difference) = self.harness.process_packet(&self.packet)?;
         if let Some(difference) = difference {
             anyhow::bail!("BPF program and reference model differ in {difference}");
         }
         let destination_mac = &self.harness.model_frame()[..6];
         match outcome.server {
             Some(id) => {
-                ensure!(self.known_ids.contains(&id), "a TSecr reached {id}, which is not known");
+                ensure!(self.known_server_ids.contains(&id), "a TSecr reached {id}, which is not known");
                 ensure!(
                     destination_mac == [&[2, 0, 0, 0][..], &id.get().to_be_bytes()].concat(),
                     "sent to {destination_mac:x?}, not to {id}"

@@ -28,7 +28,7 @@ pub struct FuzzEpoch {
     pub harness: Harness,
     /// Changes that must be applied before the next packet, in reverse order.
     due_changes: Vec<StateChange>,
-    packet_bytes: Vec<u8>,
+    packet: Vec<u8>,
     packet_count: u64,
 }
 
@@ -52,7 +52,7 @@ impl FuzzEpoch {
             generator_state.random_services_change(&mut rng),
             StateChange::SetLocalOwnerNumber(Some(owner_number)),
         ];
-        Ok(Self { rng, generator_state, harness, due_changes, packet_bytes: Vec::new(), packet_count: 0 })
+        Ok(Self { rng, generator_state, harness, due_changes, packet: Vec::new(), packet_count: 0 })
     }
 
     fn add_random_changes(&mut self) {
@@ -61,15 +61,15 @@ impl FuzzEpoch {
             1 => self.due_changes.extend(self.generator_state.random_change_with_grace_period(&mut self.rng)),
             2..100 => self.due_changes.push(self.generator_state.random_change_without_grace_period(&mut self.rng)),
             100..110 if self.generator_state.frees_connections => {
-                let free_change = self.random_free_change();
-                self.due_changes.push(free_change);
+                let free_entries_change = self.random_free_entries_change();
+                self.due_changes.push(free_entries_change);
             }
             _ => {}
         }
     }
 
     /// Returns a change that frees a random part of the connection table's entries.
-    fn random_free_change(&mut self) -> StateChange {
+    fn random_free_entries_change(&mut self) -> StateChange {
         let mut entry_indexes: Vec<_> = self.harness.model.connections().map(|connection| connection.index).collect();
         let quarters_to_free = self.rng.random_below(4);
         entry_indexes.retain(|_| self.rng.random_below(4) < quarters_to_free);
@@ -86,10 +86,10 @@ impl FuzzEpoch {
             for service_index in 0..services.len() {
                 // Only new services need these changes, because services that stay keep their servers.
                 if self.generator_state.services[service_index].server_ids.is_empty() {
-                    let mut filling_changes =
+                    let mut new_service_changes =
                         self.generator_state.changes_to_fill_service(service_index, &mut self.rng);
-                    filling_changes.reverse();
-                    self.due_changes.splice(0..0, filling_changes);
+                    new_service_changes.reverse();
+                    self.due_changes.splice(0..0, new_service_changes);
                 }
             }
         }
@@ -110,10 +110,10 @@ impl FuzzEpoch {
 
     /// Generates the next packet, stores it in `self.packet_bytes`, and processes it in the harness.
     fn process_next_packet(&mut self) -> anyhow::Result<(Outcome, Option<ModelDifference>)> {
-        generate::write_random_packet(&self.generator_state, &mut self.rng, &mut self.packet_bytes);
+        generate::write_random_packet(&self.generator_state, &mut self.rng, &mut self.packet);
         self.packet_count += 1;
-        let (outcome, difference) = self.harness.process_packet(&self.packet_bytes)?;
-        self.generator_state.record_new_entry(&outcome, &frame::without_vlan_tag(&self.packet_bytes));
+        let (outcome, difference) = self.harness.process_packet(&self.packet)?;
+        self.generator_state.record_table_connection(&outcome, &frame::without_vlan_tag(&self.packet));
         Ok((outcome, difference))
     }
 
@@ -153,7 +153,7 @@ impl FuzzEpoch {
         while epoch.packet_count < packet_limit {
             epoch.apply_due_changes(|change| steps.push(EpochStep::Change(change)))?;
             epoch.process_next_packet()?;
-            steps.push(EpochStep::Packet(epoch.packet_bytes.clone()));
+            steps.push(EpochStep::Packet(epoch.packet.clone()));
         }
         Ok((setup, steps))
     }

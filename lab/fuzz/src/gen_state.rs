@@ -86,7 +86,7 @@ impl GeneratedService {
     }
 
     /// Returns whether load balancers stamp this service's cookies themselves.
-    pub fn is_lb_stamped(&self) -> bool {
+    pub fn uses_lb_stamping(&self) -> bool {
         self.mode.timestamps == TimestampOrigin::LoadBalancer
     }
 }
@@ -245,11 +245,11 @@ impl GeneratorState {
         };
         let mut changes: Vec<StateChange> =
             (0..server_count).map(|_| self.random_new_server_change(service_index, rng)).collect();
-        let planned = &mut self.services[service_index];
-        if let Some(migration) = planned.mode.migration
+        let service = &mut self.services[service_index];
+        if let Some(migration) = service.mode.migration
             && !rng.random_bool(1, 8)
         {
-            changes.push(planned.random_server_change(migration.other_balancer(), rng));
+            changes.push(service.random_server_change(migration.other_balancer(), rng));
         }
         if !rng.random_bool(1, 16) {
             changes.extend(self.random_table_change(service_index, rng));
@@ -263,7 +263,7 @@ impl GeneratorState {
             0 => 0,
             1 => intf::SERVER_ID_COUNT as usize - 1,
             // Cookies with LB-side stamping can contain nearly all ids, so most ids are such ones.
-            2..39 if service.is_lb_stamped() => rng.random_below(lb_stamping::STAMPABLE_SERVER_ID_COUNT as usize),
+            2..39 if service.uses_lb_stamping() => rng.random_below(lb_stamping::STAMPABLE_SERVER_ID_COUNT as usize),
             _ => rng.random_below(intf::SERVER_ID_COUNT as usize),
         };
         let id = ServerId::try_from(random_id as u64).expect("in range");
@@ -297,7 +297,7 @@ impl GeneratorState {
     }
 
     /// Records the table entry that a new connection has received. `frame` is the packet before the program changed it.
-    pub fn record_new_entry(&mut self, outcome: &Outcome, frame: &[u8]) {
+    pub fn record_table_connection(&mut self, outcome: &Outcome, frame: &[u8]) {
         let (Some(reported_cookie), Some(service_slot)) = (outcome.syn_table_entry, outcome.service_slot) else {
             return;
         };
@@ -353,7 +353,7 @@ impl GeneratorState {
     /// Returns a random change that needs no RCU grace period.
     pub fn random_change_without_grace_period(&mut self, rng: &mut FuzzRng) -> StateChange {
         let service_index = rng.random_below(self.services.len());
-        let planned = &self.services[service_index];
+        let service = &self.services[service_index];
         match rng.random_below(16) {
             15 => StateChange::SweepExpiredEntries,
             14 => StateChange::LimitEntriesPerPrefix(rng.random_bool(1, 2).then(|| 1 + rng.random_below(3) as u32)),
@@ -370,17 +370,18 @@ impl GeneratorState {
                 StateChange::SetKeys(self.harness_setup.cookie_keys)
             }
             2..4 => {
-                let token_buckets = TokenBucketSelector::Service(planned.service_slot, random_broadcast_reason(rng));
-                StateChange::SetBroadcastTokens(token_buckets, rng.random_bool(1, 2))
+                let token_buckets =
+                    TokenBucketSelector::ServiceSlot(service.service_slot, random_broadcast_reason(rng));
+                StateChange::SetHasBroadcastTokens(token_buckets, rng.random_bool(1, 2))
             }
-            4 if !planned.server_ids.is_empty() => {
-                StateChange::SetServer(planned.service_slot, rng.pick(&planned.server_ids), None)
+            4 if !service.server_ids.is_empty() => {
+                StateChange::SetServer(service.service_slot, rng.pick(&service.server_ids), None)
             }
-            5 if !planned.server_ids.is_empty() => {
-                StateChange::SetHealthMask(planned.service_slot, rng.pick(&planned.server_ids), rng.random_bool(2, 3))
+            5 if !service.server_ids.is_empty() => {
+                StateChange::SetServerMasked(service.service_slot, rng.pick(&service.server_ids), rng.random_bool(2, 3))
             }
-            6..10 if !planned.server_ids.is_empty() => {
-                let id = rng.pick(&planned.server_ids);
+            6..10 if !service.server_ids.is_empty() => {
+                let id = rng.pick(&service.server_ids);
                 self.services[service_index].random_server_change(id, rng)
             }
             _ => self.random_new_server_change(service_index, rng),
@@ -403,9 +404,9 @@ fn random_token_change(rng: &mut FuzzRng) -> StateChange {
     let reason = random_broadcast_reason(rng);
     let token_buckets = match rng.random_below(2) {
         0 => TokenBucketSelector::Total(reason),
-        _ => TokenBucketSelector::Sources(rng.random_below(8)),
+        _ => TokenBucketSelector::EveryEighthSourceFrom(rng.random_below(8)),
     };
-    StateChange::SetBroadcastTokens(token_buckets, rng.random_bool(3, 4))
+    StateChange::SetHasBroadcastTokens(token_buckets, rng.random_bool(3, 4))
 }
 
 /// Returns the whole of `elements`, or one or two random elements. With few elements, the program is compiled without

@@ -146,7 +146,7 @@ fn write_packet_to_service(state: &GeneratorState, rng: &mut FuzzRng, packet: &m
 /// Otherwise the packet comes from the first service's address.
 fn write_packet_from_server(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let lb_stamped_services: Vec<&GeneratedService> =
-        state.services.iter().filter(|service| service.is_lb_stamped()).collect();
+        state.services.iter().filter(|service| service.uses_lb_stamping()).collect();
     let service = if lb_stamped_services.is_empty() { &state.services[0] } else { rng.pick(&lb_stamped_services) };
     let (client, source) = (random_client(state, rng), service.ipv4_address);
     let mut server_mac = OWN_MAC;
@@ -196,7 +196,7 @@ fn write_icmp(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let quoted_header = EthernetIpHeader {
         // Some quoted packets are fragments, of which only a first one has ports.
         fragment_flags_and_offset: rng.pick(&[0x4000, 0x4000, 0x4000, 0x4000, 0x2000, 0x2001]),
-        ..random_ip_header(rng, quoted_source, client.0, service.address.protocol.number())
+        ..random_ip_header(rng, quoted_source, client.0, service.address.protocol.iana_number())
     };
     match service.address.protocol {
         Protocol::Udp => {
@@ -272,24 +272,24 @@ fn random_tcp_header(
 
 /// Returns a random TSecr of a client, which is mostly the cookie of a service's present or earlier server.
 fn random_tsecr(state: &GeneratorState, service: &GeneratedService, rng: &mut FuzzRng, tuple: FourTuple) -> u32 {
-    if service.is_lb_stamped() {
+    if service.uses_lb_stamping() {
         return random_lb_stamped_tsecr(state, service, rng, &tuple);
     }
-    let any_server_id = |rng: &mut FuzzRng| {
+    let random_server_id = |rng: &mut FuzzRng| {
         ServerId::try_from(rng.random_below(intf::SERVER_ID_COUNT as usize) as u64).expect("in range")
     };
     if let Some(table_index) = table_index_of_connection(state, service, &tuple).filter(|_| rng.random_bool(3, 4)) {
-        return stamp_under_random_key(state, rng, &tuple, Cookie::TableIndex(table_index));
+        return stamp_with_random_key(state, rng, &tuple, Cookie::TableIndex(table_index));
     }
     let cookie = match rng.random_below(20) {
         0 => return 0,
         1 => return rng.next_u32(),
         2 => Cookie::TableIndex(rng.next_u16() & intf::COOKIE_ID_MASK as u16),
-        3 => Cookie::Server(any_server_id(rng)),
-        _ if service.server_ids.is_empty() => Cookie::Server(any_server_id(rng)),
+        3 => Cookie::Server(random_server_id(rng)),
+        _ if service.server_ids.is_empty() => Cookie::Server(random_server_id(rng)),
         _ => Cookie::Server(rng.pick(&service.server_ids)),
     };
-    stamp_under_random_key(state, rng, &tuple, cookie)
+    stamp_with_random_key(state, rng, &tuple, cookie)
 }
 
 /// Returns a random TSecr of a client for a service with LB-side stamping.
@@ -302,15 +302,15 @@ fn random_lb_stamped_tsecr(
     if service.server_ids.is_empty() || rng.random_bool(1, 10) {
         return rng.next_u32();
     }
-    let current = rng.pick(&[KeyIndex::First, KeyIndex::Second]);
-    let keys_with_current = FleetCookieKeys { current, ..state.harness_setup.cookie_keys };
-    lb_stamping::stamp_tsval(&keys_with_current, &TIME_KEY, tuple, rng.pick(&service.server_ids), rng.next_u32())
+    let key_index = rng.pick(&[KeyIndex::First, KeyIndex::Second]);
+    let keys_with_random_current = FleetCookieKeys { current: key_index, ..state.harness_setup.cookie_keys };
+    lb_stamping::stamp_tsval(&keys_with_random_current, &TIME_KEY, tuple, rng.pick(&service.server_ids), rng.next_u32())
 }
 
-fn stamp_under_random_key(state: &GeneratorState, rng: &mut FuzzRng, tuple: &FourTuple, cookie: Cookie) -> u32 {
-    let current = rng.pick(&[KeyIndex::First, KeyIndex::Second]);
+fn stamp_with_random_key(state: &GeneratorState, rng: &mut FuzzRng, tuple: &FourTuple, cookie: Cookie) -> u32 {
+    let key_index = rng.pick(&[KeyIndex::First, KeyIndex::Second]);
     cookie::stamp_tsval(
-        &FleetCookieKeys { current, ..state.harness_setup.cookie_keys },
+        &FleetCookieKeys { current: key_index, ..state.harness_setup.cookie_keys },
         &TIME_KEY,
         tuple,
         cookie,
@@ -323,11 +323,11 @@ fn table_index_of_connection(state: &GeneratorState, service: &GeneratedService,
     if service.mode.consistency != Consistency::Stateful {
         return None;
     }
-    let is_connection = |entry: &&TableConnection| {
+    let is_same_connection = |entry: &&TableConnection| {
         entry.service_slot == service.service_slot
             && ipv6::four_tuple(entry.client_address, service.ipv4_address) == *tuple
     };
-    state.table_connections.iter().rev().find(is_connection).map(|entry| entry.table_index)
+    state.table_connections.iter().rev().find(is_same_connection).map(|entry| entry.table_index)
 }
 
 fn random_options_with_tsecr(rng: &mut FuzzRng, flags: u8, tsecr: u32) -> Vec<u8> {
@@ -410,7 +410,7 @@ fn write_fragment(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8
     let ip_header = EthernetIpHeader {
         fragment_flags_and_offset,
         ip_identification: rng.random_below(8) as u16,
-        ..random_ip_header(rng, client.0, vip.0, service.address.protocol.number())
+        ..random_ip_header(rng, client.0, vip.0, service.address.protocol.iana_number())
     };
     let tcp_header = random_tcp_header(state, service, rng, client, vip);
     match service.address.protocol {

@@ -21,13 +21,13 @@ struct ServiceExpectations {
     address: ServiceAddress,
     migration_balancer_id: Option<ServerId>,
     /// Servers of the service, with whether their configuration lets them take new connections (false while draining).
-    is_eligible_by_server: HashMap<ServerId, bool>,
+    eligibility_by_server: HashMap<ServerId, bool>,
     /// Servers that are members of the placement table.
     table_servers: HashSet<ServerId>,
     /// Servers that the placement table marks as down.
     down_servers: HashSet<ServerId>,
     /// Clients of UDP flows that have already sent a packet.
-    known_udp_flows: HashSet<SocketAddr>,
+    known_udp_clients: HashSet<SocketAddr>,
 }
 
 /// State that decides which guarantees apply to a packet.
@@ -55,13 +55,13 @@ impl FrameHeader {
 }
 
 fn read_frame_header(frame: &[u8]) -> Option<FrameHeader> {
-    const SYN_ACK_FIN_RST: u8 = 0x17;
+    const SYN_ACK_FIN_RST_MASK: u8 = 0x17;
     let read_u16_at =
         |bytes: &[u8], offset: usize| Some(u16::from_be_bytes([*bytes.get(offset)?, *bytes.get(offset + 1)?]));
     if let Some(headers) = ipv6::parse_frame(frame) {
         let transport_header =
             frame.get(headers.transport_offset..).filter(|_| !headers.is_later_fragment).unwrap_or_default();
-        let tcp_flags = transport_header.get(13).copied().unwrap_or(0) & SYN_ACK_FIN_RST;
+        let tcp_flags = transport_header.get(13).copied().unwrap_or(0) & SYN_ACK_FIN_RST_MASK;
         let ([source, destination], ports) = (
             headers.source_and_destination.map(IpAddr::from),
             read_u16_at(transport_header, 0).zip(read_u16_at(transport_header, 2)),
@@ -75,7 +75,7 @@ fn read_frame_header(frame: &[u8]) -> Option<FrameHeader> {
     let ports =
         if is_later_fragment { None } else { read_u16_at(transport_header, 0).zip(read_u16_at(transport_header, 2)) };
     let tcp_flags =
-        if is_later_fragment { 0 } else { transport_header.get(13).copied().unwrap_or(0) & SYN_ACK_FIN_RST };
+        if is_later_fragment { 0 } else { transport_header.get(13).copied().unwrap_or(0) & SYN_ACK_FIN_RST_MASK };
     Some(FrameHeader {
         source: address_at(12)?,
         destination: address_at(16)?,
@@ -90,15 +90,15 @@ impl ServiceExpectations {
         Self {
             address,
             migration_balancer_id: None,
-            is_eligible_by_server: HashMap::new(),
+            eligibility_by_server: HashMap::new(),
             table_servers: HashSet::new(),
             down_servers: HashSet::new(),
-            known_udp_flows: HashSet::new(),
+            known_udp_clients: HashSet::new(),
         }
     }
 
     fn takes_new_connections(&self, id: ServerId) -> bool {
-        self.is_eligible_by_server.get(&id) == Some(&true) && !self.is_down(id)
+        self.eligibility_by_server.get(&id) == Some(&true) && !self.is_down(id)
     }
 
     fn is_down(&self, id: ServerId) -> bool {
@@ -125,11 +125,11 @@ impl GuaranteeChecker {
                 let Some(service) = self.services.get_mut(service_slot) else { return };
                 match server {
                     Some(server) => {
-                        service.is_eligible_by_server.insert(*id, server.is_eligible);
+                        service.eligibility_by_server.insert(*id, server.is_eligible);
                         self.server_macs.insert(*id, server.mac);
                     }
                     None => {
-                        service.is_eligible_by_server.remove(id);
+                        service.eligibility_by_server.remove(id);
                         service.down_servers.remove(id);
                     }
                 }
@@ -170,10 +170,10 @@ impl GuaranteeChecker {
     /// Returns the guarantee that is broken if the packet goes to this destination, if any.
     fn find_broken_guarantee(&self, frame_header: &FrameHeader, destination_mac: MacAddress) -> Option<&'static str> {
         let matching_services = self.matching_services(frame_header);
-        let is_any_server = |is_match: &dyn Fn(&ServiceExpectations, ServerId) -> bool| {
+        let goes_to_matching_server = |is_match: &dyn Fn(&ServiceExpectations, ServerId) -> bool| {
             matching_services.iter().any(|service| {
                 service
-                    .is_eligible_by_server
+                    .eligibility_by_server
                     .keys()
                     .any(|id| is_match(service, *id) && self.has_address(*id, destination_mac))
             })
@@ -187,9 +187,9 @@ impl GuaranteeChecker {
             && self.owner_macs.values().any(|owner_mac| *owner_mac == destination_mac);
         if goes_to_other_balancer || goes_to_owner {
             None
-        } else if !is_any_server(&|_, _| true) {
+        } else if !goes_to_matching_server(&|_, _| true) {
             Some("a packet goes to a server of its service")
-        } else if is_new_connection && !is_any_server(&ServiceExpectations::takes_new_connections) {
+        } else if is_new_connection && !goes_to_matching_server(&ServiceExpectations::takes_new_connections) {
             Some("a new connection goes to a server that takes new ones")
         } else if frame_header.protocol == PROTOCOL_UDP && frame_header.has_ports() {
             self.find_flow_violation(&matching_services, frame_header, destination_mac)
@@ -203,7 +203,7 @@ impl GuaranteeChecker {
         let has_vip = |service: &&ServiceExpectations| service.address.vip_and_port.ip() == frame_header.destination;
         let has_port_and_protocol = |service: &&ServiceExpectations| {
             frame_header.ports.is_some_and(|(_, port)| port == service.address.vip_and_port.port())
-                && service.address.protocol.number() == frame_header.protocol
+                && service.address.protocol.iana_number() == frame_header.protocol
         };
         self.services
             .values()
@@ -213,7 +213,7 @@ impl GuaranteeChecker {
     }
 
     /// Records the flow of a datagram that was placed, but then dropped because its outer header makes it too long.
-    pub fn record_flow_of_dropped_datagram(&mut self, frame: &[u8]) {
+    pub fn record_dropped_datagram_flow(&mut self, frame: &[u8]) {
         if let Some(frame_header) = read_frame_header(frame) {
             self.record_udp_flow(&frame_header);
         }
@@ -227,10 +227,10 @@ impl GuaranteeChecker {
         };
         let has_destination = |service: &&mut ServiceExpectations| {
             service.address.vip_and_port == SocketAddr::new(frame_header.destination, destination_port)
-                && service.address.protocol.number() == frame_header.protocol
+                && service.address.protocol.iana_number() == frame_header.protocol
         };
         if let Some(service) = self.services.values_mut().find(has_destination) {
-            service.known_udp_flows.insert(SocketAddr::new(frame_header.source, source_port));
+            service.known_udp_clients.insert(SocketAddr::new(frame_header.source, source_port));
         }
     }
 
@@ -244,19 +244,19 @@ impl GuaranteeChecker {
         let [service] = services else { return None };
         let (source_port, _) = frame_header.ports?;
         let servers_with_mac: Vec<ServerId> =
-            service.is_eligible_by_server.keys().copied().filter(|id| self.has_address(*id, destination_mac)).collect();
+            service.eligibility_by_server.keys().copied().filter(|id| self.has_address(*id, destination_mac)).collect();
         let can_take_new_flows =
             |id: &ServerId| service.takes_new_connections(*id) && self.server_macs.get(id).copied().flatten().is_some();
         if servers_with_mac.iter().any(can_take_new_flows) {
             return None;
         }
-        if !service.known_udp_flows.contains(&SocketAddr::new(frame_header.source, source_port)) {
+        if !service.known_udp_clients.contains(&SocketAddr::new(frame_header.source, source_port)) {
             return Some("a new UDP flow goes to a server that takes new ones");
         }
         // The placement rule tries only some members of the table, so it may miss the eligible ones if they are few.
-        let eligible_count = service.table_servers.iter().filter(|id| can_take_new_flows(id)).count();
+        let eligible_server_count = service.table_servers.iter().filter(|id| can_take_new_flows(id)).count();
         let are_all_down = servers_with_mac.iter().all(|id| service.is_down(*id));
-        (are_all_down && eligible_count > 0 && eligible_count * 2 >= service.table_servers.len())
+        (are_all_down && eligible_server_count > 0 && eligible_server_count * 2 >= service.table_servers.len())
             .then_some("a UDP flow leaves a server that is down")
     }
 }

@@ -96,7 +96,8 @@ impl LoadedProgram {
     pub fn load(setup: &HarnessSetup) -> anyhow::Result<Self> {
         let connection_table_size = setup.connection_table_size;
         let options = dataplane::Options {
-            broadcast_limits: [dataplane::BroadcastRates::with_equal_rates(BROADCAST_RATE); BROADCAST_REASON_COUNT],
+            broadcast_limits: [dataplane::BroadcastRateLimits::with_equal_rates(BROADCAST_RATE);
+                BROADCAST_REASON_COUNT],
             flow_table_entry_count: setup.flow_set_count * intf::FLOW_SET_ENTRIES,
             connection_table_size,
             connection_hash_key: Some(setup.connection_key),
@@ -136,13 +137,13 @@ impl LoadedProgram {
             StateChange::SetKeys(keys) => self.load_balancer.set_keys(keys),
             StateChange::ReplaceServices(services) => self.replace_services(services, service_slots)?,
             StateChange::SetServer(service_slot, id, server) => self.set_server(*service_slot, *id, *server)?,
-            StateChange::SetHealthMask(service_slot, id, is_masked) => {
+            StateChange::SetServerMasked(service_slot, id, is_masked) => {
                 self.load_balancer.set_masked(self.service_index(*service_slot), *id, *is_masked)
             }
             StateChange::InstallTable(service_slot, table) => {
                 self.load_balancer.install_table(self.service_index(*service_slot), table)?
             }
-            StateChange::SetBroadcastTokens(buckets, has_tokens) => {
+            StateChange::SetHasBroadcastTokens(buckets, has_tokens) => {
                 self.program_maps.set_tokens_paid_until(*buckets, paid_until_ns(*has_tokens))
             }
             StateChange::SetLocalOwnerNumber(owner_number) => self.load_balancer.set_owner_number(*owner_number),
@@ -213,7 +214,7 @@ fn paid_until_ns(has_tokens: bool) -> u64 {
     if has_tokens { 0 } else { u64::MAX }
 }
 
-fn difference_of_values<T: PartialEq>(
+fn compare_values<T: PartialEq>(
     subject: &str,
     expected: T,
     actual: T,
@@ -256,7 +257,7 @@ pub struct Harness {
     expected_counters: Vec<[u64; COUNTER_U64_COUNT]>,
     /// Last frame, with the changes that the reference model has made.
     expected_frame: Vec<u8>,
-    guarantees: GuaranteeChecker,
+    guarantee_checker: GuaranteeChecker,
     now_ns: u64,
 }
 
@@ -285,7 +286,7 @@ impl Harness {
             model,
             expected_counters: vec![[0; COUNTER_U64_COUNT]; intf::MAX_SERVICES as usize + 1],
             expected_frame: Vec::new(),
-            guarantees: GuaranteeChecker::default(),
+            guarantee_checker: GuaranteeChecker::default(),
             now_ns: 1,
         })
     }
@@ -308,14 +309,14 @@ impl Harness {
                 self.model.set_server_vlan(*id, server_vlan(*id));
                 self.model.set_server(*service_slot, *id, *server);
             }
-            StateChange::SetHealthMask(service_slot, id, is_masked) => {
+            StateChange::SetServerMasked(service_slot, id, is_masked) => {
                 self.model.set_server_masked(*service_slot, *id, *is_masked)
             }
             StateChange::InstallTable(service_slot, table) => self.model.install_table(*service_slot, table.clone()),
-            StateChange::SetBroadcastTokens(buckets, has_tokens) => {
+            StateChange::SetHasBroadcastTokens(buckets, has_tokens) => {
                 self.model.set_paid_until(*buckets, paid_until_ns(*has_tokens))
             }
-            StateChange::SetLocalOwnerNumber(owner_number) => self.model.set_own_number(*owner_number),
+            StateChange::SetLocalOwnerNumber(owner_number) => self.model.set_owner_number(*owner_number),
             StateChange::LimitEntriesPerPrefix(max_entries) => self.model.set_max_entries_per_source(*max_entries),
             StateChange::SetOwner(owner_number, owner) => self.model.set_other_owner(*owner_number, *owner),
             StateChange::SetClock(clock) => self.model.set_clock(*clock),
@@ -325,17 +326,17 @@ impl Harness {
         if let Some(program) = &mut self.program {
             program.apply_change(change, &service_slots, &freed_connections)?;
         }
-        self.guarantees.apply_change(change, &service_slots);
+        self.guarantee_checker.apply_change(change, &service_slots);
         Ok(service_slots)
     }
 
     /// Replaces the model's services and returns their slots. The counters of a new service start at zero.
     fn replace_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> Vec<usize> {
-        let addresses_before: Vec<_> =
-            (0..NO_SERVICE).map(|service_slot| self.model.address_of_service(service_slot)).collect();
+        let previous_addresses: Vec<_> =
+            (0..NO_SERVICE).map(|service_slot| self.model.service_address(service_slot)).collect();
         let service_slots = self.model.set_services(services);
         for ((_, mode), service_slot) in services.iter().zip(&service_slots) {
-            if addresses_before[*service_slot] != self.model.address_of_service(*service_slot) {
+            if previous_addresses[*service_slot] != self.model.service_address(*service_slot) {
                 self.expected_counters[*service_slot] = [0; COUNTER_U64_COUNT];
             }
             self.model.set_broadcast_vlan(*service_slot, broadcast_vlan(*service_slot));
@@ -350,7 +351,7 @@ impl Harness {
     pub fn is_applicable(&self, change: &StateChange) -> bool {
         match change {
             StateChange::SetServer(service_slot, ..)
-            | StateChange::SetHealthMask(service_slot, ..)
+            | StateChange::SetServerMasked(service_slot, ..)
             | StateChange::InstallTable(service_slot, _) => self.model.has_service(*service_slot),
             _ => true,
         }
@@ -365,7 +366,7 @@ impl Harness {
         let outcome = self.model.process_frame(&mut self.expected_frame, self.now_ns);
         let (untagged_input, untagged_output) =
             (without_vlan_tag(frame), without_vlan_tag(&self.expected_frame).into_owned());
-        self.count_expected(&outcome, untagged_input.len());
+        self.update_expected_counters(&outcome, untagged_input.len());
         let Some(program) = &mut self.program else { return Ok((outcome, None)) };
         let (actual_verdict, output_bytes) = program.process_frame(frame)?;
         let exceeds_mtu =
@@ -373,23 +374,21 @@ impl Harness {
         let is_forwarded = actual_verdict == XDP_TX && !exceeds_mtu;
         let actual_frame = &program.processed_frame[..output_bytes];
         let broken_guarantee =
-            if is_forwarded { self.guarantees.find_violation(&untagged_input, actual_frame) } else { None };
+            if is_forwarded { self.guarantee_checker.find_violation(&untagged_input, actual_frame) } else { None };
         if exceeds_mtu {
-            self.guarantees.record_flow_of_dropped_datagram(&untagged_input);
+            self.guarantee_checker.record_dropped_datagram_flow(&untagged_input);
         }
         let expected_verdict = outcome.verdict().xdp_action();
         let difference = broken_guarantee
             .or_else(|| {
-                difference_of_values(
+                compare_values(
                     "the verdict (1: drop, 2: pass, 3: transmit)",
                     expected_verdict,
                     actual_verdict,
                     i32::to_string,
                 )
             })
-            .or_else(|| {
-                difference_of_values("the packet", &self.expected_frame[..], actual_frame, |bytes| format_hex(bytes))
-            })
+            .or_else(|| compare_values("the packet", &self.expected_frame[..], actual_frame, |bytes| format_hex(bytes)))
             .or_else(|| find_broken_checksum(&untagged_input, &untagged_output))
             .or_else(|| self.compare_counters(outcome.service_slot.unwrap_or(NO_SERVICE)));
         Ok((outcome, difference))
@@ -400,7 +399,7 @@ impl Harness {
         &self.expected_frame
     }
 
-    fn count_expected(&mut self, outcome: &Outcome, packet_bytes: usize) {
+    fn update_expected_counters(&mut self, outcome: &Outcome, packet_bytes: usize) {
         let counters_index = outcome.service_slot.unwrap_or(NO_SERVICE);
         let counter_words = &mut self.expected_counters[counters_index];
         counter_words[offset_of!(intf::lb_counters, packets) / 8 + outcome.counter as usize] += 1;
@@ -431,7 +430,7 @@ impl Harness {
                 .collect::<Vec<_>>()
                 .join(", ")
         };
-        difference_of_values(
+        compare_values(
             &format!("the counters of service {service_slot}"),
             expected_counters,
             actual_counters,
@@ -449,7 +448,7 @@ impl Harness {
         let counter_difference = compared_slots.find_map(|service_slot| self.compare_counters(service_slot));
         let mut traffic_differences = self.model.traffic().iter().filter_map(|(id, expected)| {
             let actual_traffic = program_maps.traffic_of_server(*id);
-            difference_of_values(&format!("the traffic of server {id}"), *expected, actual_traffic, |traffic| {
+            compare_values(&format!("the traffic of server {id}"), *expected, actual_traffic, |traffic| {
                 format!("{traffic:?}")
             })
         });
@@ -459,7 +458,7 @@ impl Harness {
             service_slots.filter_map(|service_slot| self.compare_service(program, service_slot));
         counter_difference.or_else(|| service_differences.next()).or_else(|| traffic_differences.next()).or_else(|| {
             let expected_placements = self.model.recent_placements().to_vec();
-            difference_of_values(
+            compare_values(
                 "recent_placements",
                 expected_placements,
                 program_maps.recent_placements(),
@@ -475,16 +474,11 @@ impl Harness {
             .assigned_connection_counts(program.service_index(service_slot), assigned_counts.len() as u16);
         let round_robin_counters =
             (self.model.round_robin_counter(service_slot), program.program_maps.round_robin_counter(service_slot));
-        difference_of_values("the counts of assigned connections", assigned_counts, actual_counts, |counts| {
+        compare_values("the counts of assigned connections", assigned_counts, actual_counts, |counts| {
             format!("{counts:?}")
         })
         .or_else(|| {
-            difference_of_values(
-                "the counter of round robin",
-                round_robin_counters.0,
-                round_robin_counters.1,
-                u64::to_string,
-            )
+            compare_values("the counter of round robin", round_robin_counters.0, round_robin_counters.1, u64::to_string)
         })
     }
 
@@ -519,7 +513,7 @@ impl Harness {
         let program_clocks = program.load_balancer.server_clocks(program.service_index(service_slot))?.into_iter();
         let expected_by_server: BTreeMap<ServerId, [u64; 5]> = model_clocks.collect();
         let actual_by_server = program_clocks.map(|(id, clock)| (id, program_clock_values(clock))).collect();
-        Ok(difference_of_values(
+        Ok(compare_values(
             &format!("the clocks of service {service_slot}"),
             expected_by_server,
             actual_by_server,
@@ -537,12 +531,10 @@ impl Harness {
             let service_index = program.service_index_by_slot[service_slot]?;
             let actual_connection =
                 program.load_balancer.connections(service_index).find(|actual| actual.index == expected.index);
-            difference_of_values("a connection", Some(expected), actual_connection, |connection| {
-                format!("{connection:?}")
-            })
+            compare_values("a connection", Some(expected), actual_connection, |connection| format!("{connection:?}"))
         });
         let connection_difference = connection_difference.or_else(|| {
-            difference_of_values("the entries in use", used_entry_counts.0, used_entry_counts.1, usize::to_string)
+            compare_values("the entries in use", used_entry_counts.0, used_entry_counts.1, usize::to_string)
         });
         if connection_difference.is_some() {
             return Ok(connection_difference);
@@ -561,7 +553,7 @@ impl Harness {
         let different_word =
             expected_words.iter().zip(actual_words).enumerate().find(|(_, (expected, actual))| *expected != actual);
         let Some((word_index, (expected, actual))) = different_word else { return Ok(None) };
-        Ok(difference_of_values(&format!("word {word_index} of the flow table"), *expected, actual, |word_value| {
+        Ok(compare_values(&format!("word {word_index} of the flow table"), *expected, actual, |word_value| {
             format!("{word_value:#x}")
         }))
     }

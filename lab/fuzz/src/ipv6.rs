@@ -68,17 +68,17 @@ pub fn translate_to_ipv6(rng: &mut FuzzRng, frame: &mut Vec<u8>) {
     {
         return;
     }
-    let transport_bytes = match ipv4_packet[9] {
+    let transport_segment = match ipv4_packet[9] {
         PROTOCOL_ICMP => translate_icmp_to_icmpv6(rng, &ipv4_packet[header_bytes..packet_bytes]),
         _ => ipv4_packet[header_bytes..packet_bytes].to_vec(),
     };
     let protocol = if ipv4_packet[9] == PROTOCOL_ICMP { PROTOCOL_ICMPV6 } else { ipv4_packet[9] };
     let (next_header, extensions) = random_extension_headers(rng, ipv4_packet, protocol);
     let trailer = ipv4_packet[packet_bytes..].to_vec();
-    let payload_bytes = extensions.len() + transport_bytes.len();
+    let payload_bytes = extensions.len() + transport_segment.len();
     let mut ipv6_frame = [&frame[..12], &[0x86, 0xdd]].concat();
     ipv6_frame.extend(ipv6_header(rng, payload_bytes, next_header, source_and_destination));
-    for section_bytes in [extensions, transport_bytes, trailer] {
+    for section_bytes in [extensions, transport_segment, trailer] {
         ipv6_frame.extend(section_bytes);
     }
     *frame = ipv6_frame;

@@ -22,7 +22,7 @@ pub struct ProgramMaps {
     lb_state: MmapArray<intf::lb_state>,
     /// Counters in all rows. A packet counts in receive queue 0's row, and a new or ended connection in its CPU's row.
     counters: MmapArray<[intf::lb_counters]>,
-    row_count: usize,
+    counter_row_count: usize,
     recent_placements: MmapArray<RecentPlacementWords>,
     server_traffic: MmapArray<[intf::server_traffic]>,
     flow_table: MmapArray<[intf::flow_set]>,
@@ -41,13 +41,13 @@ impl ProgramMaps {
         let map_by_name =
             |name: &str| map_handles.iter().find(|map| map.name() == name).with_context(|| format!("no map {name}"));
         let counters = map_by_name("lb_counters")?;
-        let row_count = counters.max_entries() as usize / intf::LB_COUNTERS_PER_ROW as usize;
+        let counter_row_count = counters.max_entries() as usize / intf::LB_COUNTERS_PER_ROW as usize;
         Ok(Self {
-            row_count,
+            counter_row_count,
             lb_state: MmapArray::new(map_by_name(".bss.state")?)?,
-            counters: MmapArray::new_slice(counters, row_count * intf::LB_COUNTERS_PER_ROW as usize)?,
+            counters: MmapArray::new_slice(counters, counter_row_count * intf::LB_COUNTERS_PER_ROW as usize)?,
             recent_placements: MmapArray::new(map_by_name(".bss.recent")?)?,
-            server_traffic: MmapArray::new_slice(map_by_name("server_traffic")?, row_count * ServerId::COUNT)?,
+            server_traffic: MmapArray::new_slice(map_by_name("server_traffic")?, counter_row_count * ServerId::COUNT)?,
             flow_table: MmapArray::new_slice(
                 map_by_name("flow_table")?,
                 map_by_name("flow_table")?.max_entries() as usize,
@@ -60,7 +60,7 @@ impl ProgramMaps {
     pub fn service_counter(&self, service_slot: usize, word_index: usize) -> u64 {
         let row_offset =
             |row: usize| (row * intf::LB_COUNTERS_PER_ROW as usize + service_slot) * size_of::<intf::lb_counters>();
-        (0..self.row_count).map(|row| self.counters.load(row_offset(row) + word_index * size_of::<u64>())).sum()
+        (0..self.counter_row_count).map(|row| self.counters.load(row_offset(row) + word_index * size_of::<u64>())).sum()
     }
 
     pub fn set_tokens_paid_until(&self, buckets: TokenBucketSelector, paid_until: u64) {
@@ -69,7 +69,7 @@ impl ProgramMaps {
             self.broadcast_buckets.store(array_offset + word_offset(word_index), paid_until)
         };
         match buckets {
-            TokenBucketSelector::Service(service, reason) => {
+            TokenBucketSelector::ServiceSlot(service, reason) => {
                 store_word(
                     offset_of!(intf::broadcast_buckets, per_service),
                     service * intf::LIMITED_KIND_SLOTS as usize + reason as usize,
@@ -78,7 +78,7 @@ impl ProgramMaps {
             TokenBucketSelector::Total(reason) => {
                 store_word(offset_of!(intf::broadcast_buckets, total), reason as usize)
             }
-            TokenBucketSelector::Sources(first) => {
+            TokenBucketSelector::EveryEighthSourceFrom(first) => {
                 TokenBucketSelector::source_bucket_indexes(first)
                     .for_each(|word_index| store_word(offset_of!(intf::broadcast_buckets, per_source), word_index));
             }
@@ -99,7 +99,7 @@ impl ProgramMaps {
         let row_offset =
             |row: usize| (row * ServerId::COUNT + usize::from(id.get())) * size_of::<intf::server_traffic>();
         let sum_over_rows = |field_offset| {
-            (0..self.row_count).map(|row| self.server_traffic.load(row_offset(row) + field_offset)).sum()
+            (0..self.counter_row_count).map(|row| self.server_traffic.load(row_offset(row) + field_offset)).sum()
         };
         ServerTraffic {
             opened_connection_count: sum_over_rows(offset_of!(intf::server_traffic, opened)),

@@ -133,9 +133,9 @@ pub fn shrink_epoch(seed: u64, failing_packet_number: u64) -> anyhow::Result<Opt
         .iter()
         .enumerate()
         .filter(|(step_index, step)| *step_index == last_index || matches!(step, EpochStep::Change(_)));
-    let changes_and_last_steps: Vec<EpochStep> = changes_and_last_step.map(|(_, step)| step.clone()).collect();
-    if let Some(difference) = shrinker.find_difference(&changes_and_last_steps)? {
-        sequence = FailingSequence { steps: changes_and_last_steps, difference };
+    let shortened_steps: Vec<EpochStep> = changes_and_last_step.map(|(_, step)| step.clone()).collect();
+    if let Some(difference) = shrinker.find_difference(&shortened_steps)? {
+        sequence = FailingSequence { steps: shortened_steps, difference };
     }
     shrinker.remove_needless_steps(&mut sequence)?;
     shrinker.simplify_packet(&mut sequence)?;

@@ -112,7 +112,7 @@ impl LoadArgs {
     fn durations(&self) -> Durations {
         Durations {
             warm_up_ns: seconds_to_ns(self.warm_up),
-            measured_ns: seconds_to_ns(self.seconds),
+            measurement_ns: seconds_to_ns(self.seconds),
             timeout_ns: seconds_to_ns(self.timeout),
         }
     }
@@ -164,7 +164,7 @@ fn run_measurement(args: &LoadArgs) -> anyhow::Result<Report> {
     let measured_type = request_types[0];
     if let Some(rate) = args.measure {
         let schedule = ArrivalSchedule::new(ArrivalProcess::Poisson, rate, args.seed, RNG_STREAM_MEASURED_ARRIVALS);
-        let workload = build_workload(args, RNG_STREAM_MEASURED_REQUESTS)?.first_type_only();
+        let workload = build_workload(args, RNG_STREAM_MEASURED_REQUESTS)?.with_first_type_only();
         streams.push(RequestStream { schedule, workload, first_class_index: request_types.len() as u8 });
     }
     let mut transport = open_transport(args)?;
@@ -180,7 +180,7 @@ fn run_measurement(args: &LoadArgs) -> anyhow::Result<Report> {
     let mut results =
         generator::run_open_loop(streams, transport.as_mut(), durations, records_intervals, |since_ns, results| {
             if IS_INTERRUPTED.load(Ordering::Relaxed) {
-                results.stop(now_ns());
+                results.end_measured_window(now_ns());
             }
             show_progress(&progress_bar, since_ns, results);
             histogram_log.write_if_interval_ended(since_ns, results)

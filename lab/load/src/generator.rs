@@ -19,7 +19,7 @@ const DELAY_BEFORE_FIRST_REQUEST_NS: u64 = 10_000_000;
 const OVERDUE_BATCH_SIZE: usize = 64;
 const PROGRESS_INTERVAL_NS: u64 = 100_000_000;
 /// Interval between two searches for timed-out requests after the last due time (ns).
-const EXPIRE_INTERVAL_NS: u64 = 10_000_000;
+const EXPIRY_INTERVAL_NS: u64 = 10_000_000;
 
 #[derive(Debug)]
 pub struct RequestStream {
@@ -34,7 +34,7 @@ pub struct Durations {
     /// Duration of the warm-up, in which nothing is measured.
     pub warm_up_ns: u64,
     /// Duration of the measurement, which follows the warm-up.
-    pub measured_ns: u64,
+    pub measurement_ns: u64,
     /// Time after its due time at which an unanswered request counts as lost.
     pub timeout_ns: u64,
 }
@@ -64,7 +64,8 @@ pub fn run_open_loop(
     nix::sys::prctl::set_timerslack(1)?;
     let start_ns = now_ns() + DELAY_BEFORE_FIRST_REQUEST_NS;
     let class_count = streams.iter().map(|stream| stream.workload.request_types().len()).sum();
-    let measured_window_ns = start_ns + durations.warm_up_ns..start_ns + durations.warm_up_ns + durations.measured_ns;
+    let measured_window_ns =
+        start_ns + durations.warm_up_ns..start_ns + durations.warm_up_ns + durations.measurement_ns;
     let results = Results::new(class_count, measured_window_ns, records_intervals)?;
     let outstanding_requests = OutstandingRequests::default();
     let mut generator =
@@ -96,8 +97,8 @@ impl Generator<'_> {
             results.record_lost(lost_request)
         });
         let Some(until_ns) = next_request.map(|(_, due_ns)| due_ns).or_else(|| {
-            let has_unanswered = self.outstanding_requests.unanswered_count() > 0;
-            has_unanswered.then(|| now_ns() + EXPIRE_INTERVAL_NS)
+            let has_unanswered_requests = self.outstanding_requests.unanswered_count() > 0;
+            has_unanswered_requests.then(|| now_ns() + EXPIRY_INTERVAL_NS)
         }) else {
             return Ok(false);
         };

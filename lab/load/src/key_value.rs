@@ -164,7 +164,7 @@ pub struct ResponseWriter {
 
 impl ResponseWriter {
     /// Begins a response that has one datagram without pairs, and discards the previous response.
-    pub fn begin(&mut self, request: &Request<'_>, status: ResponseStatus, worker: u16) {
+    pub fn begin_response(&mut self, request: &Request<'_>, status: ResponseStatus, worker: u16) {
         self.used_datagram_count = 0;
         self.add_datagram(ResponseHeader {
             request_type: request.request_type.as_byte(),
@@ -259,7 +259,7 @@ mod tests {
         assert_eq!(datagram, b"\x02\x03\x05\x00\x04\x03\x02\x01\xe8\x03\x00\x00keyvalue");
         assert_eq!(Request::parse(&datagram), Ok(request));
         let mut response = ResponseWriter::default();
-        response.begin(&request, ResponseStatus::StoreFull, 0x0506);
+        response.begin_response(&request, ResponseStatus::StoreFull, 0x0506);
         assert!(response.push_pair(b"k", b"vw"));
         let datagrams: Vec<&[u8]> = response.finish_response().collect();
         assert_eq!(datagrams, [b"\x02\x02\x06\x05\x04\x03\x02\x01\x00\x01\x01\x00\x01\x00\x02\x00kvw"]);
@@ -301,7 +301,7 @@ mod tests {
             let mut response = ResponseWriter::default();
             // The second response reuses the buffers of the first one.
             for _ in 0..2 {
-                response.begin(&request, ResponseStatus::Done, 3);
+                response.begin_response(&request, ResponseStatus::Done, 3);
                 prop_assert!(pairs.iter().all(|(key, value)| response.push_pair(key, value)));
                 let datagrams: Vec<&[u8]> = response.finish_response().collect();
                 let mut read_pairs = Vec::new();

@@ -98,9 +98,9 @@ mod tests {
 
     /// Sends a datagram and reads it late. Returns whether its arrival time is near its send time.
     fn is_arrival_time_near_send_time(receiver: &UdpSocket, sender: &UdpSocket) -> bool {
-        let before_ns = now_ns();
+        let send_start_ns = now_ns();
         sender.send_to(b"sent", receiver.local_addr().unwrap()).unwrap();
-        let after_ns = now_ns();
+        let send_end_ns = now_ns();
         std::thread::sleep(Duration::from_millis(300));
         let mut buffer = [0; 3];
         let received_bytes = TimestampedReceiver::default().receive(receiver, &mut buffer).unwrap();
@@ -108,7 +108,7 @@ mod tests {
         assert_eq!(received_bytes.sender, Some(sender.local_addr().unwrap()));
         // The tolerance allows the machine to pause between the reads of the two clocks.
         let tolerance_ns = 100_000_000;
-        println!("{before_ns}, {after_ns}: {received_bytes:?}");
-        (before_ns - tolerance_ns..after_ns + tolerance_ns).contains(&received_bytes.arrived_ns)
+        println!("{send_start_ns}, {send_end_ns}: {received_bytes:?}");
+        (send_start_ns - tolerance_ns..send_end_ns + tolerance_ns).contains(&received_bytes.arrived_ns)
     }
 }

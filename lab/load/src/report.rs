@@ -104,7 +104,7 @@ impl Report {
         };
         let (load_results, measured_results) = results.classes.split_at(load.len());
         let seconds = (results.measured_window_ns.end - results.measured_window_ns.start) as f64 / 1e9;
-        let sum_of_load = |to_count: fn(&ClassResults) -> u64| load_results.iter().map(to_count).sum::<u64>();
+        let sum_over_load_classes = |to_count: fn(&ClassResults) -> u64| load_results.iter().map(to_count).sum::<u64>();
         let mut load_latency_ns = results.lateness_ns.clone();
         load_latency_ns.reset();
         load_results
@@ -113,13 +113,13 @@ impl Report {
         let worker_report =
             |(worker, completed_count): (&Worker, &u64)| WorkerReport { worker: *worker, completed: *completed_count };
         Self {
-            offered_rps: sum_of_load(|class| class.request_count) as f64 / seconds,
-            completed_rps: sum_of_load(|class| class.arrived_response_count) as f64 / seconds,
-            lost: sum_of_load(|class| class.lost_count),
+            offered_rps: sum_over_load_classes(|class| class.request_count) as f64 / seconds,
+            completed_rps: sum_over_load_classes(|class| class.arrived_response_count) as f64 / seconds,
+            lost: sum_over_load_classes(|class| class.lost_count),
             latency_us: Latency::from(&load_latency_ns),
             seconds,
-            requests: sum_of_load(|class| class.request_count),
-            completed: sum_of_load(|class| class.completed_count),
+            requests: sum_over_load_classes(|class| class.request_count),
+            completed: sum_over_load_classes(|class| class.completed_count),
             classes: load_results.iter().zip(load).map(class_report).collect(),
             measure: measured_results.iter().zip(&measure).map(class_report).next(),
             lateness_us: Latency::from(&results.lateness_ns),

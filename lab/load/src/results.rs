@@ -82,7 +82,7 @@ impl Results {
     }
 
     /// Ends the measured time at `now_ns`, unless it ends earlier.
-    pub fn stop(&mut self, now_ns: u64) {
+    pub fn end_measured_window(&mut self, now_ns: u64) {
         self.measured_window_ns.end = self.measured_window_ns.end.min(now_ns.max(self.measured_window_ns.start));
     }
 
@@ -92,7 +92,7 @@ impl Results {
     }
 
     pub(crate) fn record_sent(&mut self, sent_request: SentRequest, now_ns: u64) {
-        if let Some(class) = self.class_if_measured(sent_request) {
+        if let Some(class) = self.measured_class_mut(sent_request) {
             class.request_count += 1;
             self.lateness_ns.saturating_record(now_ns.saturating_sub(sent_request.due_ns));
         }
@@ -103,7 +103,7 @@ impl Results {
             self.classes[usize::from(sent_request.class)].arrived_response_count += 1;
         }
         let latency_ns = arrived_ns.saturating_sub(sent_request.due_ns);
-        if let Some(class) = self.class_if_measured(sent_request) {
+        if let Some(class) = self.measured_class_mut(sent_request) {
             class.completed_count += 1;
             class.latency_ns.saturating_record(latency_ns);
             if let Some(interval_latency_ns) = self.interval_latencies_ns.get_mut(usize::from(sent_request.class)) {
@@ -116,12 +116,12 @@ impl Results {
     }
 
     pub(crate) fn record_lost(&mut self, sent_request: SentRequest) {
-        if let Some(class) = self.class_if_measured(sent_request) {
+        if let Some(class) = self.measured_class_mut(sent_request) {
             class.lost_count += 1;
         }
     }
 
-    fn class_if_measured(&mut self, sent_request: SentRequest) -> Option<&mut ClassResults> {
+    fn measured_class_mut(&mut self, sent_request: SentRequest) -> Option<&mut ClassResults> {
         self.measured_window_ns
             .contains(&sent_request.due_ns)
             .then(|| &mut self.classes[usize::from(sent_request.class)])

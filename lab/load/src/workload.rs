@@ -36,7 +36,7 @@ pub enum MixError {
     #[error("share of {request_type}: {given:?}: expected a number above 0, at most 1")]
     InvalidShare { request_type: RequestType, given: String },
     #[error("the shares of the mix add up to {0}: expected 1")]
-    WrongSum(f64),
+    WrongShareSum(f64),
     #[error("mix of {0} types: expected at most 16")]
     TooManyTypes(usize),
 }
@@ -75,7 +75,7 @@ impl FromStr for RequestMix {
         }
         let sum_of_shares: f64 = type_shares.iter().map(|(_, share)| share).sum();
         if (sum_of_shares - 1.0).abs() > 1e-6 {
-            return Err(MixError::WrongSum(sum_of_shares));
+            return Err(MixError::WrongShareSum(sum_of_shares));
         }
         if type_shares.len() > MAX_CLASSES {
             return Err(MixError::TooManyTypes(type_shares.len()));
@@ -133,8 +133,10 @@ impl FromStr for ServiceDistribution {
         if let Some(mean) = input.strip_prefix("exp:") {
             let valid_mean = mean.parse().ok().filter(|mean| *mean > 0.0 && *mean <= 1e6);
             let expected_format = "exp:MICROSECONDS, above 0, at most 1000000";
-            let unit_us = valid_mean
-                .ok_or_else(|| ServiceTimeError::Parameters { given: input.to_owned(), expected: expected_format })?;
+            let unit_us = valid_mean.ok_or_else(|| ServiceTimeError::InvalidParameters {
+                given: input.to_owned(),
+                expected: expected_format,
+            })?;
             return Ok(Self { unit_distribution: ServiceTimeDistribution::Exponential, unit_us });
         }
         Ok(Self { unit_distribution: input.parse()?, unit_us: 1.0 })
@@ -201,7 +203,7 @@ impl Workload {
 
     /// Restricts the workload of a measuring stream to its first type. For a distribution, that is its shortest class's
     /// service time, or its mean if it has no classes (as in Turbo's measuring client, Sect. VII-A).
-    pub fn first_type_only(mut self) -> Self {
+    pub fn with_first_type_only(mut self) -> Self {
         match &mut self.sampler {
             RequestSampler::Mix(entries) => {
                 entries.truncate(1);
@@ -315,8 +317,8 @@ mod tests {
             for (weight, drawn_count) in weights.iter().zip(&drawn_counts) {
                 let (expected_share, drawn_share) = (share_of(weight), f64::from(*drawn_count) / f64::from(count));
                 // The tolerance is six standard deviations, which is exceeded once in 5e8 draws.
-                let deviation = (expected_share * (1.0 - expected_share) / f64::from(count)).sqrt();
-                prop_assert!((drawn_share - expected_share).abs() <= 6.0 * deviation, "{drawn_share} of \
+                let standard_deviation = (expected_share * (1.0 - expected_share) / f64::from(count)).sqrt();
+                prop_assert!((drawn_share - expected_share).abs() <= 6.0 * standard_deviation, "{drawn_share} of \
                     {expected_share}");
             }
         }

@@ -82,7 +82,7 @@ pub fn start_rss_watch(guest: &mut Guest) -> Result<()> {
     let wait_result = poll_until_some(guest, DAEMON_START_TIMEOUT, |guest| {
         Ok(guest.run_successfully("cat /tmp/rss.out")?.contains("\"nic\"").then_some(()))
     });
-    wait_result.with_context(|| format!("`coreward agent rss`: {}", log_tail(guest, "rss")))
+    wait_result.with_context(|| format!("`coreward agent rss`: {}", read_log_tail(guest, "rss")))
 }
 
 /// Waits until the agent has received all SYNs, and returns its output. Fails when the agent fails or its output is
@@ -101,7 +101,7 @@ pub fn finish_rss_watch(guest: &mut Guest) -> Result<RssWatchOutput> {
         }
     }
     let (Some(shown_rss), Some(verdict)) = (shown_rss, final_verdict) else {
-        bail!("no verdict: {}", log_tail(guest, "rss"))
+        bail!("no verdict: {}", read_log_tail(guest, "rss"))
     };
     Ok(RssWatchOutput { shown_rss, syn_queues, verdict })
 }
@@ -120,18 +120,18 @@ impl ControllerAndAgent {
         guest.run_successfully("start controller coreward controller --config /etc/controller.toml")?;
         guest.run_successfully("start agent coreward agent --config /etc/agent.toml")?;
         let wait_result = poll_until_some(guest, DAEMON_START_TIMEOUT, |guest| {
-            Ok(only_server_status(guest)?
+            Ok(fetch_only_server_status(guest)?
                 .filter(|server| reported_rss(server).is_some_and(|rss| rss == *expected_rss))
                 .map(drop))
         });
-        wait_result.with_context(|| agent_and_controller_logs(guest))?;
+        wait_result.with_context(|| read_agent_and_controller_logs(guest))?;
         Ok(Self)
     }
 
     /// Returns how many SYNs the agent has counted on the predicted queue, and how many on other queues. Fails when the
     /// controller has no counts.
-    pub fn matched_and_mismatched_syns(&self, guest: &mut Guest) -> Result<(u64, u64)> {
-        let server = only_server_status(guest)?.context("the controller knows no server")?;
+    pub fn fetch_syn_match_counts(&self, guest: &mut Guest) -> Result<(u64, u64)> {
+        let server = fetch_only_server_status(guest)?.context("the controller knows no server")?;
         let counter = |name: &str| server[name].as_u64().with_context(|| format!("no {name} in {server}"));
         Ok((counter("rss_matched")?, counter("rss_mismatched")?))
     }
@@ -140,27 +140,27 @@ impl ControllerAndAgent {
     /// arrived on the predicted queue. Fails after a time limit.
     pub fn count_new_matched_syns(&self, guest: &mut Guest, counts_before: (u64, u64), syn_count: u64) -> Result<u64> {
         let new_matched_syns = poll_until_some(guest, CHANGE_DETECTION_TIMEOUT, |guest| {
-            let counts = self.matched_and_mismatched_syns(guest)?;
+            let counts = self.fetch_syn_match_counts(guest)?;
             Ok((counts.0 + counts.1 >= counts_before.0 + counts_before.1 + syn_count)
                 .then_some(counts.0 - counts_before.0))
         });
-        new_matched_syns.with_context(|| agent_and_controller_logs(guest))
+        new_matched_syns.with_context(|| read_agent_and_controller_logs(guest))
     }
 
     /// Waits until the agent warns (or stops to warn) that the NIC does not use its RSS table. Fails after a time
     /// limit.
     pub fn wait_for_rss_warning(&self, guest: &mut Guest, is_warning_expected: bool) -> Result<()> {
         let wait_result = poll_until_some(guest, CHANGE_DETECTION_TIMEOUT, |guest| {
-            let Some(server) = only_server_status(guest)? else { return Ok(None) };
+            let Some(server) = fetch_only_server_status(guest)? else { return Ok(None) };
             Ok((server["warnings"].to_string().contains("not in force") == is_warning_expected).then_some(()))
         });
-        wait_result.with_context(|| agent_and_controller_logs(guest))
+        wait_result.with_context(|| read_agent_and_controller_logs(guest))
     }
 
     /// Stops the agent, and then the controller. Fails when one of them does not end, or the agent exits with an error.
     pub fn stop(self, guest: &mut Guest) -> Result<()> {
         let (exit_status, _) = guest.try_run("stop agent", CHANGE_DETECTION_TIMEOUT)?;
-        ensure!(exit_status == 0, "the agent ended with status {exit_status}: {}", log_tail(guest, "agent"));
+        ensure!(exit_status == 0, "the agent ended with status {exit_status}: {}", read_log_tail(guest, "agent"));
         guest.try_run("stop controller", CHANGE_DETECTION_TIMEOUT)?;
         guest.run_successfully("coreward agent --config /etc/agent.toml --detach")?;
         Ok(())
@@ -174,29 +174,29 @@ pub fn run_load_balancer_until_ready(guest: &mut Guest) -> Result<String> {
     guest.run_successfully("start controller coreward controller --config /etc/controller.toml")?;
     guest.run_successfully("start lb coreward lb --config /etc/lb.toml")?;
     let generation = poll_until_some(guest, DAEMON_START_TIMEOUT, |guest| {
-        let status = fleet_status(guest)?;
+        let status = fetch_fleet_status(guest)?;
         let table_generation =
             status.as_ref().and_then(|fleet| fleet["load_balancers"][0]["state"]["table_generations"]["web"].as_u64());
         Ok(table_generation.filter(|generation| *generation > 0))
     });
     let generation = generation.with_context(|| {
-        format!("load balancer: {}\ncontroller: {}", log_tail(guest, "lb"), log_tail(guest, "controller"))
+        format!("load balancer: {}\ncontroller: {}", read_log_tail(guest, "lb"), read_log_tail(guest, "controller"))
     })?;
     for name in ["lb", "controller"] {
         let (exit_status, _) = guest.try_run(&format!("stop {name}"), CHANGE_DETECTION_TIMEOUT)?;
-        ensure!(exit_status == 0, "{name} ended with status {exit_status}: {}", log_tail(guest, name));
+        ensure!(exit_status == 0, "{name} ended with status {exit_status}: {}", read_log_tail(guest, name));
     }
     guest.run_successfully("coreward lb --config /etc/lb.toml --detach && ip addr del 10.2.0.1/24 dev eth0")?;
     Ok(format!("generation {generation}"))
 }
 
 /// Returns the only server's status, as `coreward status` reports it, or `None` if there is no server yet.
-fn only_server_status(guest: &mut Guest) -> Result<Option<Value>> {
-    Ok(fleet_status(guest)?.and_then(|fleet| fleet["servers"].get(0).cloned()))
+fn fetch_only_server_status(guest: &mut Guest) -> Result<Option<Value>> {
+    Ok(fetch_fleet_status(guest)?.and_then(|fleet| fleet["servers"].get(0).cloned()))
 }
 
 /// Returns the output of `coreward status`, or `None` while the controller does not answer. Fails when it is not JSON.
-pub fn fleet_status(guest: &mut Guest) -> Result<Option<Value>> {
+pub fn fetch_fleet_status(guest: &mut Guest) -> Result<Option<Value>> {
     let (exit_status, status_json) = guest.try_run(
         "COREWARD_TOKEN_FILE=/run/operator.token coreward status --format json --rss-keys 2>/dev/null",
         CHANGE_DETECTION_TIMEOUT,
@@ -230,7 +230,7 @@ pub fn poll_until_some<T>(
 }
 
 /// Returns the last log messages of a program that was started in the guest.
-pub fn log_tail(guest: &mut Guest, name: &str) -> String {
+pub fn read_log_tail(guest: &mut Guest, name: &str) -> String {
     guest
         .run_successfully(&format!("tail -n 5 /tmp/{name}.log"))
         .unwrap_or_else(|error| error.to_string())
@@ -238,6 +238,6 @@ pub fn log_tail(guest: &mut Guest, name: &str) -> String {
         .to_owned()
 }
 
-fn agent_and_controller_logs(guest: &mut Guest) -> String {
-    format!("agent: {}\ncontroller: {}", log_tail(guest, "agent"), log_tail(guest, "controller"))
+fn read_agent_and_controller_logs(guest: &mut Guest) -> String {
+    format!("agent: {}\ncontroller: {}", read_log_tail(guest, "agent"), read_log_tail(guest, "controller"))
 }

@@ -322,7 +322,7 @@ impl GuestCase {
         ensure!(managed_rss != rss_before, "the NIC holds already what the agent is to set");
         let daemons = ControllerAndAgent::start(guest, &managed_rss)?;
 
-        let counts_before = daemons.matched_and_mismatched_syns(guest)?;
+        let counts_before = daemons.fetch_syn_match_counts(guest)?;
         let measurement = rss::measure_flow_queues(guest, self.nic, guest_tap)?;
         let measurement_text = measurement.to_string();
         let is_managed_in_force = measurement.shown_rss == managed_rss && measurement.is_in_force();

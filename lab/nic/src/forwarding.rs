@@ -77,8 +77,8 @@ pub fn check_placement(guest: &mut Guest, guest_tap: &GuestTap, name: &str, tall
     let loaded_queue = rss::predicted_queue(&shown_rss, &forwarded_flow);
     let is_on_loaded_queue = |flow: &FourTuple| rss::predicted_queue(&shown_rss, flow) == loaded_queue;
     let avoids_loaded_core = |placements: &FlowPlacements| {
-        let [on_core_count, on_core_total] = count_at_first_server(placements, is_on_loaded_queue);
-        let [other_count, other_total] = count_at_first_server(placements, |flow| !is_on_loaded_queue(flow));
+        let [on_core_count, on_core_total] = count_first_server_syns(placements, is_on_loaded_queue);
+        let [other_count, other_total] = count_first_server_syns(placements, |flow| !is_on_loaded_queue(flow));
         on_core_count * 10 <= on_core_total && other_count * 10 >= other_total * 9
     };
     let (measurement_result, packet_rate) =
@@ -87,9 +87,9 @@ pub fn check_placement(guest: &mut Guest, guest_tap: &GuestTap, name: &str, tall
         })?;
     let loaded_placement =
         measurement_result.with_context(|| format!("while core {loaded_queue} forwards {packet_rate} packets/s"))?;
-    let [on_core_count, on_core_total] = count_at_first_server(&loaded_placement.placements, is_on_loaded_queue);
+    let [on_core_count, on_core_total] = count_first_server_syns(&loaded_placement.placements, is_on_loaded_queue);
     let [other_count, other_total] =
-        count_at_first_server(&loaded_placement.placements, |flow| !is_on_loaded_queue(flow));
+        count_first_server_syns(&loaded_placement.placements, |flow| !is_on_loaded_queue(flow));
     let placement_text = format!(
         "of core {loaded_queue}, with {packet_rate} forwarded packets/s, {on_core_count} of {on_core_total} SYNs, of \
          the others {other_count} of {other_total}; {}",
@@ -97,7 +97,7 @@ pub fn check_placement(guest: &mut Guest, guest_tap: &GuestTap, name: &str, tall
     );
     tally.record_result(
         &format!("{name}: crossrss moves connections away from the core that forwards"),
-        loaded_placement.expected_or_error(placement_text),
+        loaded_placement.require_expected_placement(placement_text),
     );
     Ok(())
 }
@@ -111,15 +111,15 @@ fn check_idle_placement(
     tally: &mut CheckTally,
 ) -> Result<u8> {
     let idle_placement = measure_until_expected(guest_tap, host_emulator, 0, |placements| {
-        let [idle_count, syn_count] = count_at_first_server(placements, |_| true);
+        let [idle_count, syn_count] = count_first_server_syns(placements, |_| true);
         idle_count * 10 >= syn_count * 9
     })?;
-    let [idle_count, syn_count] = count_at_first_server(&idle_placement.placements, |_| true);
+    let [idle_count, syn_count] = count_first_server_syns(&idle_placement.placements, |_| true);
     let placement_text =
         format!("{idle_count} of {syn_count} SYNs to the server with idle cores; {}", format_loads(guest)?);
     tally.record_result(
         &format!("{name}: idle cores get the connections"),
-        idle_placement.expected_or_error(placement_text),
+        idle_placement.require_expected_placement(placement_text),
     );
     Ok(idle_placement.next_round)
 }
@@ -144,14 +144,14 @@ fn start_daemons(guest: &mut Guest) -> Result<()> {
     }
     guest.run_successfully("start lb coreward lb --config /etc/lb.toml")?;
     let wait_result = poll_until_some(guest, DAEMON_START_TIMEOUT, |guest| {
-        let Some(status) = agent::fleet_status(guest)? else { return Ok(None) };
+        let Some(status) = agent::fetch_fleet_status(guest)? else { return Ok(None) };
         let table_generation = status["load_balancers"][0]["state"]["table_generations"]["web"].as_u64();
         let has_reports =
             core_loads_in_status(&status).is_some_and(|servers| servers.iter().all(|cores| !cores.is_empty()));
         Ok((table_generation.is_some_and(|generation| generation > 1) && has_reports).then_some(()))
     });
     wait_result.with_context(|| {
-        ["controller", "agent0", "agent1", "lb"].map(|name| agent::log_tail(guest, name)).join("\n")
+        ["controller", "agent0", "agent1", "lb"].map(|name| agent::read_log_tail(guest, name)).join("\n")
     })?;
     std::thread::sleep(LOAD_SETTLE_TIME);
     Ok(())
@@ -166,13 +166,13 @@ fn core_loads_in_status(status: &Value) -> Option<[Vec<f64>; 2]> {
     Some([loads_of_server("s1")?, loads_of_server("s2")?])
 }
 
-fn reported_core_loads(guest: &mut Guest) -> Result<[Vec<f64>; 2]> {
-    let status = agent::fleet_status(guest)?.context("the controller does not answer")?;
+fn fetch_reported_core_loads(guest: &mut Guest) -> Result<[Vec<f64>; 2]> {
+    let status = agent::fetch_fleet_status(guest)?.context("the controller does not answer")?;
     core_loads_in_status(&status).with_context(|| format!("no loads in {status}"))
 }
 
 fn format_loads(guest: &mut Guest) -> Result<String> {
-    let [s1, s2] = reported_core_loads(guest)?
+    let [s1, s2] = fetch_reported_core_loads(guest)?
         .map(|cores| cores.iter().map(|load| format!("{:.0}", load * 100.0)).collect::<Vec<_>>().join(", "));
     Ok(format!("loads {s1} % against {s2} %"))
 }
@@ -205,7 +205,7 @@ fn raise_rate_until_loaded(guest: &mut Guest, queue: u16, rate: &AtomicU32) -> R
     let mut loaded_reading_count = 0;
     loop {
         std::thread::sleep(LOAD_SETTLE_TIME);
-        let [core_loads, _] = reported_core_loads(guest)?;
+        let [core_loads, _] = fetch_reported_core_loads(guest)?;
         let core_load =
             *core_loads.get(usize::from(queue)).with_context(|| format!("no load of queue {queue}: {core_loads:?}"))?;
         if core_load >= MIN_FORWARDING_LOAD {
@@ -254,7 +254,7 @@ struct PlacementMeasurement {
 }
 
 impl PlacementMeasurement {
-    fn expected_or_error(&self, placement_text: String) -> Result<String> {
+    fn require_expected_placement(&self, placement_text: String) -> Result<String> {
         ensure!(self.is_expected, placement_text);
         Ok(placement_text)
     }
@@ -312,7 +312,7 @@ fn measure_placements(guest_tap: &GuestTap, host_emulator: &HostEmulator, first_
 }
 
 /// Returns how many of the SYNs that `is_selected` selects reached `s1`, and how many SYNs it selects.
-fn count_at_first_server(placements: &FlowPlacements, is_selected: impl Fn(&FourTuple) -> bool) -> [usize; 2] {
+fn count_first_server_syns(placements: &FlowPlacements, is_selected: impl Fn(&FourTuple) -> bool) -> [usize; 2] {
     let selected_placements = placements.iter().filter(|(flow, _)| is_selected(flow));
     [selected_placements.clone().filter(|(_, host)| *host == SERVER_HOST_BYTES[0]).count(), selected_placements.count()]
 }

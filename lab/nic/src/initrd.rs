@@ -27,9 +27,9 @@ struct CpioArchive {
 
 impl CpioArchive {
     /// Adds a file and its parent folders. `name` has no leading slash. A second file with the same name is ignored.
-    fn add_with_parents(&mut self, name: &str, mode: u32, content: &[u8]) {
+    fn add_entry_with_parents(&mut self, name: &str, mode: u32, content: &[u8]) {
         if let Some((parent, _)) = name.rsplit_once('/') {
-            self.add_with_parents(parent, DIRECTORY_MODE, &[]);
+            self.add_entry_with_parents(parent, DIRECTORY_MODE, &[]);
         }
         if self.entry_names.insert(name.to_string()) {
             self.append_entry(name, mode, content);
@@ -74,15 +74,15 @@ pub fn build_guest_initrd(
 ) -> Result<Vec<u8>> {
     let mut archive = CpioArchive::default();
     for directory in ["proc", "sys", "dev", "tmp", "run", "etc"] {
-        archive.add_with_parents(directory, DIRECTORY_MODE, &[]);
+        archive.add_entry_with_parents(directory, DIRECTORY_MODE, &[]);
     }
-    archive.add_with_parents("init", EXECUTABLE_MODE, include_bytes!("../guest/init"));
-    archive.add_with_parents("bin/busybox", EXECUTABLE_MODE, &read_file(&packages.busybox_path())?);
+    archive.add_entry_with_parents("init", EXECUTABLE_MODE, include_bytes!("../guest/init"));
+    archive.add_entry_with_parents("bin/busybox", EXECUTABLE_MODE, &read_file(&packages.busybox_path())?);
     add_modules(&mut archive, kernel_directory, modules)?;
     add_ethtool(&mut archive, packages)?;
     add_coreward(&mut archive, coreward_binary, &packages.stripped_binary_path())?;
     for (name, content) in files {
-        archive.add_with_parents(name, OWNER_ONLY_MODE, content.as_bytes());
+        archive.add_entry_with_parents(name, OWNER_ONLY_MODE, content.as_bytes());
     }
     Ok(archive.append_trailer())
 }
@@ -97,13 +97,13 @@ pub fn build_disk_boot_initrd(
 ) -> Result<Vec<u8>> {
     let mut archive = CpioArchive::default();
     for directory in ["dev", "disk"] {
-        archive.add_with_parents(directory, DIRECTORY_MODE, &[]);
+        archive.add_entry_with_parents(directory, DIRECTORY_MODE, &[]);
     }
-    archive.add_with_parents("init", EXECUTABLE_MODE, include_bytes!("../guest/init-disk"));
-    archive.add_with_parents("bin/busybox", EXECUTABLE_MODE, &read_file(&packages.busybox_path())?);
+    archive.add_entry_with_parents("init", EXECUTABLE_MODE, include_bytes!("../guest/init-disk"));
+    archive.add_entry_with_parents("bin/busybox", EXECUTABLE_MODE, &read_file(&packages.busybox_path())?);
     add_modules(&mut archive, kernel_directory, modules)?;
     for (name, mode, content) in files {
-        archive.add_with_parents(&format!("files/{name}"), *mode, content.as_bytes());
+        archive.add_entry_with_parents(&format!("files/{name}"), *mode, content.as_bytes());
     }
     Ok(archive.append_trailer())
 }
@@ -112,10 +112,10 @@ pub fn build_disk_boot_initrd(
 fn add_modules(archive: &mut CpioArchive, kernel_directory: &Path, modules: &[&str]) -> Result<()> {
     let mut loading_order = String::new();
     for (name, content) in kernel::modules_in_load_order(kernel_directory, modules)? {
-        archive.add_with_parents(&format!("modules/{name}.ko"), EXECUTABLE_MODE, &content);
+        archive.add_entry_with_parents(&format!("modules/{name}.ko"), EXECUTABLE_MODE, &content);
         loading_order += &format!("{name}\n");
     }
-    archive.add_with_parents("modules/order", EXECUTABLE_MODE, loading_order.as_bytes());
+    archive.add_entry_with_parents("modules/order", EXECUTABLE_MODE, loading_order.as_bytes());
     Ok(())
 }
 
@@ -123,14 +123,14 @@ fn add_modules(archive: &mut CpioArchive, kernel_directory: &Path, modules: &[&s
 /// this machine and has another C library.
 fn add_ethtool(archive: &mut CpioArchive, packages: &FetchedPackages) -> Result<()> {
     let (program, libraries) = packages.ethtool_and_libraries();
-    archive.add_with_parents("ethtool/ethtool", EXECUTABLE_MODE, &read_file(&program)?);
+    archive.add_entry_with_parents("ethtool/ethtool", EXECUTABLE_MODE, &read_file(&program)?);
     for library in libraries {
         let file_name = library.file_name().context("a library has a name")?.to_string_lossy().into_owned();
-        archive.add_with_parents(&format!("ethtool/{file_name}"), EXECUTABLE_MODE, &read_file(&library)?);
+        archive.add_entry_with_parents(&format!("ethtool/{file_name}"), EXECUTABLE_MODE, &read_file(&library)?);
     }
     let wrapper_script =
         "#!/bin/sh\nexec /ethtool/ld-linux-x86-64.so.2 --library-path /ethtool /ethtool/ethtool \"$@\"\n";
-    archive.add_with_parents("bin/ethtool", EXECUTABLE_MODE, wrapper_script.as_bytes());
+    archive.add_entry_with_parents("bin/ethtool", EXECUTABLE_MODE, wrapper_script.as_bytes());
     Ok(())
 }
 
@@ -139,12 +139,12 @@ fn add_ethtool(archive: &mut CpioArchive, packages: &FetchedPackages) -> Result<
 fn add_coreward(archive: &mut CpioArchive, coreward_binary: &Path, stripped_path: &Path) -> Result<()> {
     run_to_end(command_tied_to_parent("strip").arg("-o").arg(stripped_path).arg(coreward_binary))
         .context("binutils' strip is needed")?;
-    archive.add_with_parents("bin/coreward", EXECUTABLE_MODE, &read_file(stripped_path)?);
+    archive.add_entry_with_parents("bin/coreward", EXECUTABLE_MODE, &read_file(stripped_path)?);
     for library_path in run_to_end(command_tied_to_parent("ldd").arg(coreward_binary))?
         .split_whitespace()
         .filter(|ldd_word| ldd_word.starts_with('/'))
     {
-        archive.add_with_parents(
+        archive.add_entry_with_parents(
             library_path.trim_start_matches('/'),
             EXECUTABLE_MODE,
             &read_file(Path::new(library_path))?,
@@ -164,8 +164,8 @@ mod tests {
     #[test]
     fn archive_has_folders_before_their_files_and_a_length_that_is_a_multiple_of_4() {
         let mut archive = CpioArchive::default();
-        archive.add_with_parents("a/b/file", EXECUTABLE_MODE, b"12345");
-        archive.add_with_parents("a/b/other", EXECUTABLE_MODE, b"");
+        archive.add_entry_with_parents("a/b/file", EXECUTABLE_MODE, b"12345");
+        archive.add_entry_with_parents("a/b/other", EXECUTABLE_MODE, b"");
         let bytes = archive.append_trailer();
         let archive_text = String::from_utf8_lossy(&bytes).into_owned();
         let entry_names: Vec<_> =

@@ -60,7 +60,7 @@ virtual_server 10.200.0.1 80 {
 /// which every fourth has no TCP timestamps. For each line in its FIFO, the script sends a request over each
 /// connection. It then prints the slowest answer's time in ms, and the number of each connection that its first server
 /// did not answer.
-const HOLD_SCRIPT: &str = "
+const HOLD_CONNECTIONS_SCRIPT: &str = "
 connections=()
 first=()
 ask() {
@@ -157,7 +157,7 @@ fn nginx_config(server: &str) -> String {
 fn guest_files() -> Vec<NamedGuestFile> {
     let constant_files = [
         ("etc/test-network", NETWORK_SCRIPT),
-        ("etc/test-hold", HOLD_SCRIPT),
+        ("etc/test-hold", HOLD_CONNECTIONS_SCRIPT),
         ("etc/test-diagnosis", DIAGNOSIS_SCRIPT),
         ("etc/test-request", units::REQUEST_SCRIPT),
         ("etc/test-load", units::LOAD_SCRIPT),
@@ -192,8 +192,8 @@ pub fn check_migration_from_ipvs(
 /// Names and functions of the checks. Each check continues where the previous one ended.
 const MIGRATION_CHECKS: [(&str, GuestCheck); 4] = [
     ("keepalived's virtual server balances", check_keepalived),
-    ("coreward adopts the pool, and no connection breaks", check_adoption),
-    ("coreward hands the pool back, and no connection breaks", check_hand_back),
+    ("coreward adopts the pool, and no connection breaks", check_pool_adoption),
+    ("coreward hands the pool back, and no connection breaks", check_pool_hand_back),
     ("coreward is removed, and no connection breaks", check_removal),
 ];
 
@@ -214,7 +214,7 @@ fn open_connections(guest: &mut Guest, group: &str) -> Result<()> {
 /// Fails when a connection of the groups was broken, or a new connection failed. Returns the slowest answer's time in
 /// ms.
 fn check_held_connections(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
-    let mut slowest_ms = 0;
+    let mut slowest_answer_ms = 0;
     for group in groups {
         let command = format!("sh -c 'echo > /run/test-{group}.in; cat /run/test-{group}.out'");
         let (_, check_output) = guest.try_run(&command, SETTLE_TIMEOUT)?;
@@ -226,24 +226,24 @@ fn check_held_connections(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
                  {slowest_text} ms"
             );
         }
-        slowest_ms = slowest_ms.max(slowest_text.parse()?);
+        slowest_answer_ms = slowest_answer_ms.max(slowest_text.parse()?);
     }
     let failed_count = guest.run_successfully("grep -c failed /run/test-load || true")?;
     ensure!(failed_count.trim() == "0", "{} new connections failed", failed_count.trim());
-    Ok(slowest_ms)
+    Ok(slowest_answer_ms)
 }
 
-fn check_and_summarize(guest: &mut Guest, groups: &[&str]) -> Result<String> {
-    let slowest_ms = check_held_connections(guest, groups)?;
+fn summarize_held_connections(guest: &mut Guest, groups: &[&str]) -> Result<String> {
+    let slowest_answer_ms = check_held_connections(guest, groups)?;
     let served_count = guest.run_successfully("grep -c served /run/test-load")?;
-    let held_count = groups.len() * OPEN_CONNECTION_COUNT;
+    let held_connection_count = groups.len() * OPEN_CONNECTION_COUNT;
     Ok(format!(
-        "0 broken of {held_count} held connections (slowest answer {slowest_ms} ms) and {} new ones",
+        "0 broken of {held_connection_count} held connections (slowest answer {slowest_answer_ms} ms) and {} new ones",
         served_count.trim()
     ))
 }
 
-fn expect_in_status(guest: &mut Guest, pattern: &str) -> Result<()> {
+fn check_status_contains(guest: &mut Guest, pattern: &str) -> Result<()> {
     guest.run_successfully(&format!("ip netns exec controller coreward status | grep -qE '{pattern}'")).map(drop)
 }
 
@@ -260,10 +260,10 @@ fn check_keepalived(guest: &mut Guest) -> Result<String> {
     open_connections(guest, "oldest")?;
     let ipvs_table = guest.run_successfully("ip netns exec director ipvsadm -Ln")?;
     ensure!(ipvs_table.contains("10.2.0.11:80") && ipvs_table.contains("10.2.0.12:80"), "ipvsadm: {ipvs_table}");
-    check_and_summarize(guest, &["oldest"])
+    summarize_held_connections(guest, &["oldest"])
 }
 
-fn check_adoption(guest: &mut Guest) -> Result<String> {
+fn check_pool_adoption(guest: &mut Guest) -> Result<String> {
     run_apt_get(guest, "install /root/debs/old/coreward_*.deb")?;
     start_in_namespace(
         guest,
@@ -276,7 +276,7 @@ fn check_adoption(guest: &mut Guest) -> Result<String> {
         start_in_namespace(guest, &format!("coreward-{server}"), server, &command)?;
     }
     for server in ["s1", "s2"] {
-        retry_until_ok(SETTLE_TIMEOUT, || expect_in_status(guest, &format!("{server} .*active")))?;
+        retry_until_ok(SETTLE_TIMEOUT, || check_status_contains(guest, &format!("{server} .*active")))?;
         wait_for_timestamps(guest, server, "2")?;
     }
     check_held_connections(guest, &["oldest"]).context("after the agents' start")?;
@@ -286,17 +286,17 @@ fn check_adoption(guest: &mut Guest) -> Result<String> {
                              /run/status; \
                  grep -q '^  tables     web ' /run/status && ! grep '^  !' /run/status";
     retry_until_ok(SETTLE_TIMEOUT, || guest.run_successfully(readiness_command))
-        .with_context(|| status_for_messages(guest))?;
+        .with_context(|| status_or_error(guest))?;
     guest.run_successfully("ip -n client route replace 10.200.0.1 via 10.2.0.1")?;
     check_held_connections(guest, &["oldest", "older"]).context("after the VIP's move")?;
     open_connections(guest, "ours")?;
-    retry_until_ok(SETTLE_TIMEOUT, || expect_in_status(guest, "to_other_balancer [1-9]"))
-        .with_context(|| status_for_messages(guest))?;
-    check_and_summarize(guest, &["oldest", "older", "ours"])
+    retry_until_ok(SETTLE_TIMEOUT, || check_status_contains(guest, "to_other_balancer [1-9]"))
+        .with_context(|| status_or_error(guest))?;
+    summarize_held_connections(guest, &["oldest", "older", "ours"])
 }
 
 /// Returns the output of `coreward status` or its error, for use in messages.
-fn status_for_messages(guest: &mut Guest) -> String {
+fn status_or_error(guest: &mut Guest) -> String {
     guest.run_successfully("ip netns exec controller coreward status").unwrap_or_else(|error| format!("{error:#}"))
 }
 
@@ -309,7 +309,7 @@ fn wait_for_timestamps(guest: &mut Guest, server: &str, expected_value: &str) ->
     })
 }
 
-fn check_hand_back(guest: &mut Guest) -> Result<String> {
+fn check_pool_hand_back(guest: &mut Guest) -> Result<String> {
     guest.run_successfully(
         "sed -i s/migrate_from/migrate_to/ /etc/coreward/fleet.toml && systemctl kill -s HUP coreward-controller",
     )?;
@@ -322,7 +322,7 @@ fn check_hand_back(guest: &mut Guest) -> Result<String> {
     // Connections that coreward opened must end before the VIP moves.
     guest.run_successfully("systemctl stop test-ours")?;
     guest.run_successfully("ip -n client route replace 10.200.0.1 via 10.2.0.5")?;
-    check_and_summarize(guest, &["oldest", "older", "newest"])
+    summarize_held_connections(guest, &["oldest", "older", "newest"])
 }
 
 fn check_removal(guest: &mut Guest) -> Result<String> {
@@ -334,5 +334,5 @@ fn check_removal(guest: &mut Guest) -> Result<String> {
             "nsenter --net=/run/netns/{server} coreward agent --config /etc/coreward/{server}.toml --detach"
         ))?;
     }
-    check_and_summarize(guest, &["oldest", "newest"])
+    summarize_held_connections(guest, &["oldest", "newest"])
 }

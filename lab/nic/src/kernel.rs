@@ -67,12 +67,12 @@ pub fn extract_kernel(archive: &Path, kernel_directory: &Path, busybox: &Path) -
 pub fn modules_in_load_order(kernel_directory: &Path, names: &[&str]) -> Result<Vec<(String, Vec<u8>)>> {
     let mut loaded_modules: Vec<(String, Vec<u8>)> = Vec::new();
     for name in names {
-        add_with_dependencies(kernel_directory, name, &mut loaded_modules)?;
+        add_module_with_dependencies(kernel_directory, name, &mut loaded_modules)?;
     }
     Ok(loaded_modules)
 }
 
-fn add_with_dependencies(
+fn add_module_with_dependencies(
     kernel_directory: &Path,
     name: &str,
     loaded_modules: &mut Vec<(String, Vec<u8>)>,
@@ -84,7 +84,7 @@ fn add_with_dependencies(
     }
     let module_bytes = fs::read(&module_path)?;
     for dependency in module_dependencies(&module_bytes) {
-        add_with_dependencies(kernel_directory, &dependency, loaded_modules)?;
+        add_module_with_dependencies(kernel_directory, &dependency, loaded_modules)?;
     }
     loaded_modules.push((name.to_string(), module_bytes));
     Ok(())

@@ -200,7 +200,7 @@ fn start_daemons(guest: &mut Guest) -> Result<String> {
         units::start_in_namespace(guest, &format!("test-nginx-{server}"), server, &command)?;
     }
     retry_until_ok(SETTLE_TIMEOUT, || {
-        let status = fleet_status(guest)?;
+        let status = fetch_fleet_status(guest)?;
         let lb_status = status.split("\n\n").find(|section| section.starts_with("load balancer lb1: XDP native"));
         let is_ready = |balancer: &str| !balancer.contains("  ! ") && balancer.contains(", tagged ");
         ensure!(lb_status.is_some_and(is_ready), "{status}");
@@ -212,7 +212,7 @@ fn start_daemons(guest: &mut Guest) -> Result<String> {
     Ok("2 links aggregated".to_owned())
 }
 
-fn fleet_status(guest: &mut Guest) -> Result<String> {
+fn fetch_fleet_status(guest: &mut Guest) -> Result<String> {
     guest.run_successfully("ip netns exec controller coreward status")
 }
 
@@ -226,8 +226,8 @@ fn request_from_server(guest: &mut Guest, vip: &str, server: &str) -> Result<()>
 }
 
 /// Returns the number of packets for which the load balancer has made the decision with this name.
-fn packets_by_decision(guest: &mut Guest, name: &str) -> Result<u64> {
-    let status_text = fleet_status(guest)?;
+fn decision_packet_count(guest: &mut Guest, name: &str) -> Result<u64> {
+    let status_text = fetch_fleet_status(guest)?;
     let mut status_words = status_text.split([' ', ',', '\n']).filter(|status_word| !status_word.is_empty());
     let count = status_words.find(|status_word| *status_word == name).and_then(|_| status_words.next());
     count.and_then(|count| count.parse().ok()).with_context(|| format!("no packet by {name}: {status_text}"))
@@ -236,11 +236,11 @@ fn packets_by_decision(guest: &mut Guest, name: &str) -> Result<u64> {
 fn check_vlan_server(guest: &mut Guest) -> Result<String> {
     request_from_server(guest, "10.200.0.1", "s1")?;
     // A daemon reports its counters only once a second. Cookies show that the agent's programs see the VLAN's packets.
-    let cookie_packets = retry_until_ok(SETTLE_TIMEOUT, || match packets_by_decision(guest, "established")? {
+    let cookie_packet_count = retry_until_ok(SETTLE_TIMEOUT, || match decision_packet_count(guest, "established")? {
         count if count >= CONNECTION_COUNT as u64 => Ok(count),
         count => bail!("{count} packets by their cookie"),
     })?;
-    Ok(format!("{CONNECTION_COUNT} connections, {cookie_packets} packets by their cookie"))
+    Ok(format!("{CONNECTION_COUNT} connections, {cookie_packet_count} packets by their cookie"))
 }
 
 fn check_ipip(guest: &mut Guest) -> Result<String> {
@@ -252,17 +252,17 @@ fn check_gue(guest: &mut Guest) -> Result<String> {
 }
 
 fn check_decapsulation(guest: &mut Guest, vip: &str) -> Result<String> {
-    let packets_before = tunnel_packet_count(guest)?;
+    let initial_packet_count = read_tunnel_packet_count(guest)?;
     request_from_server(guest, vip, "s2")?;
-    let decapsulated_packets = tunnel_packet_count(guest)? - packets_before;
+    let decapsulated_packet_count = read_tunnel_packet_count(guest)? - initial_packet_count;
     ensure!(
-        decapsulated_packets >= 4 * CONNECTION_COUNT as u64,
-        "tunl0 received {decapsulated_packets} packets of {CONNECTION_COUNT} connections"
+        decapsulated_packet_count >= 4 * CONNECTION_COUNT as u64,
+        "tunl0 received {decapsulated_packet_count} packets of {CONNECTION_COUNT} connections"
     );
-    Ok(format!("{CONNECTION_COUNT} connections, {decapsulated_packets} packets by tunl0"))
+    Ok(format!("{CONNECTION_COUNT} connections, {decapsulated_packet_count} packets by tunl0"))
 }
 
-fn tunnel_packet_count(guest: &mut Guest) -> Result<u64> {
+fn read_tunnel_packet_count(guest: &mut Guest) -> Result<u64> {
     let count = guest.run_successfully("ip netns exec s2 cat /sys/class/net/tunl0/statistics/rx_packets")?;
     count.trim().parse().with_context(|| count.clone())
 }

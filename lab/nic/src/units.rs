@@ -26,7 +26,7 @@ const OPEN_CONNECTION_COUNT: usize = 8;
 /// Number of new connections that are opened before the first change.
 const NEW_CONNECTION_COUNT: usize = 20;
 /// Pattern for the errors that a confined process gets, in the words of strerror(3).
-const PERMISSION_ERRORS: &str = "Operation not permitted|Permission denied|Read-only file system";
+const PERMISSION_ERROR_PATTERN: &str = "Operation not permitted|Permission denied|Read-only file system";
 
 const NETWORK_SCRIPT: &str = "
 ip netns add switch
@@ -69,7 +69,7 @@ done
 ";
 /// Script that holds $1 connections open. For each line in its FIFO, it sends a request over each connection, and
 /// prints the number of answers.
-const HOLD_SCRIPT: &str = "
+const HOLD_CONNECTIONS_SCRIPT: &str = "
 connections=()
 for ((number = 0; number < $1; number++)); do
 	exec {connection}<>/dev/tcp/10.200.0.1/80 || exit 1
@@ -150,7 +150,7 @@ fn guest_files() -> Vec<NamedGuestFile> {
         ("etc/test-network", NETWORK_SCRIPT),
         ("etc/test-request", REQUEST_SCRIPT),
         ("etc/test-load", LOAD_SCRIPT),
-        ("etc/test-hold", HOLD_SCRIPT),
+        ("etc/test-hold", HOLD_CONNECTIONS_SCRIPT),
         ("etc/nginx/nginx.conf", NGINX_CONFIG),
         ("etc/coreward/controller.toml", &controller_config("10.2.0.11")),
         ("etc/coreward/fleet.toml", FLEET_DOCUMENT),
@@ -227,7 +227,7 @@ pub fn run_checks_until_failure(
         let has_failed = result.is_err();
         tally.record_result(&format!("{name}: {check_name}"), result);
         if has_failed {
-            println!("{}", unit_states_and_journal(guest));
+            println!("{}", collect_unit_states_and_journal(guest));
             return false;
         }
     }
@@ -243,7 +243,7 @@ const FIRST_BOOT_CHECKS: [(&str, GuestCheck); 9] = [
     ("the units start", check_start),
     ("the units are confined", check_confinement),
     ("the orchestrator accepts requests", check_orchestrator),
-    ("the orchestrator accepts requests by AF_XDP", check_orchestrator_by_af_xdp),
+    ("the orchestrator accepts requests by AF_XDP", check_orchestrator_with_af_xdp),
     ("connections reach the server", check_new_connections),
     ("a reload is obeyed, a wrong file refused", check_reload),
     ("an upgrade restarts the daemons, and no connection breaks", check_upgrade),
@@ -274,14 +274,14 @@ fn read_unit_properties<const N: usize>(guest: &mut Guest, daemon: &str, propert
     values.try_into().map_err(|values| anyhow::anyhow!("properties of {daemon}: {values:?}"))
 }
 
-fn main_pid(guest: &mut Guest, daemon: &str) -> Result<u32> {
+fn query_main_pid(guest: &mut Guest, daemon: &str) -> Result<u32> {
     let [active_state, pid] = read_unit_properties(guest, daemon, ["ActiveState", "MainPID"])?;
     ensure!(active_state == "active" && pid != "0", "{} is {active_state}, its process {pid}", unit_name(daemon));
     pid.parse().with_context(|| format!("MainPID {pid:?}"))
 }
 
-fn main_pids(guest: &mut Guest) -> Result<Vec<u32>> {
-    DAEMONS.iter().map(|daemon| main_pid(guest, daemon)).collect()
+fn query_main_pids(guest: &mut Guest) -> Result<Vec<u32>> {
+    DAEMONS.iter().map(|daemon| query_main_pid(guest, daemon)).collect()
 }
 
 /// Starts a command as a transient systemd unit in the network namespace of `host`.
@@ -305,7 +305,7 @@ pub fn retry_until_ok<T>(timeout: Duration, mut check: impl FnMut() -> Result<T>
 }
 
 /// Returns the states of the daemons' units, and the journal's latest messages about them.
-fn unit_states_and_journal(guest: &mut Guest) -> String {
+fn collect_unit_states_and_journal(guest: &mut Guest) -> String {
     const UNIT_COMMANDS: [&str; 3] = [
         "systemctl show -p Id,ActiveState,SubState,Result,NRestarts,MainPID,ExecMainStatus 'coreward-*'",
         "journalctl --no-pager -q -b _PID=1 -p notice -n 30",
@@ -342,7 +342,7 @@ fn check_start(guest: &mut Guest) -> Result<String> {
             guest.try_run(&format!("systemctl enable --now {} 2>&1", unit_name(daemon)), INSTALL_TIMEOUT)?;
         ensure!(exit_status == 0, "{daemon}: {output}");
     }
-    let pids = main_pids(guest)?;
+    let pids = query_main_pids(guest)?;
     retry_until_ok(SETTLE_TIMEOUT, || send_request(guest, 80))?;
     Ok(format!("processes {pids:?}"))
 }
@@ -367,7 +367,7 @@ fn check_confinement(guest: &mut Guest) -> Result<String> {
 
 /// Checks the confinement of one daemon. Returns the number of capabilities in its bounding set.
 fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
-    let pid = main_pid(guest, daemon)?;
+    let pid = query_main_pid(guest, daemon)?;
     let [unit_capabilities, user] = read_unit_properties(guest, daemon, ["CapabilityBoundingSet", "User"])?;
     let process_status = guest.run_successfully(&format!("cat /proc/{pid}/status"))?;
     let status_field = |name: &str| {
@@ -382,13 +382,13 @@ fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
         status_field("Seccomp:")? == "2",
         "process {pid} has no system call filter, expected Seccomp 2: {process_status}"
     );
-    let bounding_count = u64::from_str_radix(status_field("CapBnd:")?, 16)
+    let bounding_capability_count = u64::from_str_radix(status_field("CapBnd:")?, 16)
         .with_context(|| process_status.clone())?
         .count_ones() as usize;
     let expected_count = unit_capabilities.split_whitespace().count();
     ensure!(
-        bounding_count == expected_count,
-        "{bounding_count} capabilities, expected {expected_count} ({unit_capabilities}): {process_status}"
+        bounding_capability_count == expected_count,
+        "{bounding_capability_count} capabilities, expected {expected_count} ({unit_capabilities}): {process_status}"
     );
     for capability_set in ["CapInh:", "CapAmb:"] {
         let is_empty = u64::from_str_radix(status_field(capability_set)?, 16) == Ok(0);
@@ -399,7 +399,7 @@ fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
         "expected user {user:?}, found {process_status}"
     );
     check_forbidden_commands(guest, daemon, pid)?;
-    Ok(bounding_count)
+    Ok(bounding_capability_count)
 }
 
 /// Checks that the mount namespace of a daemon's process protects the system's files and hides those of users.
@@ -409,7 +409,7 @@ fn check_forbidden_commands(guest: &mut Guest, daemon: &str, pid: u32) -> Result
             guest.try_run(&format!("nsenter -t {pid} -m {forbidden_command} 2>&1"), SETTLE_TIMEOUT)?;
         ensure!(exit_status != 0, "process {pid} may {forbidden_command}: {output}");
         // nsenter also fails if the process has ended, because there is no namespace to enter then.
-        let current_pid = main_pid(guest, daemon)?;
+        let current_pid = query_main_pid(guest, daemon)?;
         ensure!(current_pid == pid, "process {pid} became {current_pid} meanwhile");
     }
     Ok(())
@@ -435,7 +435,7 @@ fn wait_for_orchestrator_metric(guest: &mut Guest, metric: &str) -> Result<Strin
 }
 
 /// Checks that the orchestrator receives requests by AF_XDP, with the drop-in from the package's examples.
-fn check_orchestrator_by_af_xdp(guest: &mut Guest) -> Result<String> {
+fn check_orchestrator_with_af_xdp(guest: &mut Guest) -> Result<String> {
     guest.run_successfully(
         "directory=/etc/systemd/system/coreward-orchestrate.service.d; mkdir -p $directory && \
          cp /usr/share/doc/coreward-orchestrate/examples/orchestrate-af-xdp.conf $directory/af-xdp.conf && \
@@ -452,8 +452,8 @@ fn check_new_connections(guest: &mut Guest) -> Result<String> {
         send_request(guest, 80).with_context(|| format!("connection {connection_index}"))?;
     }
     // Finding the service's workers needs the capabilities of the agent's unit.
-    let find_no_steering_warning = || guest.run_successfully("! coreward status | grep '! s1: 10.200.0.1:80'");
-    retry_until_ok(SETTLE_TIMEOUT, find_no_steering_warning)?;
+    let check_no_steering_warning = || guest.run_successfully("! coreward status | grep '! s1: 10.200.0.1:80'");
+    retry_until_ok(SETTLE_TIMEOUT, check_no_steering_warning)?;
     let unit_options = "-p NetworkNamespacePath=/run/netns/client -p StandardOutput=truncate:/run/test-load";
     guest.run_successfully(&format!("systemd-run -q --unit test-load {unit_options} bash /etc/test-load"))?;
     guest.run_successfully("mkfifo /run/test-hold.in /run/test-hold.out")?;
@@ -487,7 +487,7 @@ fn check_connections(guest: &mut Guest) -> Result<String> {
 }
 
 fn check_reload(guest: &mut Guest) -> Result<String> {
-    let pids_before = main_pids(guest)?;
+    let pids_before = query_main_pids(guest)?;
     let added_service = "[[service]]\\nname = \"more\"\\nvip = \"10.200.0.1:8080\"\\nconsistency = \"stateful\"\\n";
     guest.run_successfully(&format!(
         "printf '{added_service}' >> /etc/coreward/fleet.toml && systemctl reload coreward-controller"
@@ -506,15 +506,15 @@ fn check_reload(guest: &mut Guest) -> Result<String> {
     retry_until_ok(SETTLE_TIMEOUT, || {
         guest.run_successfully("journalctl -q -o cat -u coreward-agent | grep -i dispatch")
     })?;
-    let pids_after = main_pids(guest)?;
+    let pids_after = query_main_pids(guest)?;
     ensure!(pids_after == pids_before, "the processes were {pids_before:?}, now {pids_after:?}");
     check_connections(guest)
 }
 
 fn check_upgrade(guest: &mut Guest) -> Result<String> {
-    let pids_before = main_pids(guest)?;
+    let pids_before = query_main_pids(guest)?;
     run_apt_get(guest, "install /root/debs/new/*.deb")?;
-    let pids_after = main_pids(guest)?;
+    let pids_after = query_main_pids(guest)?;
     ensure!(
         pids_before.iter().zip(&pids_after).all(|(old, new)| old != new),
         "the processes were {pids_before:?}, now {pids_after:?}"
@@ -527,10 +527,10 @@ fn check_upgrade(guest: &mut Guest) -> Result<String> {
 
 fn check_watchdog(guest: &mut Guest) -> Result<String> {
     for daemon in DAEMONS {
-        let pid = main_pid(guest, daemon)?;
+        let pid = query_main_pid(guest, daemon)?;
         guest.run_successfully(&format!("kill -STOP {pid}"))?;
         retry_until_ok(SETTLE_TIMEOUT, || {
-            let current_pid = main_pid(guest, daemon)?;
+            let current_pid = query_main_pid(guest, daemon)?;
             if current_pid == pid {
                 bail!("{daemon} is still process {pid}");
             }
@@ -548,14 +548,15 @@ fn check_watchdog(guest: &mut Guest) -> Result<String> {
 
 /// Fails when a daemon has logged, since the guest was booted, that an operation was not permitted.
 fn check_no_denials(guest: &mut Guest) -> Result<()> {
-    let denial_messages = guest
-        .run_successfully(&format!("journalctl -q -o cat -u 'coreward-*' | grep -E '{PERMISSION_ERRORS}' || true"))?;
+    let denial_messages = guest.run_successfully(&format!(
+        "journalctl -q -o cat -u 'coreward-*' | grep -E '{PERMISSION_ERROR_PATTERN}' || true"
+    ))?;
     ensure!(denial_messages.trim().is_empty(), "the daemons were denied: {denial_messages}");
     Ok(())
 }
 
 fn check_start_at_boot(guest: &mut Guest) -> Result<String> {
-    let pids = retry_until_ok(SETTLE_TIMEOUT, || main_pids(guest))?;
+    let pids = retry_until_ok(SETTLE_TIMEOUT, || query_main_pids(guest))?;
     retry_until_ok(SETTLE_TIMEOUT, || send_request(guest, 80))?;
     Ok(format!("processes {pids:?}"))
 }

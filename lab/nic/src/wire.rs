@@ -20,7 +20,7 @@ use crate::process::{command_tied_to_parent, run_to_end};
 pub const IPV4_DESTINATION: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80);
 /// Destination of IPv6 SYNs. The guest does not have this address, because its IPv6 is off.
 pub const IPV6_DESTINATION: SocketAddrV6 =
-    SocketAddrV6::new(ipv6_for_ipv4(IPV4_DESTINATION.ip().to_bits()), IPV4_DESTINATION.port(), 0, 0);
+    SocketAddrV6::new(ipv4_to_ipv6(IPV4_DESTINATION.ip().to_bits()), IPV4_DESTINATION.port(), 0, 0);
 /// Destination of packets that a guest forwards along a route.
 pub const FORWARDED_DESTINATION: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 80);
 /// Source address in outer headers, which is the load balancer's. The destination is a server's address.
@@ -40,26 +40,26 @@ const TCP_FLAG_SYN: u8 = 0x02;
 const TCP_FLAG_ACK: u8 = 0x10;
 
 /// Returns the IPv6 address whose last 32 bits are those of an IPv4 address.
-const fn ipv6_for_ipv4(ipv4: u32) -> Ipv6Addr {
+const fn ipv4_to_ipv6(ipv4: u32) -> Ipv6Addr {
     Ipv6Addr::from_bits(0x2001_0db8 << 96 | ipv4 as u128)
 }
 
 /// Returns the flows of a measurement, each with another client address and port. The IPv4 flows precede the IPv6
 /// flows.
 pub fn measured_flows() -> impl Iterator<Item = FourTuple> {
-    flows_of_round(0).chain(flows_of_round(0).map(|flow| in_ipv6(&flow)))
+    flows_of_round(0).chain(flows_of_round(0).map(|flow| to_ipv6_flow(&flow)))
 }
 
 /// Returns the outer headers of a measurement, which differ only in the source port. The IPv4 headers come first.
 pub fn gue_flows() -> impl Iterator<Item = FourTuple> {
     let flows = flows_of_round(0)
         .map(|flow| FourTuple::ipv4((OUTER_SOURCE, flow.client().port()), (OUTER_DESTINATION, intf::GUE_PORT as u16)));
-    flows.clone().chain(flows.map(|flow| in_ipv6(&flow)))
+    flows.clone().chain(flows.map(|flow| to_ipv6_flow(&flow)))
 }
 
-fn in_ipv6(flow: &FourTuple) -> FourTuple {
+fn to_ipv6_flow(flow: &FourTuple) -> FourTuple {
     let (SocketAddr::V4(client), SocketAddr::V4(vip)) = (flow.client(), flow.vip()) else { return *flow };
-    let [client, vip] = [client, vip].map(|v4| (ipv6_for_ipv4(v4.ip().to_bits()), v4.port()));
+    let [client, vip] = [client, vip].map(|v4| (ipv4_to_ipv6(v4.ip().to_bits()), v4.port()));
     FourTuple::ipv6(client, vip)
 }
 

@@ -45,12 +45,13 @@ pub trait Printable: Serialize {
 
 /// Returns comma-separated values with a header line. The format is that of RFC 4180, but lines end with line feeds.
 pub fn format_csv<C: AsRef<str>>(columns: &[C], rows: &[Vec<String>]) -> String {
-    let csv_line = |cells: &mut dyn Iterator<Item = &str>| cells.map(csv_cell).collect::<Vec<_>>().join(",") + "\n";
-    let header = csv_line(&mut columns.iter().map(AsRef::as_ref));
-    rows.iter().fold(header, |text, row| text + &csv_line(&mut row.iter().map(String::as_str)))
+    let format_csv_line =
+        |cells: &mut dyn Iterator<Item = &str>| cells.map(format_csv_cell).collect::<Vec<_>>().join(",") + "\n";
+    let header = format_csv_line(&mut columns.iter().map(AsRef::as_ref));
+    rows.iter().fold(header, |text, row| text + &format_csv_line(&mut row.iter().map(String::as_str)))
 }
 
-fn csv_cell(cell_text: &str) -> String {
+fn format_csv_cell(cell_text: &str) -> String {
     if cell_text.contains([',', '"', '\n', '\r']) {
         format!("\"{}\"", cell_text.replace('"', "\"\""))
     } else {

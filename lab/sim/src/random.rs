@@ -133,8 +133,9 @@ mod tests {
     fn kolmogorov_smirnov_distance(draw: impl FnMut() -> f64, distribution: impl Fn(f64) -> f64) -> f64 {
         let mut draws: Vec<f64> = std::iter::repeat_with(draw).take(DRAW_COUNT).collect();
         draws.sort_by(f64::total_cmp);
-        let difference = |(i, x): (usize, &f64)| (distribution(*x) - (i as f64 + 0.5) / DRAW_COUNT as f64).abs();
-        draws.iter().enumerate().map(difference).fold(0.0, f64::max)
+        let distribution_difference =
+            |(i, x): (usize, &f64)| (distribution(*x) - (i as f64 + 0.5) / DRAW_COUNT as f64).abs();
+        draws.iter().enumerate().map(distribution_difference).fold(0.0, f64::max)
     }
 
     /// Distance that only one sample in a thousand exceeds, which is 1.95 / sqrt(n).
@@ -158,20 +159,20 @@ mod tests {
     #[test]
     fn tails_of_distributions_have_the_expected_weight() {
         let mut rng = seeded_rng(2, 0);
-        let assert_share_beyond = |share: f64, count: usize| {
+        let assert_tail_share = |share: f64, count: usize| {
             let expected = share * 10.0 * DRAW_COUNT as f64;
             assert!((count as f64 - expected).abs() < 4.0 * expected.sqrt(), "{count} of {expected}");
         };
-        assert_share_beyond(libm::exp(-8.0), (0..10 * DRAW_COUNT).filter(|_| exponential(&mut rng) > 8.0).count());
+        assert_tail_share(libm::exp(-8.0), (0..10 * DRAW_COUNT).filter(|_| exponential(&mut rng) > 8.0).count());
         let share_beyond_four = libm::erfc(4.0 / 2f64.sqrt());
-        assert_share_beyond(
+        assert_tail_share(
             share_beyond_four,
             (0..10 * DRAW_COUNT).filter(|_| standard_normal(&mut rng).abs() > 4.0).count(),
         );
     }
 
     #[test]
-    fn layers_have_equal_areas() {
+    fn ziggurat_layers_have_equal_areas() {
         for ziggurat in [&*EXPONENTIAL_ZIGGURAT, &*NORMAL_ZIGGURAT] {
             let area = ziggurat.layer_ends[0] * ziggurat.layer_heights[1];
             for layer in 1..LAYER_COUNT {

@@ -18,7 +18,7 @@ use anyhow::{Context as _, bail};
 
 use crate::addresses::{AddressFamily, HOST_DEVICE, SEGMENT_PREFIX_LENGTH, server_address};
 use crate::namespace::{Namespace, run_ip_batch};
-use crate::process::{self, Process, TIMEOUT};
+use crate::process::{self, DEFAULT_TIMEOUT, Process};
 use crate::topology::{Testbed, create_namespaces};
 
 /// IPv4 address of the baseline load balancer on the servers' segment.
@@ -131,22 +131,22 @@ impl Testbed {
 
     fn start_haproxy(&self, namespace: &Namespace) -> anyhow::Result<Process> {
         let service = self.service_address();
-        let mut text = format!(
+        let mut haproxy_config = format!(
             "global\n    nbthread 1\n    maxconn 4000\ndefaults\n    mode tcp\n    timeout connect 5s\n    \
              timeout client 10m\n    timeout server 10m\nfrontend web\n    bind {service}\n    default_backend \
              servers\n\
              backend servers\n    balance roundrobin\n"
         );
         for number in self.server_numbers() {
-            writeln!(text, "    server s{number} {}:{}", server_address(number), service.port())?;
+            writeln!(haproxy_config, "    server s{number} {}:{}", server_address(number), service.port())?;
         }
         let configuration_path = self.directory().join("haproxy.cfg");
-        fs::write(&configuration_path, text)?;
+        fs::write(&configuration_path, haproxy_config)?;
         let mut command = Command::new("haproxy");
         command.arg("-db").arg("-f").arg(configuration_path);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let mut haproxy = self.spawn(namespace, command).context("haproxy (Debian package haproxy)")?;
-        let deadline = Instant::now() + *TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
         while namespace.run_within(|| Ok(std::net::TcpStream::connect(service).is_err()))? {
             if haproxy.try_wait()?.is_some() || Instant::now() > deadline {
                 bail!("haproxy does not listen on {service}");

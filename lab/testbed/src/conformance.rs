@@ -92,12 +92,12 @@ pub struct TcpCounters {
 
 impl ConformanceOutcome {
     /// Returns whether no connection broke. Retransmissions do not count, but are reported with and without coreward.
-    pub fn is_clean(&self) -> bool {
+    pub fn has_passed(&self) -> bool {
         self.wrk_errors == 0
             && self.failed_downloads.is_empty()
             && self.idle.is_ok()
             && self.busy.is_ok()
-            && self.tcp.has_right_timestamps()
+            && self.tcp.has_only_tolerable_timestamp_drops()
     }
 }
 
@@ -106,11 +106,12 @@ impl TcpCounters {
     /// clients' kernels made. A client gets those that coreward made, with 65,536 ticks per ms, while Linux accepts
     /// segments at most one tick late. So a reordered segment is sometimes dropped and retransmitted (docs/limits.md).
     /// A wrong stamp would affect far more than one segment in a million.
-    fn has_right_timestamps(&self) -> bool {
-        let client_drop_count = |(name, count): (&String, &u64)| {
+    fn has_only_tolerable_timestamp_drops(&self) -> bool {
+        let is_tolerable_client_drop_count = |(name, count): (&String, &u64)| {
             name == PAWS_ESTABLISHED_DROP_COUNTER && *count <= 1 + self.sent / 1_000_000
         };
-        self.timestamp_drops_at_servers.is_empty() && self.timestamp_drops_at_client.iter().all(client_drop_count)
+        self.timestamp_drops_at_servers.is_empty()
+            && self.timestamp_drops_at_client.iter().all(is_tolerable_client_drop_count)
     }
 }
 
@@ -118,7 +119,7 @@ impl TcpCounters {
 pub fn main(options: ConformanceArgs) -> anyhow::Result<()> {
     let outcome = run(&instance::unique_name("conformance")?, options)?;
     println!("{}", serde_json::to_string_pretty(&outcome)?);
-    ensure!(outcome.is_clean(), "something broke: see above");
+    ensure!(outcome.has_passed(), "something broke: see above");
     Ok(())
 }
 
@@ -171,7 +172,7 @@ fn run_without_coreward(testbed: &Testbed, options: ConformanceArgs) -> anyhow::
     let counters_before = read_all_counters(testbed)?;
     run_wrk(testbed, options.wrk_seconds)?;
     run_downloads(testbed, options.downloads)?;
-    let tcp_counters = tcp_counter_growth(&counters_before, &read_all_counters(testbed)?);
+    let tcp_counters = compute_tcp_counter_growth(&counters_before, &read_all_counters(testbed)?);
     change_vip_route(testbed, "delete", std::iter::empty())?;
     forwarding_sysctl("0")?;
     Ok(tcp_counters)
@@ -204,7 +205,7 @@ fn run_with_coreward(
     let counters_before = read_all_counters(testbed)?;
     let (stop_flag, pool_changes) = (AtomicBool::new(false), AtomicU64::new(0));
     let outcome = std::thread::scope(|scope| {
-        let _stop = SetOnDrop(&stop_flag);
+        let _stop_on_drop = SetOnDrop(&stop_flag);
         scope.spawn(|| write_random_loads(testbed, &stop_flag));
         let drain_thread = scope.spawn(|| drain_servers_in_turn(testbed, &mut fleet, &stop_flag, &pool_changes));
         let outcome = measure_clients(testbed, &options)?;
@@ -217,7 +218,7 @@ fn run_with_coreward(
         tables: query_table_generation(&fleet, testbed)? - first_table_generation,
         pool_changes: pool_changes.into_inner(),
         load_balancer: query_load_balancer_counters(&fleet, testbed)?,
-        tcp: tcp_counter_growth(&counters_before, &counters_after),
+        tcp: compute_tcp_counter_growth(&counters_before, &counters_after),
         tcp_without: tcp_without_coreward,
         ..outcome
     })
@@ -293,7 +294,7 @@ fn read_all_counters(testbed: &Testbed) -> anyhow::Result<Vec<KernelCounters>> {
     client_and_server_namespaces(testbed)?.into_iter().map(counters::read_kernel_counters).collect()
 }
 
-fn tcp_counter_growth(counters_before: &[KernelCounters], counters_after: &[KernelCounters]) -> TcpCounters {
+fn compute_tcp_counter_growth(counters_before: &[KernelCounters], counters_after: &[KernelCounters]) -> TcpCounters {
     let growth = |name| {
         counters::total_over_namespaces(counters_after, name) - counters::total_over_namespaces(counters_before, name)
     };
@@ -432,7 +433,7 @@ pub(crate) fn parse_wrk_output(text: &str) -> anyhow::Result<(u64, u64)> {
 fn run_downloads(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<String>)> {
     let (remaining_downloads, complete_downloads) = (AtomicU64::new(count.into()), AtomicU64::new(0));
     let failures = std::sync::Mutex::new(Vec::new());
-    let take_download = || {
+    let claim_download = || {
         remaining_downloads
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |remaining_count| remaining_count.checked_sub(1))
             .is_ok()
@@ -440,7 +441,7 @@ fn run_downloads(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<Stri
     std::thread::scope(|scope| {
         for _ in 0..DOWNLOADER_COUNT {
             scope.spawn(|| {
-                while take_download() {
+                while claim_download() {
                     match download_once(testbed, &[]) {
                         Ok(()) => drop(complete_downloads.fetch_add(1, Ordering::Relaxed)),
                         Err(error) => failures.lock().expect("no downloader panics").push(format!("{error:#}")),
@@ -477,19 +478,19 @@ mod tests {
     fn only_drops_of_reordered_segments_are_tolerated() {
         let drop_counts = |name: &str, count| BTreeMap::from([(name.to_owned(), count)]);
         let counters_without_drops = TcpCounters { sent: 2_500_000, ..TcpCounters::default() };
-        assert!(counters_without_drops.has_right_timestamps());
+        assert!(counters_without_drops.has_only_tolerable_timestamp_drops());
         let client_drops = |name, count| TcpCounters {
             timestamp_drops_at_client: drop_counts(name, count),
             ..counters_without_drops.clone()
         };
-        assert!(client_drops(PAWS_ESTABLISHED_DROP_COUNTER, 3).has_right_timestamps());
-        assert!(!client_drops(PAWS_ESTABLISHED_DROP_COUNTER, 4).has_right_timestamps());
-        assert!(!client_drops("TcpExtTSEcrRejected", 1).has_right_timestamps());
+        assert!(client_drops(PAWS_ESTABLISHED_DROP_COUNTER, 3).has_only_tolerable_timestamp_drops());
+        assert!(!client_drops(PAWS_ESTABLISHED_DROP_COUNTER, 4).has_only_tolerable_timestamp_drops());
+        assert!(!client_drops("TcpExtTSEcrRejected", 1).has_only_tolerable_timestamp_drops());
         let server_drops = TcpCounters {
             timestamp_drops_at_servers: drop_counts(PAWS_ESTABLISHED_DROP_COUNTER, 1),
             ..counters_without_drops
         };
-        assert!(!server_drops.has_right_timestamps());
+        assert!(!server_drops.has_only_tolerable_timestamp_drops());
     }
 
     #[test]

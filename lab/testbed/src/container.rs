@@ -7,7 +7,7 @@ use std::{fs, thread};
 
 use anyhow::ensure;
 
-use crate::TIMEOUT;
+use crate::DEFAULT_TIMEOUT;
 use crate::addresses::SERVICE_ADDRESS;
 use crate::process::Process;
 use crate::topology::Testbed;
@@ -34,13 +34,13 @@ impl Testbed {
         let temporary_path_options: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
             .map(|kind| format!("{kind}_temp_path {directory_path}/{kind}; "))
             .concat();
-        let text = format!(
+        let nginx_config = format!(
             "user root; daemon off; worker_processes 1; pid {directory_path}/nginx.pid; error_log \
              {directory_path}/error.log; lock_file {directory_path}/lock; events {{ }} http {{ access_log off; \
              {temporary_path_options} server {{ listen {CONTAINER_PORT}; location / {{ return 200 \
              \"{CONTAINER_RESPONSE_BODY}\"; }} }} }}"
         );
-        fs::write(directory.join("nginx.conf"), text)?;
+        fs::write(directory.join("nginx.conf"), nginx_config)?;
         let mut command = Command::new("unshare");
         command.args(["--net", "nginx", "-c"]).arg(directory.join("nginx.conf"));
         command.arg("-e").arg(directory.join("error.log"));
@@ -57,7 +57,7 @@ impl Testbed {
 
 impl Container {
     fn wait_for_namespace(&self) -> anyhow::Result<()> {
-        let deadline = Instant::now() + *TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
         let host_namespaces = [fs::read_link("/proc/self/ns/net")?, fs::read_link("/proc/thread-self/ns/net")?];
         while host_namespaces.contains(&fs::read_link(format!("/proc/{}/ns/net", self.nginx_process.pid()))?) {
             ensure!(

@@ -77,12 +77,13 @@ fn map_counters(file: &File, count: usize) -> anyhow::Result<&'static [AtomicU64
     use std::os::fd::AsRawFd as _;
     let (length, access) = (count * size_of::<AtomicU64>(), libc::PROT_READ | libc::PROT_WRITE);
     // SAFETY: a new shared mapping at an address of the kernel's choice.
-    let start = unsafe { libc::mmap(std::ptr::null_mut(), length, access, libc::MAP_SHARED, file.as_raw_fd(), 0) };
-    if start == libc::MAP_FAILED {
+    let mapping_address =
+        unsafe { libc::mmap(std::ptr::null_mut(), length, access, libc::MAP_SHARED, file.as_raw_fd(), 0) };
+    if mapping_address == libc::MAP_FAILED {
         return Err(io::Error::last_os_error().into());
     }
     // SAFETY: the mapping is `length` bytes long, aligned to a page, never unmapped, and only accessed atomically.
-    Ok(unsafe { std::slice::from_raw_parts(start.cast(), count) })
+    Ok(unsafe { std::slice::from_raw_parts(mapping_address.cast(), count) })
 }
 
 /// Returns the cores' busy times (ns) from a core load file. Fails when it cannot be read or has an incomplete entry.

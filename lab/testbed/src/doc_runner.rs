@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 
-use crate::fleet::coreward_command;
+use crate::fleet::coreward_binary;
 use crate::namespace::Namespace;
-use crate::process::{Process, TIMEOUT};
+use crate::process::{DEFAULT_TIMEOUT, Process};
 use crate::topology::Testbed;
 
 /// Maximum run time of a block (s).
@@ -66,15 +66,15 @@ impl DocumentMachine {
         fs::create_dir_all(machine_directory.join("etc/coreward"))?;
         fs::create_dir_all(machine_directory.join("var/lib/coreward"))?;
         install_commands(&machine_directory.join("bin"))?;
-        let ready_file = machine_directory.join("ready");
+        let ready_file_path = machine_directory.join("ready");
         let mount_script = mount_script(name, &machine_directory, &pin_directory, &testbed.directory());
         let log_path = testbed.directory().join(format!("machine-{name}.log"));
         let mut command = Command::new("unshare");
         command.args(["--mount", "--uts", "sh", "-eu", "-c", &mount_script]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(fs::File::create(&log_path)?);
         let mut namespace_holder = testbed.spawn(namespace, command)?;
-        let deadline = std::time::Instant::now() + *TIMEOUT;
-        while !ready_file.exists() {
+        let deadline = std::time::Instant::now() + *DEFAULT_TIMEOUT;
+        while !ready_file_path.exists() {
             let has_failed = namespace_holder.try_wait()?.is_some() || std::time::Instant::now() > deadline;
             ensure!(!has_failed, "machine {name}: {}", fs::read_to_string(&log_path).unwrap_or_default().trim());
             std::thread::sleep(Duration::from_millis(10));
@@ -110,7 +110,7 @@ impl DocumentMachine {
 
 /// Installs `coreward`, and the substitutes for systemctl and scp.
 fn install_commands(command_directory: &Path) -> anyhow::Result<()> {
-    std::os::unix::fs::symlink(coreward_command()?, command_directory.join("coreward"))?;
+    std::os::unix::fs::symlink(coreward_binary()?, command_directory.join("coreward"))?;
     let scp_script = include_str!("scp.sh").replace("@MACHINES@", MACHINE_MOUNT_PATH);
     for (command, text) in [("systemctl", include_str!("systemctl.sh")), ("scp", &scp_script)] {
         fs::write(command_directory.join(command), text)?;

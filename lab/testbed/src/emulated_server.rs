@@ -54,7 +54,7 @@ pub(crate) trait ServerProtocol {
     fn receive(&self, state: &mut Self::ConnectionState, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool;
 
     /// Appends the contents of the response's packet `id` to `packet`.
-    fn write(&self, state: &Self::ConnectionState, id: u32, packet: &mut Vec<u8>, queue: &mut ResponseQueue<'_>);
+    fn write_packet(&self, state: &Self::ConnectionState, id: u32, packet: &mut Vec<u8>, queue: &mut ResponseQueue<'_>);
 }
 
 /// Packet of a response that will be sent later. Packets are ordered by due time.
@@ -115,7 +115,7 @@ struct ServedConnection<S> {
     protocol_state: S,
     pending_packets: u32,
     /// Whether the client has closed its sending direction.
-    is_client_done: bool,
+    is_half_closed: bool,
 }
 
 pub(crate) struct EventLoop<'a, P: ServerProtocol> {
@@ -149,11 +149,11 @@ impl<'a, P: ServerProtocol> EventLoop<'a, P> {
 
     /// Waits for the next event and processes all events and packets that are due.
     fn process_due_events(&mut self) -> anyhow::Result<()> {
-        let before_ns = now_ns();
+        let wait_start_ns = now_ns();
         let next_packet_ns = self.packets.peek().map(|Reverse(packet)| packet.due_ns);
         // A busy core must publish its busy time during a request, as a real core does.
-        let is_busy = self.cores.iter().any(|core| core.virtual_core.is_busy(before_ns));
-        let next_publication_ns = is_busy.then_some(before_ns + P::PUBLISH_INTERVAL_NS);
+        let is_busy = self.cores.iter().any(|core| core.virtual_core.is_busy(wait_start_ns));
+        let next_publication_ns = is_busy.then_some(wait_start_ns + P::PUBLISH_INTERVAL_NS);
         let events: Vec<_> =
             self.epoll.wait([next_packet_ns, next_publication_ns].into_iter().flatten().min())?.collect();
         let now_ns = now_ns();
@@ -182,7 +182,7 @@ impl<'a, P: ServerProtocol> EventLoop<'a, P> {
                 stream,
                 protocol_state: P::ConnectionState::default(),
                 pending_packets: 0,
-                is_client_done: false,
+                is_half_closed: false,
             };
             self.connections.insert(self.next_connection_id, connection);
             self.next_connection_id += 1;
@@ -196,7 +196,7 @@ impl<'a, P: ServerProtocol> EventLoop<'a, P> {
         let mut buffer = [0; 4096];
         let is_valid_request = match connection.stream.read(&mut buffer) {
             Ok(0) => {
-                connection.is_client_done = true;
+                connection.is_half_closed = true;
                 true
             }
             Ok(length) => {
@@ -215,10 +215,10 @@ impl<'a, P: ServerProtocol> EventLoop<'a, P> {
             Err(error) => error.kind() == io::ErrorKind::WouldBlock,
         };
         if !is_valid_request
-            || (connection.is_client_done && (P::CLOSES_AFTER_RESPONSE || connection.pending_packets == 0))
+            || (connection.is_half_closed && (P::CLOSES_AFTER_RESPONSE || connection.pending_packets == 0))
         {
             self.connections.remove(&number);
-        } else if connection.is_client_done {
+        } else if connection.is_half_closed {
             // Stop polling the stream. Epoll is level-triggered, so an unread end of stream would wake the loop until
             // the last packet is sent.
             self.epoll.remove(connection.stream.as_fd())?;
@@ -241,12 +241,12 @@ impl<'a, P: ServerProtocol> EventLoop<'a, P> {
             pending_packets: pending,
         };
         let mut packet_bytes = Vec::new();
-        self.protocol.write(&connection.protocol_state, packet.packet_id, &mut packet_bytes, &mut queue);
+        self.protocol.write_packet(&connection.protocol_state, packet.packet_id, &mut packet_bytes, &mut queue);
         let is_fully_written =
             matches!(connection.stream.write(&packet_bytes), Ok(length) if length == packet_bytes.len());
         // A short write means that the client does not read, so close its connection.
         if !is_fully_written
-            || (connection.pending_packets == 0 && (P::CLOSES_AFTER_RESPONSE || connection.is_client_done))
+            || (connection.pending_packets == 0 && (P::CLOSES_AFTER_RESPONSE || connection.is_half_closed))
         {
             self.connections.remove(&connection_id);
         }

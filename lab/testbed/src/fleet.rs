@@ -20,13 +20,13 @@ use nix::sys::signal::Signal;
 
 use crate::addresses::{load_balancer_name, rack_controller_name};
 use crate::namespace::Namespace;
-use crate::process::{Process, TIMEOUT};
+use crate::process::{DEFAULT_TIMEOUT, Process};
 use crate::topology::Testbed;
 
 pub(crate) use daemons::read_log_tails;
-pub use daemons::{coreward_command, lab_command, operator_command, operator_command_for, unit_capabilities};
+pub use daemons::{coreward_binary, lab_binary, operator_command, operator_command_for, unit_capabilities};
 pub use files::{
-    certificate_directory, certificate_files, core_load_file_path, credential_directory, issue_certificate,
+    certificate_directory, core_load_file_path, credential_directory, credential_files, issue_certificate,
 };
 pub use names::{
     CONTROLLER_PORT, FIRST_CONTROLLER_NAME, agent_name, api_address_of, controller_address_of, controller_name,
@@ -51,7 +51,7 @@ pub struct Fleet {
     load_balancers: BTreeMap<u16, Process>,
     agents: BTreeMap<u16, Process>,
     /// Path of each daemon's command that is not [`coreward_command`], by name of the daemon.
-    replaced_commands: BTreeMap<String, PathBuf>,
+    binary_overrides: BTreeMap<String, PathBuf>,
 }
 
 /// Creates the testbed's certificate authority, and issues the controllers' certificate.
@@ -80,7 +80,7 @@ impl Fleet {
             rack_controllers: BTreeMap::new(),
             load_balancers: BTreeMap::new(),
             agents: BTreeMap::new(),
-            replaced_commands: BTreeMap::new(),
+            binary_overrides: BTreeMap::new(),
         };
         for number in 1..=fleet.options.controller_count {
             fleet.start_controller(testbed, number)?;
@@ -96,7 +96,7 @@ impl Fleet {
         }
         if fleet.options.runs_agents {
             // Wait first, because an agent would connect to its next rack if its first rack had no controller.
-            fleet.wait_until_ok(testbed, || fleet.check_rack_controllers(testbed))?;
+            fleet.wait_until_ok(testbed, || fleet.check_rack_controllers_connected(testbed))?;
             for number in testbed.server_numbers() {
                 fleet.start_agent(testbed, number)?;
             }
@@ -152,7 +152,7 @@ impl Fleet {
     /// Stops a daemon regularly and starts a new process that continues with its state, as an upgrade does. Fails when
     /// the daemon does not exist, stop or start.
     pub fn upgrade_daemon(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
-        let exit_status = self.daemon(name)?.terminate(*TIMEOUT)?;
+        let exit_status = self.daemon(name)?.terminate(*DEFAULT_TIMEOUT)?;
         ensure!(exit_status.success(), "{name} ended with {exit_status}");
         self.restart_daemon(testbed, name)
     }
@@ -186,13 +186,13 @@ impl Fleet {
     /// Restarts a daemon with another coreward binary, which later restarts use as well, or with the default one if
     /// `None`. Fails when the daemon does not exist, stop or start.
     pub fn replace_binary(&mut self, testbed: &Testbed, name: &str, binary: Option<&Path>) -> anyhow::Result<()> {
-        self.set_daemon_command(name, binary.map_or_else(coreward_command, |binary| Ok(binary.to_owned()))?);
+        self.set_daemon_binary(name, binary.map_or_else(coreward_binary, |binary| Ok(binary.to_owned()))?);
         self.upgrade_daemon(testbed, name)
     }
 
     /// Sets the command that the daemon `name` runs from its next start, for example another version of coreward.
-    pub fn set_daemon_command(&mut self, name: &str, command: PathBuf) {
-        self.replaced_commands.insert(name.to_owned(), command);
+    pub fn set_daemon_binary(&mut self, name: &str, command: PathBuf) {
+        self.binary_overrides.insert(name.to_owned(), command);
     }
 
     fn start_controller(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
@@ -213,9 +213,9 @@ impl Fleet {
 
     /// Applies a document as soon as one of the controllers is the leader.
     fn apply_document(&self, testbed: &Testbed, document: &Path) -> anyhow::Result<()> {
-        let deadline = Instant::now() + *TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
         loop {
-            match self.query_controller(testbed, &["apply", "--yes", &document.display().to_string()]) {
+            match self.run_operator_command(testbed, &["apply", "--yes", &document.display().to_string()]) {
                 Ok(_) => return Ok(()),
                 Err(error) if Instant::now() > deadline => return Err(error),
                 Err(_) => std::thread::sleep(Duration::from_millis(50)),
@@ -224,7 +224,7 @@ impl Fleet {
     }
 
     /// Runs `coreward ARGUMENTS` against the leading controller and returns its output.
-    fn query_controller(&self, testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
+    fn run_operator_command(&self, testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
         let command = operator_command_for(testbed, self.controllers.keys().copied(), arguments)?;
         Ok(testbed.run_command(testbed.controller(), command)?.stdout)
     }
@@ -236,7 +236,7 @@ impl Fleet {
         daemon: &str,
         name: &str,
     ) -> anyhow::Result<Process> {
-        let command = self.replaced_commands.get(name).map_or_else(coreward_command, |command| Ok(command.clone()))?;
+        let command = self.binary_overrides.get(name).map_or_else(coreward_binary, |command| Ok(command.clone()))?;
         start_daemon(testbed, namespace, daemon, name, &self.options, &command)
     }
 
@@ -262,8 +262,8 @@ impl Fleet {
 
     /// Replaces [`FleetOptions::fleet_text`] in the fleet's file and makes the controller reload it. Fails when the
     /// file cannot be written or the controller has ended.
-    pub fn set_fleet_text(&mut self, testbed: &Testbed, fleet_text: &str) -> anyhow::Result<()> {
-        self.set_options(testbed, FleetOptions { fleet_text: fleet_text.to_owned(), ..self.options.clone() })
+    pub fn set_extra_fleet_text(&mut self, testbed: &Testbed, fleet_text: &str) -> anyhow::Result<()> {
+        self.set_options(testbed, FleetOptions { extra_fleet_text: fleet_text.to_owned(), ..self.options.clone() })
     }
 
     /// Returns the servers in the controller's file, with their administrative state.
@@ -286,7 +286,7 @@ impl Fleet {
     pub fn kill_daemon(&mut self, name: &str) -> anyhow::Result<()> {
         let daemon = self.daemon(name)?;
         daemon.send_signal(Signal::SIGKILL)?;
-        daemon.wait(*TIMEOUT).map(drop)
+        daemon.wait(*DEFAULT_TIMEOUT).map(drop)
     }
 
     /// Restarts a killed daemon. Fails when the daemon does not exist or cannot be started.
@@ -301,7 +301,7 @@ impl Fleet {
 
     /// Returns the output of `coreward status --format json`. Fails when the controller does not answer.
     pub fn query_status(&self, testbed: &Testbed) -> anyhow::Result<serde_json::Value> {
-        Ok(serde_json::from_slice(&self.query_controller(testbed, &["status", "--format", "json"])?)?)
+        Ok(serde_json::from_slice(&self.run_operator_command(testbed, &["status", "--format", "json"])?)?)
     }
 
     /// Waits until every active server in the pool with an agent reports, and until the load balancers' tables have all
@@ -311,7 +311,7 @@ impl Fleet {
     }
 
     fn wait_until_ok(&self, testbed: &Testbed, check: impl Fn() -> anyhow::Result<()>) -> anyhow::Result<()> {
-        let deadline = Instant::now() + *TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
         while let Err(error) = check() {
             ensure!(Instant::now() < deadline, "the fleet is not ready: {error:#}\n{}", read_log_tails(testbed));
             std::thread::sleep(Duration::from_millis(50));

@@ -58,12 +58,12 @@ impl Instance {
 
     /// Returns the directory for the testbed's configurations, logs and results.
     pub(crate) fn directory(&self) -> PathBuf {
-        directory_of(&self.name)
+        testbed_directory(&self.name)
     }
 
     /// Returns the directory for the testbed's pinned BPF objects.
     pub(crate) fn pin_directory(&self) -> PathBuf {
-        pin_directory_of(&self.name)
+        testbed_pin_directory(&self.name)
     }
 
     pub(crate) fn namespace(&self, role: &str) -> Namespace {
@@ -131,7 +131,8 @@ pub fn clean_up(names: &[String]) -> anyhow::Result<Vec<String>> {
 /// Returns the paths of a testbed's directories and namespaces, whether it still runs or was killed.
 pub fn find_remains(name: &str) -> Vec<PathBuf> {
     let full_name = with_name_prefix(name);
-    let directories = [directory_of(&full_name), pin_directory_of(&full_name)].into_iter().filter(|path| path.exists());
+    let directories =
+        [testbed_directory(&full_name), testbed_pin_directory(&full_name)].into_iter().filter(|path| path.exists());
     let namespaces = namespace::namespaces_with_prefix(&namespace_prefix(&full_name));
     directories.chain(namespaces.iter().map(Namespace::path)).collect()
 }
@@ -166,11 +167,11 @@ fn with_name_prefix(name: &str) -> String {
     std::env::var(NAME_PREFIX_VARIABLE).unwrap_or_default() + name
 }
 
-fn directory_of(name: &str) -> PathBuf {
+fn testbed_directory(name: &str) -> PathBuf {
     Path::new(RUN_DIRECTORY).join(name)
 }
 
-fn pin_directory_of(name: &str) -> PathBuf {
+fn testbed_pin_directory(name: &str) -> PathBuf {
     Path::new(PIN_DIRECTORY).join(name)
 }
 
@@ -182,7 +183,7 @@ fn namespace_prefix(name: &str) -> String {
 /// Returns the process id of the owner of testbed `name`, or `None` if it has no running owner. Does not lock the file,
 /// so that another process can acquire the name.
 fn running_owner_pid(name: &str) -> Option<String> {
-    let owner_file_path = directory_of(name).join(OWNER_FILE_NAME);
+    let owner_file_path = testbed_directory(name).join(OWNER_FILE_NAME);
     let owner_file = File::open(&owner_file_path).ok()?;
     let mut lock = exclusive_file_lock();
     let query_result = fcntl(&owner_file, FcntlArg::F_OFD_GETLK(&mut lock));
@@ -192,12 +193,12 @@ fn running_owner_pid(name: &str) -> Option<String> {
 }
 
 fn read_owner_pid(name: &str) -> Option<String> {
-    let pid = fs::read_to_string(directory_of(name).join(OWNER_FILE_NAME)).ok()?;
+    let pid = fs::read_to_string(testbed_directory(name).join(OWNER_FILE_NAME)).ok()?;
     (!pid.is_empty()).then(|| pid.trim().to_owned())
 }
 
 fn lock_owner_file(name: &str) -> anyhow::Result<File> {
-    let directory = directory_of(name);
+    let directory = testbed_directory(name);
     let owner_file_path = directory.join(OWNER_FILE_NAME);
     loop {
         fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
@@ -278,9 +279,9 @@ mod tests {
         drop(instance);
         assert_eq!(find_remains(&short_name), Vec::<PathBuf>::new());
 
-        fs::create_dir_all(directory_of(&full_name)).unwrap();
-        fs::write(directory_of(&full_name).join(OWNER_FILE_NAME), "1\n").unwrap();
-        fs::write(directory_of(&full_name).join("log"), "").unwrap();
+        fs::create_dir_all(testbed_directory(&full_name)).unwrap();
+        fs::write(testbed_directory(&full_name).join(OWNER_FILE_NAME), "1\n").unwrap();
+        fs::write(testbed_directory(&full_name).join("log"), "").unwrap();
         assert_eq!(running_owner_pid(&full_name), None);
         assert_eq!(clean_up(std::slice::from_ref(&short_name)).unwrap(), [full_name]);
         assert_eq!(find_remains(&short_name), Vec::<PathBuf>::new());

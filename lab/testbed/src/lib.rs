@@ -61,5 +61,5 @@ pub mod vlans;
 
 pub use coreward_dataplane::skip_if;
 pub use namespace::Namespace;
-pub use process::{Process, TIMEOUT};
+pub use process::{DEFAULT_TIMEOUT, Process};
 pub use topology::{Testbed, TestbedOptions, missing_privilege, missing_testbed_rights};

@@ -108,7 +108,7 @@ fn replay_log(log: &ArrivalLog, args: &LoadArgs) -> anyhow::Result<LoadReport> {
     let start_ns = args.start_at.unwrap_or_else(|| now_ns() + START_DELAY_NS);
     let mut load_client = LoadClient {
         arrival_log: log,
-        vip: args.vip,
+        service_address: args.vip,
         first_address: args.first_address,
         start_ns,
         epoll: Epoll::new()?,
@@ -154,17 +154,18 @@ struct LoadConnection {
     stream: TcpStream,
     is_connected: bool,
     message_buffer: MessageBuffer,
-    /// Number of requests that were due so far. `answered_count` <= `sent_count` <= `due_count`.
-    due_count: u32,
-    sent_count: u32,
-    answered_count: u32,
+    /// Number of requests that were due so far. `answered_request_count` <= `sent_request_count` <=
+    /// `due_request_count`.
+    due_request_count: u32,
+    sent_request_count: u32,
+    answered_request_count: u32,
     /// Server and core of the first response, from which all others must come.
     serving_core: Option<(u8, u8)>,
 }
 
 struct LoadClient<'a> {
     arrival_log: &'a ArrivalLog,
-    vip: SocketAddr,
+    service_address: SocketAddr,
     first_address: IpAddr,
     start_ns: u64,
     epoll: Epoll,
@@ -233,21 +234,22 @@ impl LoadClient<'_> {
             SocketAddr::new(nth_address(self.first_address, arrival.source_address_index), arrival.source_port);
         let socket = bind_client_socket(source_address)?;
         self.report.opened += 1;
-        let connect_result = socket.connect(&self.vip.into());
+        let connect_result = socket.connect(&self.service_address.into());
         let stream = TcpStream::from(socket);
         let connection = LoadConnection {
             stream,
             is_connected: false,
             message_buffer: MessageBuffer::default(),
-            due_count: 0,
-            sent_count: 0,
-            answered_count: 0,
+            due_request_count: 0,
+            sent_request_count: 0,
+            answered_request_count: 0,
             serving_core: None,
         };
         self.connections.insert(index, connection);
         match connect_result {
             Err(error) if error.raw_os_error() == Some(libc::EADDRNOTAVAIL) => {
-                return Err(error).with_context(|| format!("{source_address} was used for {} a moment ago", self.vip));
+                return Err(error)
+                    .with_context(|| format!("{source_address} was used for {} a moment ago", self.service_address));
             }
             Err(error) if error.raw_os_error() != Some(libc::EINPROGRESS) => {
                 self.count_broken_connection(index, error.into())
@@ -267,9 +269,9 @@ impl LoadClient<'_> {
     fn handle_due_request(&mut self, index: usize, due_ns: u64) {
         let request_count = self.arrival(index).request_count;
         let Some(connection) = self.connections.get_mut(&index) else { return };
-        connection.due_count += 1;
-        if connection.due_count < request_count {
-            let next_request_ns = self.request_due_ns(index, self.connections[&index].due_count);
+        connection.due_request_count += 1;
+        if connection.due_request_count < request_count {
+            let next_request_ns = self.request_due_ns(index, self.connections[&index].due_request_count);
             self.next_requests.push(Reverse((next_request_ns, index)));
         }
         if self.connections[&index].is_connected {
@@ -284,13 +286,13 @@ impl LoadClient<'_> {
     fn send_due_requests(&mut self, index: usize) -> Result<(), ConnectionFailure> {
         let service_us = self.arrival(index).service_us.into();
         let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
-        while connection.sent_count < connection.due_count {
-            let request = PacedRequest { service_us, id: connection.sent_count.into() };
+        while connection.sent_request_count < connection.due_request_count {
+            let request = PacedRequest { service_us, id: connection.sent_request_count.into() };
             // A few unanswered requests of 8 bytes always fit the send buffer, so a short write is a failure.
             if connection.stream.write(request.as_bytes())? != MESSAGE_BYTES {
                 return Err(io::Error::from(io::ErrorKind::WriteZero).into());
             }
-            connection.sent_count += 1;
+            connection.sent_request_count += 1;
         }
         Ok(())
     }
@@ -321,7 +323,7 @@ impl LoadClient<'_> {
         let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
         let mut buffer = [0; 1024];
         let mut may_have_more = true;
-        while may_have_more && connection.answered_count < arrival.request_count {
+        while may_have_more && connection.answered_request_count < arrival.request_count {
             let length = match connection.stream.read(&mut buffer) {
                 Ok(0) => return Err(ConnectionFailure::ClosedEarly),
                 Ok(length) => length,
@@ -333,18 +335,18 @@ impl LoadClient<'_> {
             connection.message_buffer.for_each_message(&buffer[..length], |response: PacedResponse| {
                 let serving_core =
                     *connection.serving_core.get_or_insert((response.server_number, response.core_number));
-                is_right_answer &= response.id.get() == connection.answered_count
-                    && connection.answered_count < connection.sent_count
+                is_right_answer &= response.id.get() == connection.answered_request_count
+                    && connection.answered_request_count < connection.sent_request_count
                     && serving_core == (response.server_number, response.core_number);
-                let due_ns = start_ns + arrival.request_due_us(connection.answered_count) * 1_000;
+                let due_ns = start_ns + arrival.request_due_us(connection.answered_request_count) * 1_000;
                 self.latency_histogram.saturating_record(now_ns.saturating_sub(due_ns) / 1_000);
-                connection.answered_count += 1;
+                connection.answered_request_count += 1;
             });
             if !is_right_answer {
                 return Err(ConnectionFailure::WrongAnswer);
             }
         }
-        if connection.answered_count == arrival.request_count {
+        if connection.answered_request_count == arrival.request_count {
             let completed_connection = self.connections.remove(&index).expect("just used");
             self.report.completed += 1;
             self.count_finished_connection(&completed_connection);
@@ -353,7 +355,7 @@ impl LoadClient<'_> {
     }
 
     fn count_finished_connection(&mut self, connection: &LoadConnection) {
-        self.report.answered += u64::from(connection.answered_count);
+        self.report.answered += u64::from(connection.answered_request_count);
         if let Some(serving_core) = connection.serving_core {
             *self.connections_by_core.entry(serving_core).or_default() += 1;
         }
@@ -368,9 +370,9 @@ impl LoadClient<'_> {
     /// Counts connections as broken if their oldest unanswered request has timed out.
     fn fail_timed_out_connections(&mut self, now_ns: u64) {
         let timed_out_index = |(index, connection): (&usize, &LoadConnection)| {
-            let has_unanswered_request = connection.answered_count < connection.due_count;
+            let has_unanswered_request = connection.answered_request_count < connection.due_request_count;
             (has_unanswered_request
-                && self.request_due_ns(*index, connection.answered_count) + DATA_TIMEOUT_NS < now_ns)
+                && self.request_due_ns(*index, connection.answered_request_count) + DATA_TIMEOUT_NS < now_ns)
                 .then_some(*index)
         };
         let timed_out_indexes: Vec<usize> = self.connections.iter().filter_map(timed_out_index).collect();

@@ -11,7 +11,7 @@ use nix::sys::signal::Signal;
 
 use crate::addresses::{SERVICE_ADDRESS, server_address};
 use crate::topology::Testbed;
-use crate::{Process, TIMEOUT};
+use crate::{DEFAULT_TIMEOUT, Process};
 
 /// Size of the file at [`LARGE_FILE_PATH`] (bytes).
 pub const LARGE_FILE_BYTES: usize = 1_000_000;
@@ -116,7 +116,7 @@ impl NginxServer {
     }
 
     fn wait_for_workers(&mut self, count: usize) -> anyhow::Result<()> {
-        let deadline = Instant::now() + *TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
         // The sockets listen before the first worker is started (ngx_init_cycle).
         while self.worker_pids().len() < count {
             let exit_status = self.master_process.try_wait()?;

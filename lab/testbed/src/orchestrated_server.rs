@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use coreward_load::key_value::{Request as KeyValueRequest, ResponseWriter};
 use coreward_model::dispatch::{
-    CoreAssignmentMode, Epoch, MAX_SERVICES, ReservedCores, ScaleDownCondition, ScaleUpCondition,
+    CoreAssignmentMode, EpochLength, MAX_SERVICES, ReservedCores, ScaleDownCondition, ScaleUpCondition,
 };
 use coreward_runtime::RuntimeError;
 use coreward_runtime::allocation::SharedCoreAllocator;
@@ -30,7 +30,7 @@ use core_clock::CoreClock;
 
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 /// Duration of a `yield_point` call above which the call must have served another request.
-const YIELD_TIME: Duration = Duration::from_micros(1);
+const MAX_EMPTY_YIELD_TIME: Duration = Duration::from_micros(1);
 
 /// Options of `coreward-lab testbed orchestrated-server`.
 #[derive(Debug, Clone, clap::Args)]
@@ -110,7 +110,7 @@ struct SharedState {
 }
 
 impl SharedState {
-    fn add_busy(&self, service: u8, time: Duration) {
+    fn add_busy_time(&self, service: u8, time: Duration) {
         let Some(core_load_file) = &self.core_load_file else { return };
         let add_time = |number| Some((u64::from_le(number) + time.as_nanos() as u64).to_le());
         // Readers need no ordering with other memory.
@@ -132,9 +132,9 @@ impl Handler for CoreServer<'_> {
         let time = Duration::from_nanos(request.service_ns.into());
         match &self.clock {
             Some(clock) => clock.serve_request(service, time, || context.yield_point()),
-            None => compute(time, context),
+            None => compute_for(time, context),
         }
-        self.shared_state.add_busy(service, time);
+        self.shared_state.add_busy_time(service, time);
         let mut writer = ResponseWriter::default();
         self.shared_state.database.answer(&request, context.core(), &mut writer);
         let mut datagrams = writer.finish_response();
@@ -143,7 +143,7 @@ impl Handler for CoreServer<'_> {
         Reply::Send
     }
 
-    fn load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
+    fn handle_load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         match &self.shared_state.allocator {
             Some(allocator) => allocator.apply_hint(hint, worker),
             None => worker.rearm_load_monitor(hint.service),
@@ -152,7 +152,7 @@ impl Handler for CoreServer<'_> {
 }
 
 /// Keeps the core busy for `time`, not counting the requests that preempt it.
-fn compute(time: Duration, context: &mut serve::Context<'_>) {
+fn compute_for(time: Duration, context: &mut serve::Context<'_>) {
     let mut deadline = Instant::now() + time;
     loop {
         let yield_start = Instant::now();
@@ -161,7 +161,7 @@ fn compute(time: Duration, context: &mut serve::Context<'_>) {
         }
         context.yield_point();
         let yield_duration = yield_start.elapsed();
-        if yield_duration > YIELD_TIME {
+        if yield_duration > MAX_EMPTY_YIELD_TIME {
             deadline += yield_duration;
         }
     }
@@ -186,13 +186,13 @@ pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
     let core_load_file = args.busy_file.as_ref().map(|path| CounterFile::create(path, MAX_SERVICES)).transpose()?;
     let server = SharedState { database, allocator, connected_workers: AtomicUsize::new(0), core_load_file };
     let stop_flag = AtomicBool::new(false);
-    let served_by_core: Vec<u64> = std::thread::scope(|scope| {
+    let served_count_by_core: Vec<u64> = std::thread::scope(|scope| {
         let (server, stop_flag) = (&server, &stop_flag);
-        let serve = |core: &u16| {
+        let start_core_thread = |core: &u16| {
             let core = *core;
             scope.spawn(move || serve_core(args, core, server, stop_flag))
         };
-        let threads: Vec<_> = args.cores.iter().map(serve).collect();
+        let threads: Vec<_> = args.cores.iter().map(start_core_thread).collect();
         if let Some(service_us) = args.batch_us {
             let (memory, window) = (&args.memory, 2 * args.cores.len());
             scope.spawn(move || batch::run_batch_client(memory, window, service_us, stop_flag));
@@ -202,7 +202,7 @@ pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
         let served_counts = threads.into_iter().map(|thread| thread.join().expect("the thread of a core"));
         wait_result.map(|()| served_counts.collect())
     })?;
-    println!("{}", serde_json::to_string(&served_by_core)?);
+    println!("{}", serde_json::to_string(&served_count_by_core)?);
     Ok(())
 }
 
@@ -251,7 +251,7 @@ fn connect_and_serve(
     for (service, entry) in (0..).zip(&services) {
         match runtime.register_service(service, entry.address, entry.priority) {
             // Another core's thread has already registered the service.
-            Ok(()) | Err(RuntimeError::RegisteredTwice(_)) => (),
+            Ok(()) | Err(RuntimeError::ServiceRegisteredTwice(_)) => (),
             Err(error) => return Err(error),
         }
     }
@@ -271,8 +271,8 @@ fn connect_and_serve(
 
 /// Enables the load monitor of service 0 on a worker.
 fn enable_monitor(args: &OrchestratedServerArgs, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
-    let epoch = Epoch::new(NonZeroU64::new(args.epoch_us * 1000).expect("an epoch of 1 us or more"));
-    let scale_down = ScaleDownCondition { epoch, max_calm_queue_length: 0, required_calm_epochs: 4 };
-    worker.enable_load_monitor(0, HintTrigger::ScaleUp(ScaleUpCondition { epoch }))?;
+    let epoch = EpochLength::new(NonZeroU64::new(args.epoch_us * 1000).expect("an epoch of 1 us or more"));
+    let scale_down = ScaleDownCondition { epoch_length: epoch, max_calm_queue_length: 0, required_calm_epochs: 4 };
+    worker.enable_load_monitor(0, HintTrigger::ScaleUp(ScaleUpCondition { epoch_length: epoch }))?;
     worker.enable_load_monitor(0, HintTrigger::ScaleDown(scale_down))
 }

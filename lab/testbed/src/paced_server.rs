@@ -77,7 +77,7 @@ impl ServerProtocol for PacedProtocol {
         is_valid
     }
 
-    fn write(&self, _: &MessageBuffer, id: u32, packet: &mut Vec<u8>, _: &mut ResponseQueue<'_>) {
+    fn write_packet(&self, _: &MessageBuffer, id: u32, packet: &mut Vec<u8>, _: &mut ResponseQueue<'_>) {
         let response = PacedResponse {
             id: id.into(),
             server_number: self.server_number,
@@ -111,7 +111,7 @@ impl Testbed {
     /// does not listen in time.
     pub fn start_paced_server(&self, number: u16) -> anyhow::Result<PacedServer> {
         let core_load_file_path = fleet::core_load_file_path(self, number);
-        let mut command = Command::new(fleet::lab_command()?);
+        let mut command = Command::new(fleet::lab_binary()?);
         command.args(["testbed", "paced-server", "--listen", &self.service_address().to_string()]);
         command.args(["--workers", &self.options().cores.to_string(), "--server", &number.to_string()]);
         command.arg("--busy-file").arg(&core_load_file_path);

@@ -44,7 +44,7 @@ impl PreloadedFaults {
     }
 
     /// Makes the process of `command` load the library, with the faults of `daemon`.
-    pub(crate) fn apply_faults(&self, daemon: &str, command: &mut Command) -> anyhow::Result<()> {
+    pub(crate) fn preload_faults(&self, daemon: &str, command: &mut Command) -> anyhow::Result<()> {
         let faults_path = self.faults_path(daemon);
         let write_empty_faults = || -> io::Result<()> {
             File::options().write(true).create(true).truncate(false).open(&faults_path)?.set_len(FAULTS_FILE_BYTES)
@@ -77,7 +77,7 @@ mod tests {
     /// Returns the time that `date` prints under a daemon's faults (s).
     fn read_date(preload: &PreloadedFaults) -> i64 {
         let mut command = Command::new("date");
-        preload.apply_faults("d", command.arg("+%s")).unwrap();
+        preload.preload_faults("d", command.arg("+%s")).unwrap();
         String::from_utf8(command.output().unwrap().stdout).unwrap().trim().parse().unwrap()
     }
 
@@ -101,7 +101,7 @@ mod tests {
         let extend_file = |length: &str| {
             let mut command = Command::new("truncate");
             command.args(["--size", length]).arg(directory.path().join("file"));
-            preloaded_faults.apply_faults("t", &mut command).unwrap();
+            preloaded_faults.preload_faults("t", &mut command).unwrap();
             command.output().unwrap().status.success()
         };
         assert!(extend_file("1"));

@@ -233,7 +233,7 @@ impl Testbed {
         let port_queue_count = self.options.cores + 1;
         if self.options.has_rings {
             self.connect_to_switch(&namespace, &server_name, port_queue_count, port_queue_count)?;
-            self.set_up_rings(&namespace, &server_name)?;
+            self.enable_receive_rings(&namespace, &server_name)?;
         } else {
             self.connect_to_switch(&namespace, &server_name, self.options.cores, port_queue_count)?;
         }
@@ -290,7 +290,7 @@ impl Testbed {
     /// (net.core.netdev_max_backlog) has 1000 packets, so that about 40 packets to each of 31 servers overflow it. veth
     /// has rings where its end does GRO and the other end no TSO (veth_skb_is_eligible_for_gro() in
     /// drivers/net/veth.c).
-    fn set_up_rings(&self, host: &Namespace, port: &str) -> anyhow::Result<()> {
+    fn enable_receive_rings(&self, host: &Namespace, port: &str) -> anyhow::Result<()> {
         self.set_offloads(&self.switch, port, &["tso", "off"])?;
         self.set_offloads(host, HOST_DEVICE, &["gro", "on"])
     }
@@ -448,7 +448,7 @@ impl Testbed {
 
     /// Creates a testbed without load balancing, where the client routes the VIP to the only server. Fails as
     /// [`Testbed::create`] does.
-    pub fn create_direct(instance: &str) -> anyhow::Result<Self> {
+    pub fn create_without_load_balancing(instance: &str) -> anyhow::Result<Self> {
         let instance = instance.to_owned();
         let testbed = Self::create(TestbedOptions { instance, servers: 1, cores: 2, ..TestbedOptions::default() })?;
         testbed.route_vip_to_server_1(testbed.client())?;

@@ -55,8 +55,8 @@ impl Agent {
         Some(reduce_oversized_report(report.into()))
     }
 
-    /// Reads the cores' busy times, and logs when they become unknown or known again. Returns the time of the reading in
-    /// ns, or `None` if they are unknown.
+    /// Reads the cores' busy times, and logs when they become unknown or known again. Returns the time of the reading
+    /// in ns, or `None` if they are unknown.
     fn read_core_busy_times(&mut self) -> Option<u64> {
         self.core_busy_ns.clear();
         let measured_ns = monotonic_ns();
@@ -85,7 +85,7 @@ impl Agent {
             warnings,
             dispatch: self.dispatcher.as_ref().map(dispatch::service_reports).unwrap_or_default(),
             connections: self.connection_counter.newest_counted_connections(),
-            refused: self.refused_updates.clone(),
+            refused_updates: self.refused_updates.clone(),
         }
     }
 

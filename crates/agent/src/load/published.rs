@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn published_load_has_one_number_per_core_and_follows_a_new_file() {
+    fn replaced_load_file_is_reread_and_its_size_is_checked() {
         let directory = tempfile::tempdir().unwrap();
         let load_file_path = directory.path().join("busy");
         let mut load_source = PublishedLoadFile::new(load_file_path.clone());

@@ -47,7 +47,7 @@ const NETDEV_RSS_KEY_PATH: &str = "/proc/sys/net/core/netdev_rss_key";
 const NETDEV_RSS_KEY_BYTES: usize = 40;
 
 /// Makes an ethtool request. `request` holds the command as 32-bit words, and receives the answer.
-fn ethtool_request(interface: &str, request: &mut [u32]) -> io::Result<()> {
+fn execute_ethtool_request(interface: &str, request: &mut [u32]) -> io::Result<()> {
     // SAFETY: `request` is as long as its header states, which every caller of this private function ensures.
     unsafe { ethtool::ethtool_ioctl(interface, request) }
 }
@@ -57,7 +57,7 @@ fn read_rxnfc_data(interface: &str, command: u32, flow_type: u32) -> io::Result<
     let mut request = [0; RXNFC_WORDS];
     request[0] = command;
     request[1] = flow_type;
-    ethtool_request(interface, &mut request)?;
+    execute_ethtool_request(interface, &mut request)?;
     Ok(u64::from(request[2]) | u64::from(request[3]) << 32)
 }
 
@@ -65,7 +65,7 @@ pub fn driver_name(interface: &str) -> io::Result<String> {
     // struct ethtool_drvinfo begins with cmd (4 bytes) and the driver's name (32 bytes), followed by 160 other bytes.
     let mut request = [0; 49];
     request[0] = ETHTOOL_GDRVINFO;
-    ethtool_request(interface, &mut request)?;
+    execute_ethtool_request(interface, &mut request)?;
     let driver_name: Vec<u8> = request[1..9]
         .iter()
         .flat_map(|request_word| request_word.to_ne_bytes())
@@ -91,7 +91,7 @@ pub fn private_flag(interface: &str, name: &str) -> Option<bool> {
     let flag_names = ethtool::string_set(interface, ETH_SS_PRIV_FLAGS, u32::BITS).ok()?;
     let flag_index = flag_names.iter().position(|flag| flag == name)?;
     let mut flags_request = [ETHTOOL_GPFLAGS, 0];
-    ethtool_request(interface, &mut flags_request).ok()?;
+    execute_ethtool_request(interface, &mut flags_request).ok()?;
     Some(flags_request[1] >> flag_index & 1 != 0)
 }
 
@@ -151,13 +151,13 @@ pub fn ntuple_and_rule_count(interface: &str) -> (bool, u64) {
     let is_ntuple_on = ethtool::offload_flags(interface).is_ok_and(|flags| flags & ETH_FLAG_NTUPLE != 0);
     let mut rule_count_request = [0; RXNFC_WORDS];
     rule_count_request[0] = ETHTOOL_GRXCLSRLCNT;
-    let rule_count = ethtool_request(interface, &mut rule_count_request)
+    let rule_count = execute_ethtool_request(interface, &mut rule_count_request)
         .map_or(0, |()| u64::from(rule_count_request[RXNFC_RULE_COUNT_INDEX]));
     (is_ntuple_on, rule_count)
 }
 
 /// Returns the first bytes of the kernel's default RSS key, which is used by drivers whose key cannot be read.
-fn netdev_rss_key() -> Result<Vec<u8>, RssError> {
+fn read_netdev_rss_key() -> Result<Vec<u8>, RssError> {
     let io_error = |source| RssError::Io { operation: NETDEV_RSS_KEY_PATH.to_owned(), source };
     let text = fs::read_to_string(NETDEV_RSS_KEY_PATH).map_err(io_error)?;
     let key_bytes: Result<Vec<u8>, _> =
@@ -186,7 +186,7 @@ impl EthtoolRss {
 
     fn ioctl_error(&self, ioctl_command: &str, source: io::Error) -> RssError {
         if source.raw_os_error() == Some(libc::EOPNOTSUPP) {
-            return RssError::Unsupported(self.interface.clone());
+            return RssError::NoIndirectionTable(self.interface.clone());
         }
         RssError::Io { operation: format!("{}: {ioctl_command}", self.interface), source }
     }
@@ -194,15 +194,15 @@ impl EthtoolRss {
     fn read_rxfh(&self) -> Result<RxfhReply, RssError> {
         let to_rss_error = |error| self.ioctl_error("ETHTOOL_GRSSH", error);
         let mut sizes_request = [ETHTOOL_GRSSH, 0, 0, 0, 0, 0];
-        ethtool_request(&self.interface, &mut sizes_request).map_err(to_rss_error)?;
+        execute_ethtool_request(&self.interface, &mut sizes_request).map_err(to_rss_error)?;
         let (entry_count, key_length) =
             (sizes_request[RXFH_INDIR_SIZE_INDEX] as usize, sizes_request[RXFH_KEY_SIZE_INDEX] as usize);
         if entry_count == 0 {
-            return Err(RssError::Unsupported(self.interface.clone()));
+            return Err(RssError::NoIndirectionTable(self.interface.clone()));
         }
         let mut request = vec![0; RXFH_WORDS + entry_count + key_length.div_ceil(4)];
         request[..RXFH_WORDS].copy_from_slice(&sizes_request);
-        ethtool_request(&self.interface, &mut request).map_err(to_rss_error)?;
+        execute_ethtool_request(&self.interface, &mut request).map_err(to_rss_error)?;
         let [hash_function, input_transform, ..] = request[RXFH_FUNCTION_INDEX].to_ne_bytes();
         let (table, key) = request[RXFH_WORDS..].split_at(entry_count);
         let key: Vec<u8> = key.iter().flat_map(|key_word| key_word.to_ne_bytes()).take(key_length).collect();
@@ -213,8 +213,8 @@ impl EthtoolRss {
         })
     }
 
-    fn other_hash_error(&self, hash_description: &str) -> RssError {
-        RssError::OtherHash { interface: self.interface.clone(), found: hash_description.to_owned() }
+    fn unsupported_hash_error(&self, hash_description: &str) -> RssError {
+        RssError::UnsupportedHash { interface: self.interface.clone(), found: hash_description.to_owned() }
     }
 }
 
@@ -241,18 +241,20 @@ impl RssDevice for EthtoolRss {
         let rxfh_reply = self.read_rxfh()?;
         // If the driver reports 0, it does not know its hash function. Such drivers support only Toeplitz (igb).
         if rxfh_reply.hash_function != 0 && rxfh_reply.hash_function != ETH_RSS_HASH_TOP {
-            return Err(self.other_hash_error(&format!("hash function {:#x} (`ethtool -x`)", rxfh_reply.hash_function)));
+            return Err(
+                self.unsupported_hash_error(&format!("hash function {:#x} (`ethtool -x`)", rxfh_reply.hash_function))
+            );
         }
         // If the driver does not report the fields, it hashes the addresses and ports of TCP packets.
         if let Ok(fields) = hash_fields(&self.interface, FlowType::Tcp4)
             && fields & RXH_ADDRESSES_AND_PORTS != RXH_ADDRESSES_AND_PORTS
         {
-            return Err(self.other_hash_error(&format!(
+            return Err(self.unsupported_hash_error(&format!(
                 "fields {fields:#x} of TCP (`ethtool -n {} rx-flow-hash tcp4`)",
                 self.interface
             )));
         }
-        let fallback_key = if rxfh_reply.settings.key.is_none() { netdev_rss_key()? } else { Vec::new() };
+        let fallback_key = if rxfh_reply.settings.key.is_none() { read_netdev_rss_key()? } else { Vec::new() };
         rxfh_reply.settings.into_config(&self.interface, &fallback_key)
     }
 
@@ -281,7 +283,7 @@ impl RssDevice for EthtoolRss {
         // key at different offsets after an empty table.
         if !table.is_empty() && table.iter().zip(0..).all(|(queue, entry)| *queue == entry % queue_count) {
             let mut default_table_request = [ETHTOOL_SRSSH, 0, ETH_RXFH_INDIR_DEFAULT, 0, input_transform_word, 0];
-            ethtool_request(&self.interface, &mut default_table_request).map_err(to_rss_error)?;
+            execute_ethtool_request(&self.interface, &mut default_table_request).map_err(to_rss_error)?;
             table = &[];
         }
         if table.is_empty() && key.is_empty() {
@@ -291,7 +293,7 @@ impl RssDevice for EthtoolRss {
         let mut request = vec![ETHTOOL_SRSSH, 0, entry_count, key.len() as u32, input_transform_word, 0];
         request.extend(table);
         request.extend(key_words(&key));
-        ethtool_request(&self.interface, &mut request).map_err(to_rss_error)
+        execute_ethtool_request(&self.interface, &mut request).map_err(to_rss_error)
     }
 }
 
@@ -322,7 +324,7 @@ mod tests {
 
     #[test]
     fn netdev_rss_key_has_40_bytes() {
-        match netdev_rss_key() {
+        match read_netdev_rss_key() {
             Ok(key) => assert_eq!(key.len(), NETDEV_RSS_KEY_BYTES),
             Err(error) => assert!(error.to_string().starts_with(NETDEV_RSS_KEY_PATH), "{error}"),
         }

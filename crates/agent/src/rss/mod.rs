@@ -34,10 +34,10 @@ pub struct RssSettings {
 pub enum RssError {
     /// The NIC has one receive queue, or its driver has no RSS.
     #[error("{0} has no RSS indirection table that ethtool shows")]
-    Unsupported(String),
+    NoIndirectionTable(String),
     /// The NIC uses another hash function than Toeplitz, or hashes other fields.
     #[error("{interface} hashes by {found}: expected Toeplitz over addresses and ports")]
-    OtherHash { interface: String, found: String },
+    UnsupportedHash { interface: String, found: String },
     /// The indirection table is not indexed by the low bits of the hash.
     #[error("{interface}: {source}")]
     InvalidTable { interface: String, source: IndirectionTableError },
@@ -62,7 +62,7 @@ impl RssSettings {
         let indirection_table = IndirectionTable::new(&self.indirection_table)
             .map_err(|source| RssError::InvalidTable { interface: interface.to_owned(), source })?;
         let input_transform =
-            InputTransform::try_from(u32::from(self.input_transform)).map_err(|error| RssError::OtherHash {
+            InputTransform::try_from(u32::from(self.input_transform)).map_err(|error| RssError::UnsupportedHash {
                 interface: interface.to_owned(),
                 found: format!("{error} (`ethtool -x {interface}`)"),
             })?;

@@ -38,7 +38,7 @@ pub struct RssVerifier {
     verdict: RssVerdict,
     /// Logarithm of the likelihood ratio between "the NIC does not use the table" and "the NIC uses the table".
     log_odds: f64,
-    last_matched_and_mismatched: Option<(u64, u64)>,
+    last_match_counts: Option<(u64, u64)>,
 }
 
 impl RssVerifier {
@@ -50,7 +50,7 @@ impl RssVerifier {
         mismatched_count: u64,
     ) -> RssVerdict {
         let (previous_matched_count, previous_mismatched_count) =
-            self.last_matched_and_mismatched.replace((matched_count, mismatched_count)).unwrap_or_default();
+            self.last_match_counts.replace((matched_count, mismatched_count)).unwrap_or_default();
         let chance_probability = match_probability(table);
         if chance_probability > 1.0 - STRAY_FRACTION {
             return self.verdict;
@@ -68,7 +68,7 @@ impl RssVerifier {
 
     /// Restarts the test after the table has changed, with the current totals as the starting point.
     pub fn restart(&mut self, matched_count: u64, mismatched_count: u64) {
-        *self = Self { last_matched_and_mismatched: Some((matched_count, mismatched_count)), ..Self::default() };
+        *self = Self { last_match_counts: Some((matched_count, mismatched_count)), ..Self::default() };
     }
 
     pub fn verdict(&self) -> RssVerdict {

@@ -25,7 +25,7 @@ fn expect_eight_stamped_connections(counters_before: [u64; 4], counters_after: [
 }
 
 #[test]
-fn containers_are_stamped_only_with_a_clock_without_offsets() -> anyhow::Result<()> {
+fn container_connections_are_stamped_only_without_timestamp_offsets() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tcontainer")?;
     testbed.server(1)?.run_within(|| {
@@ -40,11 +40,11 @@ fn containers_are_stamped_only_with_a_clock_without_offsets() -> anyhow::Result<
         wait_until("the container answers", || Ok(request_container().is_ok()))?;
 
         container.set_sysctl(&testbed, "net.ipv4.tcp_timestamps", 1)?;
-        let stamped_before = reported_counter(&mut agent, "stamped");
+        let initial_stamped_count = reported_counter(&mut agent, "stamped");
         for _ in 0..8 {
             assert_eq!(request_container()?, "contained");
         }
-        assert_eq!(reported_counter(&mut agent, "stamped"), stamped_before, "a random offset is no clock");
+        assert_eq!(reported_counter(&mut agent, "stamped"), initial_stamped_count, "a random offset is no clock");
         agent.run_maintenance();
         let names_other_namespace =
             |agent: &Agent| agent.warnings().iter().any(|warning| warning.contains("another network namespace"));
@@ -77,11 +77,11 @@ fn syn_cookie_handshakes_are_not_taken_for_another_namespace() -> anyhow::Result
         enable_syn_cookies.args(["-q", "-w", "net.ipv4.tcp_syncookies=2"]);
         testbed.run_command(testbed.server(1)?, enable_syn_cookies)?;
         wait_until("nginx answers", || Ok(http_get(&testbed, "/", 20_000).is_ok()))?;
-        let stamped_before = reported_counter(&mut agent, "stamped");
+        let initial_stamped_count = reported_counter(&mut agent, "stamped");
         for port in 20_001..20_009 {
             http_get(&testbed, "/", port)?;
         }
-        assert!(reported_counter(&mut agent, "stamped") - stamped_before >= 2 * 8);
+        assert!(reported_counter(&mut agent, "stamped") - initial_stamped_count >= 2 * 8);
         assert_eq!(reported_counter(&mut agent, "egress_forwarded"), 0);
         agent.detach()
     })

@@ -72,7 +72,7 @@ fn run_agent_until(
     let controller_address = agent.controllers().addresses()[0];
     let controller_server =
         tonic::transport::Server::builder().add_service(ControlServer::new(fake_controller.clone()));
-    let received_enough = async {
+    let wait_for_messages = async {
         let deadline = Instant::now() + Duration::from_secs(60);
         while !is_enough(&fake_controller) && Instant::now() < deadline {
             tokio::time::sleep(Duration::from_millis(10)).await;
@@ -82,7 +82,7 @@ fn run_agent_until(
         tokio::select! {
             never = daemon::serve(agent) => match never? {},
             outcome = controller_server.serve(controller_address) => anyhow::Ok(outcome?),
-            () = received_enough => Ok(()),
+            () = wait_for_messages => Ok(()),
         }
     })?;
     Ok(std::mem::take(&mut fake_controller.received_messages.lock().unwrap()))

@@ -140,11 +140,11 @@ fn unreported_symmetric_hash_is_recognised_by_the_queues_of_syns() -> anyhow::Re
                 agent.run_maintenance();
                 Ok(agent.rss_config() == Some(&changed_rss))
             })?;
-            let mismatches_before = reported_counter(&mut agent, "rss_mismatched");
+            let initial_mismatch_count = reported_counter(&mut agent, "rss_mismatched");
             check_worker_of_each_queue(&testbed, port, &worker_pids)?;
             port += 1_000;
             agent.run_maintenance();
-            assert_eq!(reported_counter(&mut agent, "rss_mismatched"), mismatches_before, "{}", input.name());
+            assert_eq!(reported_counter(&mut agent, "rss_mismatched"), initial_mismatch_count, "{}", input.name());
             let is_warned = agent.warnings().iter().any(|warning| warning.contains("not in force"));
             assert!(!is_warned, "{:?}", agent.warnings());
         }
@@ -172,9 +172,9 @@ fn nic_that_moves_open_connections_is_reported() -> anyhow::Result<()> {
                     port += 1;
                 }
                 agent.run_maintenance();
-                let sampled_packets = reported_counter(agent, "rss_established_matched")
+                let sampled_packet_count = reported_counter(agent, "rss_established_matched")
                     + reported_counter(agent, "rss_established_mismatched");
-                Ok(sampled_packets >= 20 && is_warned(agent) == expected)
+                Ok(sampled_packet_count >= 20 && is_warned(agent) == expected)
             })
         };
         request_until(&mut agent, "open connections are sampled", false)?;

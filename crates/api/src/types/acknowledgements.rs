@@ -70,13 +70,17 @@ impl RefusedUpdate {
         let format_line =
             |((component, name, kind, generation, reason), service_names): ((_, _, _, _, _), Vec<&str>)| {
                 let subject = format!("{component} {name}");
-                format!("{} refuses {kind} {generation}{}: {reason}", subject.trim_end(), list_services(&service_names))
+                format!(
+                    "{} refuses {kind} {generation}{}: {reason}",
+                    subject.trim_end(),
+                    format_service_list(&service_names)
+                )
             };
         services_by_refusal.into_iter().map(format_line).collect()
     }
 }
 
-fn list_services(service_names: &[&str]) -> String {
+fn format_service_list(service_names: &[&str]) -> String {
     let named_services = service_names.get(..MAX_NAMED_SERVICES).unwrap_or(service_names).join(", ");
     match service_names.len() {
         0 => String::new(),

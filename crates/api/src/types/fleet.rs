@@ -122,7 +122,7 @@ impl From<&Diagnostic> for DocumentMistake {
             key: (!mistake.key.is_empty()).then(|| mistake.key.clone()),
             problem: mistake.problem.clone(),
             expected: mistake.expected.as_deref().map(str::to_owned),
-            nearest: mistake.nearest.as_deref().map(str::to_owned),
+            nearest: mistake.nearest_name.as_deref().map(str::to_owned),
             message: mistake.to_string(),
         }
     }

@@ -55,15 +55,19 @@ pub async fn forget(
     let change_result =
         controller_state.request_change((&caller).into(), RecordChange::ForgetLoadBalancer(name.clone())).await;
     change_result.map_err(|error| match error.downcast_ref::<ForgetError>() {
-        Some(forget_error @ ForgetError::Unknown(_)) => Problem::new(ProblemKind::NotFound, forget_error.to_string()),
-        Some(forget_error @ ForgetError::Connected(_)) => Problem::new(ProblemKind::Conflict, forget_error.to_string()),
-        None => api.problem_of_failed_change(&error),
+        Some(forget_error @ ForgetError::UnknownLoadBalancer(_)) => {
+            Problem::new(ProblemKind::NotFound, forget_error.to_string())
+        }
+        Some(forget_error @ ForgetError::ConnectedLoadBalancer(_)) => {
+            Problem::new(ProblemKind::Conflict, forget_error.to_string())
+        }
+        None => api.failed_change_problem(&error),
     })?;
-    let event = format!("{caller}: forgotten");
+    let event_message = format!("{caller}: forgotten");
     api.events.add(
         (EventKind::LoadBalancer, EventId::LoadBalancerForgotten),
         &name,
-        event,
+        event_message,
         controller_state.now().wall,
     );
     compute_answer(WorkSize::Small, move || Ok(LoadBalancers { load_balancers: controller_state.load_balancers() }))

@@ -47,7 +47,7 @@ pub async fn log_in(
     headers: HeaderMap,
 ) -> Result<impl IntoResponse, Problem> {
     // Callers with a token or a certificate may begin a session. A session cannot renew itself, or it would never end.
-    let session_proof = if headers.contains_key(header::AUTHORIZATION) {
+    let session_credential = if headers.contains_key(header::AUTHORIZATION) {
         SessionCredential::Token
     } else if let Some(CertificateIdentity { fingerprint, not_after, .. }) = peer.certificate {
         SessionCredential::Certificate { fingerprint, not_after }
@@ -58,7 +58,7 @@ pub async fn log_in(
     };
     Ok((
         StatusCode::NO_CONTENT,
-        [(header::SET_COOKIE, api.access_control.sessions().create(session_proof, peer.is_encrypted))],
+        [(header::SET_COOKIE, api.access_control.sessions().create(session_credential, peer.is_encrypted))],
     ))
 }
 

@@ -23,10 +23,10 @@ use coreward_fleet::drains::{DrainError, DrainRequest};
     )
 )]
 pub async fn drain_status(State(api): State<Api>, Path(name): Path<String>) -> Result<Json<DrainStatus>, Problem> {
-    status(&*api.leader_state()?, &name).map(Json)
+    find_drain_status(&*api.leader_state()?, &name).map(Json)
 }
 
-fn status(state: &ControllerState, server: &str) -> Result<DrainStatus, Problem> {
+fn find_drain_status(state: &ControllerState, server: &str) -> Result<DrainStatus, Problem> {
     let now = state.now();
     state.lock_controller().drain_status(server, now).ok_or_else(|| Problem::not_found("server", server))
 }
@@ -63,7 +63,7 @@ pub async fn drain(
         &api,
         &controller_state,
         &server,
-        RecordChange::Drain(request),
+        RecordChange::DrainServer(request),
         (&caller, &format!("drained{scope_suffix}")),
     )
     .await
@@ -89,7 +89,7 @@ pub async fn undrain(
         &api,
         &controller_state,
         &server,
-        RecordChange::Undrain(server.clone()),
+        RecordChange::UndrainServer(server.clone()),
         (&caller, "undrained"),
     )
     .await
@@ -106,14 +106,14 @@ async fn request_drain_change(
     let outcome = controller_state.request_change(caller.into(), change).await.map_err(|error| {
         match error.downcast_ref::<DrainError>() {
             Some(drain_error) => drain_problem(drain_error),
-            None => api.problem_of_failed_change(&error),
+            None => api.failed_change_problem(&error),
         }
     })?;
     if outcome.has_new_configuration {
         let event_message = format!("{caller}: {event}");
         api.events.add((EventKind::Server, EventId::ServerDrain), server, event_message, controller_state.now().wall);
     }
-    status(controller_state, server).map(Json)
+    find_drain_status(controller_state, server).map(Json)
 }
 
 fn drain_problem(drain_error: &DrainError) -> Problem {

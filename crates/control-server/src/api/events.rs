@@ -40,7 +40,7 @@ impl EventLog {
 
     /// Returns the newest `limit` events whose id is greater than `id`, the oldest first.
     pub fn events_after(&self, id: u64, limit: usize) -> Vec<Event> {
-        let events = self.locked_events();
+        let events = self.lock_events();
         let newer_event_count = events.iter().filter(|event| event.id > id).count();
         events.iter().skip(events.len() - newer_event_count.min(limit)).cloned().collect()
     }
@@ -75,7 +75,7 @@ impl EventLog {
     }
 
     fn add_events(&self, new_events: impl IntoIterator<Item = NewEvent>, wall_time: Duration) {
-        let mut events = self.locked_events();
+        let mut events = self.lock_events();
         let previous_newest_id = *self.newest_id.borrow();
         let mut id = previous_newest_id;
         for NewEvent { severity, event_id: event, kind, name, message } in new_events {
@@ -103,7 +103,7 @@ impl EventLog {
         }
     }
 
-    fn locked_events(&self) -> MutexGuard<'_, VecDeque<Event>> {
+    fn lock_events(&self) -> MutexGuard<'_, VecDeque<Event>> {
         self.events.lock()
     }
 }
@@ -258,10 +258,10 @@ fn add_load_balancer_events(old_overview: &Overview, new_overview: &Overview, ne
             (Some(_), None) => new_events.add_info((kind, EventId::LoadBalancerForgotten), name, "forgotten"),
             _ => {}
         }
-        let warnings_by_name = |overview: &BTreeMap<&str, &OverviewLoadBalancer>| {
+        let load_balancer_warnings = |overview: &BTreeMap<&str, &OverviewLoadBalancer>| {
             overview.get(name).map(|balancer| balancer.warnings.clone()).unwrap_or_default()
         };
-        new_events.add_warning_changes(kind, name, &warnings_by_name(&old), &warnings_by_name(&new));
+        new_events.add_warning_changes(kind, name, &load_balancer_warnings(&old), &load_balancer_warnings(&new));
     }
 }
 

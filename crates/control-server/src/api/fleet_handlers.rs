@@ -17,7 +17,7 @@ use super::Api;
 use crate::server::controller_state::ControllerState;
 use crate::server::state_manager::{ApplyError, DocumentRequest, RecordChange};
 use coreward_fleet::config::{self, FleetConfig, list_changes};
-use coreward_fleet::records::Document;
+use coreward_fleet::records::FleetDocument;
 
 /// Active fleet document, as the operator wrote it
 #[utoipa::path(get, path = "/v1/fleet", responses((status = 200, description = "Fleet document", body = Fleet)))]
@@ -31,7 +31,7 @@ pub async fn fleet(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
     .await
 }
 
-fn document_in_force(state: &ControllerState) -> (Document, Option<PathBuf>) {
+fn document_in_force(state: &ControllerState) -> (FleetDocument, Option<PathBuf>) {
     let controller = state.lock_controller();
     (controller.fleet().document.clone(), controller.fleet().document_file.clone())
 }
@@ -113,11 +113,11 @@ pub async fn put_fleet(
 impl Api {
     fn apply_problem(&self, error: &anyhow::Error) -> Problem {
         match error.downcast_ref::<ApplyError>() {
-            Some(ApplyError::Invalid(mistakes)) => mistakes.into(),
+            Some(ApplyError::InvalidDocument(mistakes)) => mistakes.into(),
             Some(conflict @ (ApplyError::GenerationConflict { .. } | ApplyError::ManagedByFile { .. })) => {
                 Problem::new(ProblemKind::Conflict, conflict.to_string())
             }
-            None => self.problem_of_failed_change(error),
+            None => self.failed_change_problem(error),
         }
     }
 }

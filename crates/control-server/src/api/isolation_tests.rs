@@ -30,7 +30,7 @@ use coreward_store::Store;
 use coreward_store::embedded::EmbeddedStore;
 
 /// Maximum delay that one large request may cause for other requests and for placement tables.
-const MAX_DELAY: Duration = Duration::from_millis(20);
+const MAX_REQUEST_DELAY: Duration = Duration::from_millis(20);
 /// Number of services that have every server. Other services have a few servers.
 const LARGE_SERVICE_COUNT: usize = 8;
 
@@ -88,8 +88,8 @@ struct ApiThread {
 impl ApiThread {
     /// Returns the longest CPU time without a yield since the last call, including the present period.
     async fn take_longest_busy_time(&self) -> Duration {
-        let count_before = self.measurement_count.load(Ordering::Relaxed);
-        while self.measurement_count.load(Ordering::Relaxed) < count_before + 2 {
+        let initial_count = self.measurement_count.load(Ordering::Relaxed);
+        while self.measurement_count.load(Ordering::Relaxed) < initial_count + 2 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         Duration::from_nanos(self.longest_busy_ns.swap(0, Ordering::Relaxed))
@@ -99,14 +99,14 @@ impl ApiThread {
 /// Measures the CPU time between yields of the API's thread. A due request waits at least as long as this future.
 async fn measure_thread_busy_time(api_thread: Arc<ApiThread>) {
     let cpu_time = || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap()).as_nanos() as u64;
-    let mut previous_time = cpu_time();
+    let mut previous_cpu_time = cpu_time();
     loop {
         // This pause is shorter than a significant poll, but long enough that the thread rests.
         tokio::time::sleep(Duration::from_millis(1)).await;
-        let current_time = cpu_time();
-        api_thread.longest_busy_ns.fetch_max(current_time - previous_time, Ordering::Relaxed);
+        let current_cpu_time = cpu_time();
+        api_thread.longest_busy_ns.fetch_max(current_cpu_time - previous_cpu_time, Ordering::Relaxed);
         api_thread.measurement_count.fetch_add(1, Ordering::Relaxed);
-        previous_time = current_time;
+        previous_cpu_time = current_cpu_time;
     }
 }
 
@@ -128,9 +128,10 @@ impl TestEnv {
         let (thread_delay, lock_delay) =
             (self.api_thread.take_longest_busy_time().await, self.take_longest_lock_wait());
         let (method, path, _, body) = request;
-        let body_start: String = body.chars().take(60).collect();
-        let request_summary =
-            format!("{method} {path} {body_start}: {status}, {bytes} bytes, API {thread_delay:?}, lock {lock_delay:?}");
+        let body_prefix: String = body.chars().take(60).collect();
+        let request_summary = format!(
+            "{method} {path} {body_prefix}: {status}, {bytes} bytes, API {thread_delay:?}, lock {lock_delay:?}"
+        );
         assert!(status == 200 || status == 400 || status == 405, "{request_summary}");
         (request_summary, thread_delay, lock_delay)
     }
@@ -182,9 +183,9 @@ fn with_env(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
         TestEnv { address, state: state.clone(), client, tokens, api_thread, longest_lock_wait_ns: longest_wait_ns };
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap().block_on(async {
         let (router, api) = router(Arc::new(election), api_tokens).unwrap();
-        let measure_thread = measure_thread_busy_time(env.api_thread.clone());
+        let busy_time_measurement = measure_thread_busy_time(env.api_thread.clone());
         let background_tasks = async {
-            tokio::join!(update_watchers_loop(api), measure_thread);
+            tokio::join!(update_watchers_loop(api), busy_time_measurement);
         };
         let _serving = listener.serve(PlainAcceptor, router, || (), background_tasks).unwrap();
         tokio::select! {
@@ -265,25 +266,25 @@ fn largest_requests() -> Vec<Request> {
 }
 
 /// Maximum number of attempts. A hypervisor's pause may count as CPU time in some attempts, but not in every one.
-const MAX_ATTEMPTS: u64 = 5;
+const MAX_REQUEST_ATTEMPTS: u64 = 5;
 
 async fn assert_request_causes_no_delay(env: &TestEnv, request: impl Fn(u64) -> Request) {
     let mut request_summary = String::new();
-    for attempt in 0..MAX_ATTEMPTS {
+    for attempt in 0..MAX_REQUEST_ATTEMPTS {
         let (thread_delay, lock_delay);
         let request = request(attempt);
         (request_summary, thread_delay, lock_delay) = env.measure_request(&request).await;
         // A check takes no lock, so the time for parsing must not count as a wait for it.
         let takes_lock = request.1 != "/v1/check";
-        if thread_delay < MAX_DELAY && (lock_delay < MAX_DELAY || !takes_lock) {
+        if thread_delay < MAX_REQUEST_DELAY && (lock_delay < MAX_REQUEST_DELAY || !takes_lock) {
             return eprintln!("{request_summary}");
         }
     }
-    panic!("{MAX_ATTEMPTS} times at least {MAX_DELAY:?}; the last: {request_summary}");
+    panic!("{MAX_REQUEST_ATTEMPTS} times at least {MAX_REQUEST_DELAY:?}; the last: {request_summary}");
 }
 
 #[test]
-fn largest_request_delays_neither_requests_nor_tables() {
+fn largest_request_delays_no_other_request_or_table() {
     let directory = tempfile::tempdir().unwrap();
     with_env(directory.path(), async |env| {
         assert_request_causes_no_delay(env, |attempt| {

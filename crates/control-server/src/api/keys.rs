@@ -35,12 +35,12 @@ pub async fn rotate(
 ) -> Result<Json<Keys>, Problem> {
     let controller_state = api.leader_state()?;
     let now = controller_state.now();
-    let step = controller_state.lock_controller().requested_key_step(request.force, now);
-    let key_step = step.map_err(|reason| Problem::new(ProblemKind::Conflict, reason.to_string()))?;
+    let key_step_result = controller_state.lock_controller().requested_key_step(request.force, now);
+    let key_step = key_step_result.map_err(|reason| Problem::new(ProblemKind::Conflict, reason.to_string()))?;
     controller_state
         .request_change((&caller).into(), RecordChange::TakeKeyStep(key_step))
         .await
-        .map_err(|error| api.problem_of_failed_change(&error))?;
+        .map_err(|error| api.failed_change_problem(&error))?;
     api.events.add((EventKind::Keys, EventId::KeysRotated), "", format!("{caller}: {}", key_step.describe()), now.wall);
     Ok(Json(api.leader_state()?.keys()))
 }

@@ -66,7 +66,7 @@ impl Api {
 
 impl Api {
     /// Returns the HTTP problem that explains why a change was not made.
-    fn problem_of_failed_change(&self, error: &anyhow::Error) -> Problem {
+    fn failed_change_problem(&self, error: &anyhow::Error) -> Problem {
         if is_caused_by_deposition(error) || self.election.leader_state().is_err() {
             self.not_leading_problem(Some(error))
         } else if error.downcast_ref::<StoreError>().is_some() {
@@ -113,8 +113,8 @@ fn endpoints(access_control: Arc<AccessControl>) -> Endpoints<Api> {
         .add(viewer_role, routes!(fleet_handlers::acknowledgements))
         .add(Role::Operator, routes!(audit::audit))
         .add(Role::Operator, routes!(audit::forget))
-        .add_with_body(Role::Operator, MAX_FLEET_DOCUMENT_BYTES, routes!(fleet_handlers::put_fleet))
-        .add_with_body(viewer_role, MAX_FLEET_DOCUMENT_BYTES, routes!(fleet_handlers::check))
+        .add_with_body_limit(Role::Operator, MAX_FLEET_DOCUMENT_BYTES, routes!(fleet_handlers::put_fleet))
+        .add_with_body_limit(viewer_role, MAX_FLEET_DOCUMENT_BYTES, routes!(fleet_handlers::check))
         .add(viewer_role, routes!(watch::events))
         .add(viewer_role, routes!(watch::watch))
         .add(viewer_role, routes!(dashboard::log_in, dashboard::log_out))
@@ -168,7 +168,7 @@ pub fn serve(
 /// Reads the token files again at each SIGHUP. Never returns.
 async fn reload_tokens_on_sighup(access_control: &AccessControl, mut hangup: Signal) {
     while hangup.recv().await.is_some() {
-        if let Err(error) = access_control.reload() {
+        if let Err(error) = access_control.reload_tokens() {
             tracing::warn!(
                 event = "tokens-not-reloaded",
                 error = format!("{error:#}"),
@@ -182,13 +182,13 @@ async fn reload_tokens_on_sighup(access_control: &AccessControl, mut hangup: Sig
 async fn update_watchers_loop(api: Api) {
     let mut loads_timer = tokio::time::interval(feed::MIN_LOADS_INTERVAL);
     loads_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut next_poll = Instant::now();
+    let mut next_overview_time = Instant::now();
     loop {
         let tick_time = loads_timer.tick().await;
         let Ok(controller_state) = api.leader_state() else { continue };
-        let is_overview_due = tick_time >= next_poll;
+        let is_overview_due = tick_time >= next_overview_time;
         if is_overview_due {
-            next_poll = tick_time + EVENT_POLL_INTERVAL;
+            next_overview_time = tick_time + EVENT_POLL_INTERVAL;
         }
         let api = api.clone();
         // This runs as separate work, because thousands of servers take some time.

@@ -31,7 +31,7 @@ pub async fn version() -> Json<Version> {
 )]
 pub async fn health(State(api): State<Api>) -> Json<Health> {
     let state = match api.leader_state() {
-        Ok(controller_state) if controller_state.has_settled() => HealthState::Ready,
+        Ok(controller_state) if controller_state.are_tables_allowed() => HealthState::Ready,
         Ok(_) => HealthState::Settling,
         Err(_) => HealthState::Following,
     };

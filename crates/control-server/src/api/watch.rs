@@ -38,8 +38,11 @@ pub async fn events(State(api): State<Api>, Query(query): Query<EventsQuery>) ->
         let error_detail = format!("expected `after` up to {MAX_SAFE_INTEGER} and a `limit` of 1 to {MAX_EVENTS}");
         return Err(Problem::new(ProblemKind::BadRequest, error_detail));
     }
-    let event_limit = query.limit.map_or(MAX_EVENTS, usize::from);
-    Ok(Json(Events { run: api.events.run_id().to_owned(), events: api.events.events_after(query.after, event_limit) }))
+    let max_event_count = query.limit.map_or(MAX_EVENTS, usize::from);
+    Ok(Json(Events {
+        run: api.events.run_id().to_owned(),
+        events: api.events.events_after(query.after, max_event_count),
+    }))
 }
 
 #[derive(Debug, Clone, Copy, Deserialize, IntoParams)]

@@ -49,20 +49,20 @@ fn controller_file_is_parsed_and_mistakes_name_their_keys() {
 #[test]
 fn reload_names_the_keys_that_need_a_restart() {
     let old_config = parse_controller_config(CONTROLLER_TOML).unwrap();
-    let restart_keys = |text: &str| old_config.keys_needing_restart(&parse_controller_config(text).unwrap());
-    assert!(restart_keys(CONTROLLER_TOML).is_empty());
+    let keys_needing_restart = |text: &str| old_config.keys_needing_restart(&parse_controller_config(text).unwrap());
+    assert!(keys_needing_restart(CONTROLLER_TOML).is_empty());
     let reloadable_text =
         format!("{CONTROLLER_TOML}fleet = \"fleet.toml\"\nrevoked_certificates = [\"{}\"]\n", "ab".repeat(32));
-    assert!(restart_keys(&reloadable_text).is_empty());
-    assert_eq!(restart_keys(&CONTROLLER_TOML.replace("7400", "7410")), ["listen"]);
-    assert_eq!(restart_keys(&CONTROLLER_TOML.replace("controller.redb", "other.redb")), ["store"]);
+    assert!(keys_needing_restart(&reloadable_text).is_empty());
+    assert_eq!(keys_needing_restart(&CONTROLLER_TOML.replace("7400", "7410")), ["listen"]);
+    assert_eq!(keys_needing_restart(&CONTROLLER_TOML.replace("controller.redb", "other.redb")), ["store"]);
     for (key, value) in [
         ("api", "\"127.0.0.1:7999\""),
         ("metrics", "\"127.0.0.1:7998\""),
         ("token_directory", "\"/var/lib/other\""),
         ("allow_plaintext", "true"),
     ] {
-        assert_eq!(restart_keys(&format!("{CONTROLLER_TOML}{key} = {value}\n")), [key]);
+        assert_eq!(keys_needing_restart(&format!("{CONTROLLER_TOML}{key} = {value}\n")), [key]);
     }
 }
 
@@ -97,8 +97,8 @@ fn etcd_section_is_parsed() {
     assert_eq!((config.key_prefix.as_str(), config.lease_duration), ("/coreward", Duration::from_secs(5)));
     assert_eq!((config.advertised_address, config.tls), ("127.0.0.1:7400".parse().unwrap(), None));
     assert_eq!(config.advertised_api_url, None, "it listens on its own host only");
-    let advertised_api_text = format!("{LISTEN_LINE}{ETCD_SECTION}advertise_api = \"https://c1.example:443\"\n");
-    let StoreLocation::Etcd(config) = parse_controller_config(&advertised_api_text).unwrap().store else {
+    let config_with_api_url = format!("{LISTEN_LINE}{ETCD_SECTION}advertise_api = \"https://c1.example:443\"\n");
+    let StoreLocation::Etcd(config) = parse_controller_config(&config_with_api_url).unwrap().store else {
         panic!("in etcd")
     };
     assert_eq!(config.advertised_api_url.as_deref(), Some("https://c1.example:443"));
@@ -114,8 +114,8 @@ fn etcd_section_is_parsed() {
 /// Asserts that the error begins with the file's path and `message`.
 fn expect_mistake(text: &str, message: &str) {
     let mistakes = parse_controller_config(text).unwrap_err();
-    let expected_start = format!("/etc/coreward/controller.toml:{message}");
-    assert!(mistakes.starts_with(&expected_start), "{mistakes}\nexpected: {expected_start}");
+    let expected_prefix = format!("/etc/coreward/controller.toml:{message}");
+    assert!(mistakes.starts_with(&expected_prefix), "{mistakes}\nexpected: {expected_prefix}");
 }
 
 #[test]
@@ -199,7 +199,7 @@ fn missing_certificate_file_is_rejected() {
 }
 
 #[test]
-fn revoked_certificates_are_fingerprints() {
+fn revoked_certificates_are_given_as_fingerprints() {
     let text = format!("{CONTROLLER_TOML}revoked_certificates = [\"AB:CD\"]\n");
     assert_eq!(
         parse_controller_config(&text).unwrap_err(),

@@ -171,7 +171,7 @@ pub fn store_location(
                                `coreward apply` with the file";
                 reader.report(span, message);
             }
-            check_etcd(etcd, listens, reader).map(StoreLocation::Etcd)
+            parse_etcd_config(etcd, listens, reader).map(StoreLocation::Etcd)
         }
         (Some(_), Some(etcd)) => {
             let message =
@@ -190,7 +190,7 @@ pub fn store_location(
     }
 }
 
-fn check_etcd(
+fn parse_etcd_config(
     etcd: Spanned<EtcdFile>,
     listen_addresses: ListenAddresses,
     reader: &mut Reader<'_>,

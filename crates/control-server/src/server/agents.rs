@@ -22,7 +22,7 @@ use coreward_controller::racks::RackRelay;
 use coreward_listener::security::AuthenticatedPeer;
 
 /// Delay before a rejected registration is answered.
-const REFUSAL_DELAY: Duration = Duration::from_secs(1);
+const REJECTION_DELAY: Duration = Duration::from_secs(1);
 
 type AgentUpdateSender = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
@@ -78,7 +78,7 @@ pub async fn serve(
                 error = status.message(),
                 "the controller rejects the registration of an agent"
             );
-            refuse(status, &updates).await;
+            send_rejection(status, &updates).await;
             return;
         }
     };
@@ -119,11 +119,11 @@ fn log_disconnect(server: &str, error: Option<&Status>) {
 
 /// Sends the error after a delay and ends the stream. Because a connection has a limited number of streams, the delay
 /// limits the rate of rejections. There is no delay if the agent replaces another one or looks for the leader.
-async fn refuse(status: Status, updates: &AgentUpdateSender) {
+async fn send_rejection(status: Status, updates: &AgentUpdateSender) {
     if !matches!(status.code(), Code::AlreadyExists | Code::Unavailable) {
         tokio::select! {
-            () = tokio::time::sleep(REFUSAL_DELAY) => {}
-            () = updates.closed() => return tokio::time::sleep(REFUSAL_DELAY).await,
+            () = tokio::time::sleep(REJECTION_DELAY) => {}
+            () = updates.closed() => return tokio::time::sleep(REJECTION_DELAY).await,
         }
     }
     let _ = updates.send(Err(status)).await;
@@ -143,7 +143,7 @@ async fn register_agent(
     let (server, version) = (sanitize(registration.server), sanitize(registration.version));
     let relay = source.relay_if_authorized(&server)?;
     let now = controller_state.now();
-    let session = controller_state.lock_controller().register_via(&server, &version, relay, now);
+    let session = controller_state.lock_controller().register_with_relay(&server, &version, relay, now);
     session.map_err(|rejection| rejection_status(&rejection))
 }
 
@@ -153,24 +153,24 @@ async fn serve_stream(
     messages: &mut impl AgentMessageStream,
     updates: &AgentUpdateSender,
 ) -> Result<(), Status> {
-    let mut configurations = controller_state.subscribe_agent_configuration();
-    configurations.mark_changed();
+    let mut configuration_versions = controller_state.subscribe_agent_configuration();
+    configuration_versions.mark_changed();
     let mut queries = controller_state.socket_query_relay.register_agent(session.number());
     let send_update = async |update: Update| {
         controller_state.is_leading() && updates.send(Ok(v1::AgentUpdate { update: Some(update) })).await.is_ok()
     };
-    let mut refusal_log = RefusalLog::default();
+    let mut rejection_log = RejectionLog::default();
     loop {
         tokio::select! {
-            message = next_message(controller_state, session, messages, &mut refusal_log) => match message? {
-                Some(message) => process_message(controller_state, session, message, &mut refusal_log)?,
+            message = next_message(controller_state, session, messages, &mut rejection_log) => match message? {
+                Some(message) => process_message(controller_state, session, message, &mut rejection_log)?,
                 None => return Ok(()),
             },
-            changed = configurations.changed() => {
+            changed = configuration_versions.changed() => {
                 if changed.is_err() {
                     return Ok(());
                 }
-                configurations.mark_unchanged();
+                configuration_versions.mark_unchanged();
                 let configuration = controller_state.lock_controller().agent_configuration(session);
                 let configuration = configuration.map_err(|rejection| rejection_status(&rejection))?;
                 if !send_update(Update::Configuration((&configuration).into())).await {
@@ -191,7 +191,7 @@ fn process_message(
     controller_state: &ControllerState,
     session: &Session,
     message: Message,
-    refusal_log: &mut RefusalLog,
+    refusal_log: &mut RejectionLog,
 ) -> Result<(), Status> {
     match message {
         Message::Report(report) => record_report(controller_state, session, report, refusal_log),
@@ -212,7 +212,7 @@ async fn next_message(
     controller_state: &ControllerState,
     session: &Session,
     messages: &mut impl AgentMessageStream,
-    refusal_log: &mut RefusalLog,
+    refusal_log: &mut RejectionLog,
 ) -> Result<Option<Message>, Status> {
     loop {
         let wait_time = controller_state.lock_controller().time_until_next_message(session, controller_state.now());
@@ -235,7 +235,7 @@ fn record_report(
     state: &ControllerState,
     session: &Session,
     report: v1::Report,
-    refusal_log: &mut RefusalLog,
+    refusal_log: &mut RejectionLog,
 ) -> Result<(), Status> {
     let report = AgentReport::try_from(report);
     let now = state.now();
@@ -253,14 +253,14 @@ fn record_report(
 
 /// Log of rejected reports, in which a repeated rejection is logged once and not ten times per second.
 #[derive(Default)]
-struct RefusalLog {
+struct RejectionLog {
     last_reason: Option<&'static str>,
     /// Whether reading is paused because the agent sends too many messages.
     is_delayed: bool,
     was_delay_logged: bool,
 }
 
-impl RefusalLog {
+impl RejectionLog {
     fn log_rejected_report(&mut self, session: &Session, rejection: &coreward_controller::rejection::Rejection) {
         if self.last_reason != Some(rejection.counter_name()) {
             tracing::warn!(

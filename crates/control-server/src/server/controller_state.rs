@@ -61,7 +61,7 @@ pub struct ControllerState {
     is_deposed: watch::Sender<bool>,
     change_requests: mpsc::Sender<ChangeRequest>,
     /// Whether tables may be made. After a restart, they must wait for agents' reports.
-    has_settled: AtomicBool,
+    are_tables_allowed: AtomicBool,
     /// Inputs of the newest published configuration that are not part of the fleet document or its records.
     last_published_inputs: Mutex<LastPublishedInputs>,
     /// Histogram of the time from a server's newest report to the publication of the table made from it.
@@ -103,7 +103,7 @@ const CHANGE_QUEUE_LENGTH: usize = 64;
 struct LastPublishedInputs {
     live_load_balancers: BTreeSet<String>,
     predecessor_change_count: u64,
-    last_tables_at: Duration,
+    last_tables_made_at: Duration,
 }
 
 impl ControllerState {
@@ -125,7 +125,7 @@ impl ControllerState {
             leadership,
             is_deposed: watch::Sender::new(false),
             change_requests,
-            has_settled: AtomicBool::new(false),
+            are_tables_allowed: AtomicBool::new(false),
             last_published_inputs: Mutex::new(LastPublishedInputs {
                 live_load_balancers: controller.live_load_balancers(start_time),
                 ..LastPublishedInputs::default()
@@ -315,11 +315,11 @@ impl ControllerState {
         let read_status = |controller: &Controller, position, pool: Option<&Pool>| {
             controller.service_status(position, pool, rss_keys, now)
         };
-        Some(self.with_members(position, self.read_service(position, now, read_status)?, now))
+        Some(self.add_members(position, self.read_service(position, now, read_status)?, now))
     }
 
     /// Adds the members of the service to its status. The lock is released regularly.
-    fn with_members(&self, position: usize, service: Service, now: Now) -> Service {
+    fn add_members(&self, position: usize, service: Service, now: Now) -> Service {
         let (mut members, mut last_id) = (Vec::new(), None);
         loop {
             let member_batch = self.with_lock(|controller| {
@@ -356,8 +356,8 @@ impl ControllerState {
         keys
     }
 
-    pub fn has_settled(&self) -> bool {
-        self.has_settled.load(Ordering::Relaxed)
+    pub fn are_tables_allowed(&self) -> bool {
+        self.are_tables_allowed.load(Ordering::Relaxed)
     }
 
     pub fn metrics(&self) -> Snapshot {
@@ -403,7 +403,7 @@ impl ControllerState {
 
     /// Makes the tables of all services, as `table_updates = "interval"` requires.
     fn make_all_tables(&self, now: Now) {
-        let last_tables_at = std::mem::replace(&mut self.locked_published_inputs().last_tables_at, now.monotonic);
+        let last_tables_at = std::mem::replace(&mut self.lock_published_inputs().last_tables_made_at, now.monotonic);
         let (tables, report_arrival_times) = {
             let mut controller = self.lock_controller();
             let tables = controller.end_report_interval(now);
@@ -454,7 +454,7 @@ impl ControllerState {
 
     /// Returns whether any tables are due and may currently be made.
     pub fn may_make_tables(&self) -> bool {
-        self.has_settled() && self.lock_controller().has_due_table()
+        self.are_tables_allowed() && self.lock_controller().has_due_table()
     }
 
     fn publish_new_tables(&self, tables: &[NewTable], report_arrival_times: impl Iterator<Item = Duration>) {
@@ -468,40 +468,40 @@ impl ControllerState {
         report_arrival_times.for_each(|arrival_time| latencies.observe(publication_time.saturating_sub(arrival_time)));
         drop(latencies);
         let predecessor_change_count = self.lock_controller().predecessor_change_count();
-        if std::mem::replace(&mut self.locked_published_inputs().predecessor_change_count, predecessor_change_count)
+        if std::mem::replace(&mut self.lock_published_inputs().predecessor_change_count, predecessor_change_count)
             != predecessor_change_count
         {
             self.agent_configuration_version.send_modify(|count| *count += 1);
         }
     }
 
-    fn locked_published_inputs(&self) -> MutexGuard<'_, LastPublishedInputs> {
+    fn lock_published_inputs(&self) -> MutexGuard<'_, LastPublishedInputs> {
         self.last_published_inputs.lock()
     }
 
     fn publish_liveness(&self, now: Now) {
         let controller = self.lock_controller();
         let live_load_balancers = controller.live_load_balancers(now);
-        let mut last_published = self.locked_published_inputs();
-        if last_published.live_load_balancers != live_load_balancers {
-            last_published.live_load_balancers = live_load_balancers;
+        let mut last_published_inputs = self.lock_published_inputs();
+        if last_published_inputs.live_load_balancers != live_load_balancers {
+            last_published_inputs.live_load_balancers = live_load_balancers;
             self.publisher.publish_configuration(controller.fleet_configuration(now), |_| true);
         }
     }
 
     pub fn configure(&self, fleet: Fleet) {
         let now = self.now();
-        let kept_services: HashSet<ServiceIndex> = fleet.services.iter().map(|service| service.index).collect();
+        let remaining_services: HashSet<ServiceIndex> = fleet.services.iter().map(|service| service.index).collect();
         // No caller waits for the encoding, or until the old configuration is dropped.
         let live_load_balancers = self.lock_controller().live_load_balancers(now);
         let configuration = fleet.load_balancer_configuration(|name| live_load_balancers.contains(name));
         let indexed_services = ServiceIndexes::of(&fleet);
-        let old_configuration = self.lock_controller().configure_indexed(fleet, indexed_services);
+        let old_configuration = self.lock_controller().configure_with_indexes(fleet, indexed_services);
         drop(old_configuration);
         // Earlier tables may contain servers that are gone, which the data plane skips.
-        self.publisher.publish_configuration(configuration, |service| kept_services.contains(&service));
+        self.publisher.publish_configuration(configuration, |service| remaining_services.contains(&service));
         self.agent_configuration_version.send_modify(|count| *count += 1);
-        if !self.has_settled.load(Ordering::Relaxed) {
+        if !self.are_tables_allowed.load(Ordering::Relaxed) {
             return;
         }
         let table_updates = self.lock_controller().fleet().table_updates;
@@ -513,7 +513,7 @@ impl ControllerState {
 
     /// Polls inputs that change with time, and makes due tables if `table_updates = "on-change"`.
     pub fn poll_inputs(&self) {
-        if !self.has_settled.load(Ordering::Relaxed) {
+        if !self.are_tables_allowed.load(Ordering::Relaxed) {
             return;
         }
         let table_updates = self.lock_controller().fleet().table_updates;
@@ -532,7 +532,7 @@ impl ControllerState {
 
     /// Allows tables to be made after a restart.
     pub fn allow_tables(&self) {
-        self.has_settled.store(true, Ordering::Relaxed);
+        self.are_tables_allowed.store(true, Ordering::Relaxed);
     }
 
     pub fn subscribe_agent_configuration(&self) -> watch::Receiver<u64> {

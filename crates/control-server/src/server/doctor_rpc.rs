@@ -30,6 +30,6 @@ pub fn fleet_reply(state: &ControllerState) -> v1::FleetReply {
             .filter(|server| server.admin_state != AdminState::Left)
             .map(server_message)
             .collect(),
-        reports_ahead: controller.reports_ahead_count,
+        reports_ahead: controller.clock_ahead_report_count,
     }
 }

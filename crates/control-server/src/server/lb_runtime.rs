@@ -50,7 +50,7 @@ impl LbRuntime {
         incoming_connections.filter_map(move |incoming| match incoming {
             Ok(connection) if is_from_load_balancer(&connection) => {
                 let peer = connection.caller().clone();
-                if let Err(error) = move_to_runtime(connection, &connections, &runtime_handle) {
+                if let Err(error) = move_connection_to_runtime(connection, &connections, &runtime_handle) {
                     tracing::warn!(
                         event = "handover-failed",
                         %peer,
@@ -88,7 +88,7 @@ fn is_from_load_balancer(connection: &AcceptedConnection) -> bool {
     connection.caller().identity.as_ref().is_some_and(|identity| identity.role == Role::Lb)
 }
 
-fn move_to_runtime(
+fn move_connection_to_runtime(
     connection: AcceptedConnection,
     connections: &mpsc::Sender<io::Result<AcceptedConnection>>,
     runtime_handle: &Handle,

@@ -254,8 +254,8 @@ pub fn connect_cluster(config: &EtcdConfig) -> anyhow::Result<Arc<Cluster>> {
 /// Loads the files of `[etcd.tls]` again when they change. An unusable file changes nothing. Never returns.
 pub async fn reload_changed_certificates(cluster: &Arc<Cluster>, config: &EtcdConfig) -> Infallible {
     let Some(files) = &config.tls else { return std::future::pending().await };
-    let own_files = files.client_certificate_and_key_files.iter().flat_map(|(certificate, key)| [certificate, key]);
-    let watcher = FileWatcher::of(std::iter::once(&files.ca_file).chain(own_files));
+    let client_files = files.client_certificate_and_key_files.iter().flat_map(|(certificate, key)| [certificate, key]);
+    let watcher = FileWatcher::of(std::iter::once(&files.ca_file).chain(client_files));
     loop {
         watcher.wait_for_change().await;
         watcher.record_modification_times();

@@ -93,7 +93,7 @@ async fn register_load_balancer(
         .lock_controller()
         .register_load_balancer(&name, now)
         .map_err(|rejection| rejection_status(&rejection))?;
-    controller_state.lock_controller().check_store_age(session, generation_in_force);
+    controller_state.lock_controller().record_active_configuration(session, generation_in_force);
     if let Err(error) =
         controller_state.change(RecordChange::RegisterLoadBalancer { name: name.clone(), address }).await
     {
@@ -151,20 +151,20 @@ fn process_message(
         Message::State(state) => controller_state.lock_controller().record_load_balancer_state(session, state, now),
         Message::Traffic(traffic) => {
             let traffic = TrafficMessage::try_from(&traffic);
-            if let Some(traffic) = decoded_or_log("traffic-rejected", load_balancer, traffic) {
+            if let Some(traffic) = ok_or_log("traffic-rejected", load_balancer, traffic) {
                 controller_state.lock_controller().record_load_balancer_traffic(session, &traffic, now);
                 controller_state.on_inputs_changed();
             }
         }
         Message::Health(health) => {
             let health = HealthMessage::try_from(&health);
-            if let Some(health) = decoded_or_log("health-rejected", load_balancer, health) {
+            if let Some(health) = ok_or_log("health-rejected", load_balancer, health) {
                 controller_state.lock_controller().load_balancers.record_health(session, health, now);
                 controller_state.poll_inputs();
             }
         }
         Message::SocketQuery(query) => {
-            if let Some(query) = decoded_or_log("query-rejected", load_balancer, SocketQuery::try_from(&query)) {
+            if let Some(query) = ok_or_log("query-rejected", load_balancer, SocketQuery::try_from(&query)) {
                 relay_query(controller_state, session, query);
             }
         }
@@ -178,7 +178,7 @@ fn process_message(
 }
 
 /// Returns the decoded message of the load balancer. An invalid message is logged as `event` and gives `None`.
-fn decoded_or_log<T>(event: &str, load_balancer: &str, decode_result: Result<T, impl Display>) -> Option<T> {
+fn ok_or_log<T>(event: &str, load_balancer: &str, decode_result: Result<T, impl Display>) -> Option<T> {
     let log_invalid_message = |error: &_| {
         tracing::warn!(
             event,

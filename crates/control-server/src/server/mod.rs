@@ -219,8 +219,8 @@ impl ControllerServer {
             outcome = grpc_server => outcome.context("the controller's socket failed"),
             outcome = load_balancer_runtime.wait_for_end() => outcome,
             outcome = leadership_task => outcome,
-            never = self.election.security.maintenance_loop() => match never {},
-            never = api_acceptor.maintenance_loop() => match never {},
+            never = self.election.security.reload_changed_certificates() => match never {},
+            never = api_acceptor.close_invalid_connections_loop() => match never {},
         }
     }
 }
@@ -374,9 +374,9 @@ impl Term {
     async fn lead(self, hangup: &mut Signal) -> anyhow::Result<()> {
         let Self { manager, controller_state, change_requests } = self;
         tokio::select! {
-            () = make_tables(&controller_state, manager.has_predecessor()) => Ok(()),
+            () = make_tables(&controller_state, manager.had_stored_records()) => Ok(()),
             outcome = process_changes(manager, &controller_state, change_requests, hangup) => outcome,
-            () = maintenance_loop(&controller_state) => Ok(()),
+            () = store_histories_and_key_steps(&controller_state) => Ok(()),
         }
     }
 }
@@ -428,7 +428,7 @@ pub(crate) async fn apply_change(
     author: Author,
 ) -> anyhow::Result<(StateManager, anyhow::Result<ChangeOutcome>)> {
     // Changes are sequential, so no other change can drain the last healthy server meanwhile.
-    if let RecordChange::Drain(drain) = &change
+    if let RecordChange::DrainServer(drain) = &change
         && let Err(drain_error) = controller_state.lock_controller().check_drain(drain, controller_state.now())
     {
         return Ok((manager, Err(drain_error.into())));
@@ -436,7 +436,7 @@ pub(crate) async fn apply_change(
     if let RecordChange::ForgetLoadBalancer(name) = &change
         && controller_state.lock_controller().load_balancers.is_connected(name)
     {
-        return Ok((manager, Err(ForgetError::Connected(name.clone()).into())));
+        return Ok((manager, Err(ForgetError::ConnectedLoadBalancer(name.clone()).into())));
     }
     // The disk may be slow, so the change is written while tables and reports continue.
     let (manager, outcome) = tokio::task::spawn_blocking(move || {
@@ -461,14 +461,14 @@ pub(crate) async fn apply_change(
 }
 
 /// Writes changed bucket histories and due steps of key rotations to the records. Never returns.
-async fn maintenance_loop(controller_state: &ControllerState) {
+async fn store_histories_and_key_steps(controller_state: &ControllerState) {
     let mut poll_timer = tokio::time::interval(MAINTENANCE_INTERVAL);
     poll_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut last_delay_reason = None;
     loop {
         poll_timer.tick().await;
         let now = controller_state.now();
-        store_changed_histories(controller_state).await;
+        store_changed_bucket_histories(controller_state).await;
         let step = controller_state.lock_controller().due_key_step(now);
         match step {
             Ok(None) => last_delay_reason = None,
@@ -487,8 +487,8 @@ async fn maintenance_loop(controller_state: &ControllerState) {
     }
 }
 
-async fn store_changed_histories(controller_state: &ControllerState) {
-    let histories = controller_state.lock_controller().changed_histories();
+async fn store_changed_bucket_histories(controller_state: &ControllerState) {
+    let histories = controller_state.lock_controller().take_changed_bucket_histories();
     if histories.is_empty() {
         return;
     }

@@ -95,7 +95,7 @@ async fn process_messages(
     updates: &UpdateSender,
 ) {
     let mut rack_agents = RackAgents { controller_state, name, session, updates, message_senders: HashMap::new() };
-    let mut last_logged_refusal = None;
+    let mut last_logged_rejection = None;
     while let Ok(Some(message)) = messages.message().await {
         let now = controller_state.now();
         controller_state.lock_controller().record_rack_message(session, now);
@@ -112,7 +112,7 @@ async fn process_messages(
         controller_state.on_loads_updated();
         // A repeated rejection is logged once and not ten times a second.
         if let Err(rejection) = &outcome
-            && last_logged_refusal.as_ref() != Some(rejection)
+            && last_logged_rejection.as_ref() != Some(rejection)
         {
             tracing::warn!(
                 event = "summary-rejected",
@@ -121,7 +121,7 @@ async fn process_messages(
                 "the controller rejects a load summary of the rack controller and logs each error once"
             );
         }
-        last_logged_refusal = outcome.err();
+        last_logged_rejection = outcome.err();
     }
 }
 
@@ -151,8 +151,10 @@ impl RackAgents<'_> {
         }
         let relay = RackRelay { rack_session: self.session, rack_name: self.name.into(), stream_number: stream };
         let (controller_state, updates) = (self.controller_state, self.updates);
-        let agent_sender =
-            self.message_senders.entry(stream).or_insert_with(|| start(controller_state, relay, updates.clone()));
+        let agent_sender = self
+            .message_senders
+            .entry(stream)
+            .or_insert_with(|| start_agent_stream(controller_state, relay, updates.clone()));
         // If the agent's task has ended, the rack already has the reason.
         let _ = agent_sender.send(Ok(message)).await;
         Ok(())
@@ -174,7 +176,11 @@ fn too_many_agents_status(rack: &str, stream: u64) -> Status {
     Status::resource_exhausted(error)
 }
 
-fn start(controller_state: &Arc<ControllerState>, relay: RackRelay, updates: UpdateSender) -> AgentMessageSender {
+fn start_agent_stream(
+    controller_state: &Arc<ControllerState>,
+    relay: RackRelay,
+    updates: UpdateSender,
+) -> AgentMessageSender {
     let (message_sender, messages) = mpsc::channel(MAX_QUEUED_AGENT_MESSAGES);
     let (agent_updates, mut update_receiver) = mpsc::channel(1);
     let stream = relay.stream_number;

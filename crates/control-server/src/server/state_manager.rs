@@ -17,12 +17,12 @@ use rand::rngs::SysRng;
 use crate::config::ControllerConfig;
 use coreward_controller::rotation::KeyStep;
 use coreward_fleet::audit::{Author, ChangeDescription, describe_changes};
-use coreward_fleet::clock::{RecordClock, wall_clock_time, whole_seconds};
+use coreward_fleet::clock::{RecordClock, round_down_to_seconds, wall_clock_time};
 use coreward_fleet::config::{FleetConfig, list_changes};
 use coreward_fleet::drains::{self, DrainRequest};
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::key_ring::KeyPhase;
-use coreward_fleet::records::{Document, DrainRecord, Records};
+use coreward_fleet::records::{DrainRecord, FleetDocument, FleetRecords};
 use coreward_metrics::metrics;
 use coreward_metrics::table::MetricKind::{Counter, Gauge};
 use coreward_metrics::table::{Component, Family, family};
@@ -52,10 +52,10 @@ pub struct StateManager {
     config_path: PathBuf,
     config: ControllerConfig,
     fleet: FleetConfig,
-    records: Records,
+    records: FleetRecords,
     store: Store,
     clock: RecordClock,
-    has_predecessor: bool,
+    had_stored_records: bool,
     revoked_certificates: RevocationList,
     state_counters: Arc<StateCounters>,
 }
@@ -70,7 +70,7 @@ pub struct StateCounters {
     pub reload_count: AtomicU64,
     pub failed_reload_count: AtomicU64,
     /// Whether the fleet's file was rejected when it was last read, so that the active configuration differs from it.
-    pub is_file_refused: AtomicBool,
+    pub is_fleet_file_rejected: AtomicBool,
 }
 
 impl Default for StateCounters {
@@ -83,7 +83,7 @@ impl Default for StateCounters {
             failed_write_count: failed_writes,
             reload_count: reloads,
             failed_reload_count: failed_reloads,
-            is_file_refused,
+            is_fleet_file_rejected: is_file_refused,
         }
     }
 }
@@ -98,7 +98,7 @@ impl StateCounters {
                     .to_owned(),
             );
         }
-        if self.is_file_refused.load(Ordering::Relaxed) {
+        if self.is_fleet_file_rejected.load(Ordering::Relaxed) {
             warnings.push(
                 "the fleet's file is wrong, and an older document is in force: `coreward check` names the mistakes"
                     .to_owned(),
@@ -115,7 +115,7 @@ impl StateCounters {
         snapshot.add_value(&STORE_WRITES_TOTAL, ["failed"], load_count(&self.failed_write_count));
         snapshot.add_value(&RELOADS_TOTAL, ["in-force"], load_count(&self.reload_count));
         snapshot.add_value(&RELOADS_TOTAL, ["refused"], load_count(&self.failed_reload_count));
-        snapshot.add_value(&FLEET_FILE_REFUSED, [], load_flag(&self.is_file_refused));
+        snapshot.add_value(&FLEET_FILE_REFUSED, [], load_flag(&self.is_fleet_file_rejected));
     }
 }
 
@@ -132,8 +132,8 @@ pub enum RecordChange {
     RecordDisconnect {
         name: String,
     },
-    Drain(DrainRequest),
-    Undrain(String),
+    DrainServer(DrainRequest),
+    UndrainServer(String),
     ForgetLoadBalancer(String),
     TakeKeyStep(KeyStep),
     StoreBucketHistories(Vec<(String, BucketHistory)>),
@@ -161,7 +161,7 @@ pub enum ApplyError {
     )]
     GenerationConflict { in_force: u64, compared: u64 },
     #[error(transparent)]
-    Invalid(#[from] Diagnostics),
+    InvalidDocument(#[from] Diagnostics),
 }
 
 /// Returns a random number generator for secrets, which the operating system seeds.
@@ -185,13 +185,13 @@ impl StateManager {
         }
         let store = open_store()?;
         let stored_records = store.load()?;
-        let has_predecessor = stored_records.is_some();
+        let had_stored_records = stored_records.is_some();
         let clock = RecordClock::from(stored_records.as_ref().and_then(|records| records.last_write_at));
         let (fleet, records, is_file_refused) =
             merge_or_keep_last(fleet_config, config.fleet_file.as_deref(), stored_records.as_ref(), clock.now())?;
         revoked.set(config.revoked_certificates.iter().copied());
         let state_counters = Arc::new(StateCounters::default());
-        state_counters.is_file_refused.store(is_file_refused, Ordering::Relaxed);
+        state_counters.is_fleet_file_rejected.store(is_file_refused, Ordering::Relaxed);
         let mut manager = Self {
             config_path: path.to_owned(),
             config,
@@ -199,7 +199,7 @@ impl StateManager {
             records,
             store,
             clock,
-            has_predecessor,
+            had_stored_records,
             revoked_certificates: revoked,
             state_counters,
         };
@@ -208,7 +208,7 @@ impl StateManager {
     }
 
     /// Writes the records for the first time since the start.
-    fn save_first_records(&mut self, stored_records: Option<Records>) -> anyhow::Result<()> {
+    fn save_first_records(&mut self, stored_records: Option<FleetRecords>) -> anyhow::Result<()> {
         match (self.save(&self.records.clone()), stored_records) {
             (Ok(()), _) => {}
             // If the disk is full, a controller continues from the records, but without changes.
@@ -236,7 +236,7 @@ impl StateManager {
         self.state_counters.clone()
     }
 
-    fn save(&mut self, records: &Records) -> Result<(), StoreError> {
+    fn save(&mut self, records: &FleetRecords) -> Result<(), StoreError> {
         let save_result = self.store.save(records);
         let was_writable = self.state_counters.is_writable.swap(save_result.is_ok(), Ordering::Relaxed);
         match &save_result {
@@ -255,8 +255,8 @@ impl StateManager {
     }
 
     /// Returns whether the store was used before, so that load balancers may have tables of an earlier process.
-    pub fn has_predecessor(&self) -> bool {
-        self.has_predecessor
+    pub fn had_stored_records(&self) -> bool {
+        self.had_stored_records
     }
 
     pub fn clock(&self) -> RecordClock {
@@ -288,21 +288,21 @@ impl StateManager {
                 records.record_disconnect(&name, now);
                 false
             }),
-            RecordChange::Drain(request) => {
+            RecordChange::DrainServer(request) => {
                 let fleet = self.fleet();
                 request.check(&fleet, |service, id| fleet.is_eligible(service, id))?;
-                self.apply_audited(author, ("drain", &request.server_name), |records| {
+                self.apply_audited_change(author, ("drain", &request.server_name), |records| {
                     records.drain(&request, records.generation + 1, now)
                 })
             }
-            RecordChange::Undrain(server) => {
+            RecordChange::UndrainServer(server) => {
                 drains::find_server(&self.fleet(), &server)?;
-                self.apply_audited(author, ("undrain", &server), |records| records.undrain(&server))
+                self.apply_audited_change(author, ("undrain", &server), |records| records.undrain(&server))
             }
             RecordChange::ForgetLoadBalancer(name) => {
                 let is_known = self.records.load_balancers.contains_key(&name);
-                anyhow::ensure!(is_known, ForgetError::Unknown(name));
-                self.apply_audited(author, ("forget", &name), |records| records.forget_load_balancer(&name))
+                anyhow::ensure!(is_known, ForgetError::UnknownLoadBalancer(name));
+                self.apply_audited_change(author, ("forget", &name), |records| records.forget_load_balancer(&name))
             }
             RecordChange::TakeKeyStep(step) => self.take_key_step(step, author),
             RecordChange::StoreBucketHistories(histories) => self.store_bucket_histories(histories),
@@ -313,14 +313,14 @@ impl StateManager {
         let (now, max_connection_lifetime) = (self.clock.now(), self.fleet.max_connection_lifetime);
         self.change_records(|records| {
             // After a crash, the clock has lost at most the time between two writes.
-            records.last_write_at = Some(whole_seconds(now));
+            records.last_write_at = Some(round_down_to_seconds(now));
             records.remove_expired(max_connection_lifetime, now)
         })
     }
 
     fn take_key_step(&mut self, step: KeyStep, author: &Author) -> anyhow::Result<Option<Fleet>> {
         let now = self.clock.now();
-        self.apply_audited(author, ("rotate-keys", ""), |records| {
+        self.apply_audited_change(author, ("rotate-keys", ""), |records| {
             let next_generation = records.generation + 1;
             match step {
                 KeyStep::Announce { is_forced } => {
@@ -344,11 +344,11 @@ impl StateManager {
     }
 
     /// Makes a change that concerns one subject, and adds an audit entry if the records change.
-    fn apply_audited(
+    fn apply_audited_change(
         &mut self,
         author: &Author,
         (action, target): (&'static str, &str),
-        change: impl FnOnce(&mut Records) -> bool,
+        change: impl FnOnce(&mut FleetRecords) -> bool,
     ) -> anyhow::Result<Option<Fleet>> {
         self.change_records(|records| {
             let previous_description = describe_subject(records, action, target);
@@ -368,12 +368,12 @@ impl StateManager {
     }
 
     /// Changes a copy of the records and writes it. `change` returns whether the configuration also changes.
-    fn change_records(&mut self, change: impl FnOnce(&mut Records) -> bool) -> anyhow::Result<Option<Fleet>> {
+    fn change_records(&mut self, change: impl FnOnce(&mut FleetRecords) -> bool) -> anyhow::Result<Option<Fleet>> {
         let mut records = self.records.clone();
         let is_configuration_changed = change(&mut records);
         records.generation += u64::from(is_configuration_changed);
         if records != self.records {
-            records.last_write_at = Some(whole_seconds(self.clock.now()));
+            records.last_write_at = Some(round_down_to_seconds(self.clock.now()));
             match self.save(&records) {
                 Ok(()) => {}
                 // Connections of load balancers are not part of the configuration, and are written with the next
@@ -400,15 +400,15 @@ impl StateManager {
         if compared != in_force {
             return Err(ApplyError::GenerationConflict { in_force, compared }.into());
         }
-        let fleet = request.fleet.map_err(ApplyError::Invalid)?;
+        let fleet = request.fleet.map_err(ApplyError::InvalidDocument)?;
         let mut records = self.records.clone();
         let now = self.clock.now();
-        records.apply_document(&fleet, now, &mut system_rng()).map_err(ApplyError::Invalid)?;
-        records.last_write_at = Some(whole_seconds(now));
+        records.apply_document(&fleet, now, &mut system_rng()).map_err(ApplyError::InvalidDocument)?;
+        records.last_write_at = Some(round_down_to_seconds(now));
         if request.dry_run {
             return Ok(None);
         }
-        audit_document_change(&mut records, &self.records, ("apply", author), &request.changes);
+        add_document_audit_entry(&mut records, &self.records, ("apply", author), &request.changes);
         self.save(&records).context("the fleet is not on record, and not in force")?;
         (self.fleet, self.records) = (fleet, records);
         Ok(Some(self.fleet()))
@@ -422,7 +422,7 @@ impl StateManager {
             Err(_) => &self.state_counters.failed_reload_count,
         };
         reload_counter.fetch_add(1, Ordering::Relaxed);
-        self.state_counters.is_file_refused.store(reload_result.is_err(), Ordering::Relaxed);
+        self.state_counters.is_fleet_file_rejected.store(reload_result.is_err(), Ordering::Relaxed);
         reload_result
     }
 
@@ -437,12 +437,12 @@ impl StateManager {
         let mut records = self.records.clone();
         let now = self.clock.now();
         records.apply_document(&fleet, now, &mut system_rng())?;
-        records.last_write_at = Some(whole_seconds(now));
+        records.last_write_at = Some(round_down_to_seconds(now));
         if records.document.generation != self.records.document.generation {
             let previous_source = Source::from_text("the fleet in force", &self.records.document.text);
             let change_descriptions: Vec<String> =
                 list_changes(&previous_source, fleet.source()).iter().map(ToString::to_string).collect();
-            audit_document_change(&mut records, &self.records, ("reload", author), &change_descriptions);
+            add_document_audit_entry(&mut records, &self.records, ("reload", author), &change_descriptions);
         }
         self.save(&records)?;
         for key in self.config.keys_needing_restart(&config) {
@@ -459,12 +459,12 @@ impl StateManager {
 }
 
 /// Merges the fleet's file with the records, and returns both. Without a file, the stored document is merged.
-fn merge_at_start(
+fn merge_fleet_file_with_records(
     file: Result<Option<FleetConfig>, Diagnostics>,
-    stored_records: Option<&Records>,
+    stored_records: Option<&FleetRecords>,
     now: Duration,
-) -> anyhow::Result<(FleetConfig, Records)> {
-    let mut records = stored_records.cloned().unwrap_or_else(|| Records::generate(now, &mut system_rng()));
+) -> anyhow::Result<(FleetConfig, FleetRecords)> {
+    let mut records = stored_records.cloned().unwrap_or_else(|| FleetRecords::generate(now, &mut system_rng()));
     let fleet = match file? {
         Some(fleet) => fleet,
         None => parse_stored_document(&records.document)
@@ -474,19 +474,19 @@ fn merge_at_start(
     // Load balancers that do not return count as disconnected from this time.
     let load_balancer_names: Vec<String> = records.load_balancers.keys().cloned().collect();
     load_balancer_names.iter().for_each(|name| records.record_disconnect(name, now));
-    records.last_write_at = Some(whole_seconds(now));
+    records.last_write_at = Some(round_down_to_seconds(now));
     Ok((fleet, records))
 }
 
-/// Merges like [`merge_at_start`]. If the fleet's file at `file_path` has a mistake, the stored document stays in force.
-/// Returns the fleet, the records, and whether the file was rejected.
+/// Merges like [`merge_fleet_file_with_records`]. If the fleet's file at `file_path` has a mistake, the stored document
+/// stays in force. Returns the fleet, the records, and whether the file was rejected.
 fn merge_or_keep_last(
     file: Result<Option<FleetConfig>, Diagnostics>,
     file_path: Option<&Path>,
-    stored_records: Option<&Records>,
+    stored_records: Option<&FleetRecords>,
     now: Duration,
-) -> anyhow::Result<(FleetConfig, Records, bool)> {
-    let error = match merge_at_start(file, stored_records, now) {
+) -> anyhow::Result<(FleetConfig, FleetRecords, bool)> {
+    let error = match merge_fleet_file_with_records(file, stored_records, now) {
         Ok((fleet, records)) => return Ok((fleet, records, false)),
         Err(error) => error,
     };
@@ -500,14 +500,14 @@ fn merge_or_keep_last(
         error = format!("{error:#}"),
         "the controller rejects the fleet's file: the last valid generation stays in force"
     );
-    let (fleet, records) = merge_at_start(Ok(None), Some(last_records), now)?;
+    let (fleet, records) = merge_fleet_file_with_records(Ok(None), Some(last_records), now)?;
     Ok((fleet, records, true))
 }
 
 /// Adds an audit entry about a new fleet document to the records.
-fn audit_document_change(
-    records: &mut Records,
-    previous_records: &Records,
+fn add_document_audit_entry(
+    records: &mut FleetRecords,
+    previous_records: &FleetRecords,
     (action, author): (&'static str, &Author),
     changes: &[String],
 ) {
@@ -526,14 +526,14 @@ fn audit_document_change(
 }
 
 /// Describes the state of the object that an action changes, which the audit log contains before and after the change.
-fn describe_subject(records: &Records, action: &str, target: &str) -> String {
+fn describe_subject(records: &FleetRecords, action: &str, target: &str) -> String {
     if action == "rotate-keys" {
         let next_key_suffix =
             if records.key_ring.phase == KeyPhase::Steady { "" } else { ", the next one is announced" };
         return format!("key {} stamps{next_key_suffix}", records.key_ring.keys.current.get());
     }
     if action == "forget" {
-        return match records.load_balancers.get(target).map(|record| record.owner) {
+        return match records.load_balancers.get(target).map(|record| record.owner_number) {
             None => "not known".to_owned(),
             Some(None) => "without a number".to_owned(),
             Some(Some(owner)) => format!("number {}", owner.get()),
@@ -553,12 +553,12 @@ fn describe_subject(records: &Records, action: &str, target: &str) -> String {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ForgetError {
     #[error("load balancer {0:?} does not exist")]
-    Unknown(String),
+    UnknownLoadBalancer(String),
     #[error("load balancer {0:?} is connected: expected one whose daemon was stopped")]
-    Connected(String),
+    ConnectedLoadBalancer(String),
 }
 
-fn parse_stored_document(document: &Document) -> Result<FleetConfig, Diagnostics> {
+fn parse_stored_document(document: &FleetDocument) -> Result<FleetConfig, Diagnostics> {
     let document_name = format!("the applied fleet (generation {})", document.generation);
     FleetConfig::parse_stored(&Source::from_text(&document_name, &document.text))
 }

@@ -18,10 +18,10 @@ pub async fn make_tables(controller_state: &ControllerState, has_predecessor: bo
         tokio::time::sleep(SETTLE_POLL_INTERVAL).await;
     }
     controller_state.allow_tables();
-    tokio::join!(table_interval_loop(controller_state), on_change_loop(controller_state));
+    tokio::join!(make_tables_each_interval(controller_state), make_tables_on_change(controller_state));
 }
 
-async fn table_interval_loop(controller_state: &ControllerState) {
+async fn make_tables_each_interval(controller_state: &ControllerState) {
     let mut due_at = Instant::now();
     loop {
         sleep_until(due_at).await;
@@ -31,7 +31,7 @@ async fn table_interval_loop(controller_state: &ControllerState) {
 }
 
 /// Makes due tables whenever the tasks that receive reports have not done so. Never returns.
-async fn on_change_loop(controller_state: &ControllerState) {
+async fn make_tables_on_change(controller_state: &ControllerState) {
     loop {
         controller_state.wait_until_tables_due().await;
         while controller_state.may_make_tables() {

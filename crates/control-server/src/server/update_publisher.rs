@@ -83,14 +83,14 @@ impl UpdatePublisher {
         Self { published_state: Mutex::new(published_state), newest_update_sender: watch::Sender::new(1) }
     }
 
-    fn locked_state(&self) -> MutexGuard<'_, PublishedState> {
+    fn lock_state(&self) -> MutexGuard<'_, PublishedState> {
         // Every call leaves a consistent snapshot.
         self.published_state.lock()
     }
 
     fn publish_change(&self, change: impl FnOnce(&mut PublishedState, u64)) {
         let newest_update_number = {
-            let mut published_state = self.locked_state();
+            let mut published_state = self.lock_state();
             published_state.newest_update_number += 1;
             let newest_update_number = published_state.newest_update_number;
             change(&mut published_state, newest_update_number);
@@ -126,7 +126,7 @@ impl UpdatePublisher {
     }
 
     pub fn take_pending_updates(&self, cursor: &mut UpdateCursor) -> PendingUpdates {
-        let published_state = self.locked_state();
+        let published_state = self.lock_state();
         let update_number = published_state.configuration.update_number;
         let configuration = (update_number > cursor.newest_update_number)
             .then(|| published_state.configuration.update_since(cursor.configuration_update_number));

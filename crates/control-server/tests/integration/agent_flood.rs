@@ -93,8 +93,8 @@ async fn flooding_agent_is_read_at_its_rate_limit() {
         let decoded_count = decoded_report_count(&controller).await;
         // The count includes two reports per interval, the burst, the other agent's reports, and one event for
         // exceeding the limit.
-        let allowed_reports = start_time.elapsed().as_nanos() * 2 / REPORT_INTERVAL.as_nanos();
-        let max_decoded_count = 2 * (u64::try_from(allowed_reports).unwrap() + report_burst) + 12;
+        let allowed_report_count = start_time.elapsed().as_nanos() * 2 / REPORT_INTERVAL.as_nanos();
+        let max_decoded_count = 2 * (u64::try_from(allowed_report_count).unwrap() + report_burst) + 12;
         assert!(decoded_count <= max_decoded_count, "{decoded_count} decoded, at most {max_decoded_count} expected");
         assert!(!flood.is_finished(), "{REPORT_COUNT} reports were read on one stream");
     }

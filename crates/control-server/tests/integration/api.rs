@@ -82,7 +82,7 @@ impl TestEnv {
 }
 
 /// Returns the method, the path and the required role of each operation in the OpenAPI document.
-fn operations(document: &Value) -> Vec<(String, String, Role)> {
+fn documented_operations(document: &Value) -> Vec<(String, String, Role)> {
     let mut operations = Vec::new();
     for (path, path_item) in document["paths"].as_object().unwrap() {
         for (method, operation) in path_item.as_object().unwrap() {
@@ -99,12 +99,12 @@ fn operations(document: &Value) -> Vec<(String, String, Role)> {
 
 /// Every operation of the OpenAPI document requires a token, and a viewer's token changes nothing.
 #[tokio::test]
-async fn every_endpoint_authenticates() {
+async fn every_endpoint_requires_authentication() {
     let env = TestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
     let (viewer, operator) = (env.token(Role::Viewer), env.token(Role::Operator));
     let (_, document) = env.send_request("GET", "/v1/openapi.json", Some(&viewer), None).await;
     assert_eq!(document["openapi"], "3.1.0");
-    let operations = operations(&document);
+    let operations = documented_operations(&document);
     assert!(operations.len() >= 20, "{operations:?}");
     let mut requested_post_paths = BTreeSet::new();
     for (method, path, role) in &operations {
@@ -175,7 +175,7 @@ async fn invalid_request_is_answered_with_problem_json() {
 #[tokio::test]
 async fn document_is_applied_whole_or_not_at_all() {
     let test_directory = TestDirectory::new(&[], "");
-    test_directory.write_controllers_file("");
+    test_directory.write_controller_config("");
     let env = TestEnv::start(test_directory).await;
     let client = env.client(Role::Operator);
     let text = format!("[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n{WEB_SERVICE_TOML}");
@@ -254,7 +254,7 @@ async fn drain_lasts_until_undrain() {
 
     env.controller.kill().await;
     // The server is active in another document.
-    env.test_directory.write(&["s1", "s2", "s3"], WEB_SERVICE_TOML);
+    env.test_directory.write_fleet_file(&["s1", "s2", "s3"], WEB_SERVICE_TOML);
     env.controller = env.test_directory.start_controller().await;
     let client = env.client(Role::Operator);
     let drain_after_restart = client.drain_status("s1").await.unwrap().drained.unwrap();
@@ -279,7 +279,7 @@ async fn drain_lasts_until_undrain() {
 
 /// A browser that has logged in with a token continues with a cookie, which has a viewer's rights.
 #[tokio::test]
-async fn session_cookie_may_read_but_not_change() {
+async fn session_cookie_permits_reads_but_no_changes() {
     let env = TestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
     let url = |path: &str| format!("http://{}{path}", env.controller.api_address);
     let page_response = env.http_client.get(url("/")).send().await.unwrap();
@@ -304,7 +304,7 @@ async fn session_cookie_may_read_but_not_change() {
 #[tokio::test]
 async fn watcher_is_sent_missed_events_after_a_reconnect() {
     let test_directory = TestDirectory::new(&[], "");
-    test_directory.write_controllers_file("");
+    test_directory.write_controller_config("");
     let env = TestEnv::start(test_directory).await;
     let read_until = async |last_event_id: Option<&str>, end_marker: &str| {
         let url = format!("http://{}/v1/watch?interval_ms=250", env.controller.api_address);
@@ -346,8 +346,8 @@ async fn requests_in_the_api_manual_work() {
         .replace("/var/lib/coreward", &directory)
         .replace("127.0.0.1:7401", &env.controller.api_address.to_string());
     assert!(script.matches("curl ").count() >= 5, "{script}");
-    let curl_script = tokio::process::Command::new("sh").args(["-e", "-c", &script]).output();
-    let output = with_timeout("curl", curl_script).await.unwrap();
+    let curl_output = tokio::process::Command::new("sh").args(["-e", "-c", &script]).output();
+    let output = with_timeout("curl", curl_output).await.unwrap();
     let printed_text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success(), "{printed_text}{}", String::from_utf8_lossy(&output.stderr));
     // The state is `settling` while the controller waits for agents.

@@ -35,14 +35,14 @@ impl TestEnv {
             30 * DAY,
         )
         .unwrap();
-        let controller_credentials = issue(&test_directory, &authority, Role::Controller, "c1", hosts);
+        let controller_credentials = issue_credentials(&test_directory, &authority, Role::Controller, "c1", hosts);
         let (ca, certificate, key) = (
             &controller_credentials.ca_path,
             &controller_credentials.certificate_path,
             &controller_credentials.key_path,
         );
         let tls_section = format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n");
-        test_directory.write_controllers_file(&format!("fleet = \"fleet.toml\"\n{tls_section}"));
+        test_directory.write_controller_config(&format!("fleet = \"fleet.toml\"\n{tls_section}"));
         let text = std::fs::read_to_string(test_directory.config_path()).unwrap();
         std::fs::write(test_directory.config_path(), text.replace("api = \"127.0.0.1:0\"", "api = \"0.0.0.0:0\""))
             .unwrap();
@@ -55,7 +55,7 @@ impl TestEnv {
     }
 
     fn issue_certificate(&self, role: Role, name: &str) -> CredentialFiles {
-        issue(&self.test_directory, &self.authority, role, name, &[])
+        issue_credentials(&self.test_directory, &self.authority, role, name, &[])
     }
 
     fn token_file(&self, role: coreward_api::Role) -> PathBuf {
@@ -63,10 +63,10 @@ impl TestEnv {
     }
 
     fn client_with(&self, credential: Credential) -> Client {
-        self.client_of_url(&self.url(), credential, ExpectedHost::Requested)
+        self.client_for_url(&self.url(), credential, ExpectedHost::Requested)
     }
 
-    fn client_of_url(&self, url: &str, credential: Credential, host: ExpectedHost) -> Client {
+    fn client_for_url(&self, url: &str, credential: Credential, host: ExpectedHost) -> Client {
         Client::with_controllers(vec![url.parse().unwrap()], &credential, host).unwrap()
     }
 
@@ -83,7 +83,7 @@ impl TestEnv {
     }
 }
 
-fn issue(
+fn issue_credentials(
     test_directory: &TestDirectory,
     authority: &Authority,
     role: Role,
@@ -231,11 +231,12 @@ async fn controller_certificate_must_name_the_requested_host() {
         let expected = "its certificate is for controller c1 at c1.example, 192.0.2.7: expected one for 127.0.0.1";
         assert!(error_text.contains(expected) && error_text.contains("--controller-name"), "{error_text}");
         for expected_name in ["c1", "c1.example", "192.0.2.7"] {
-            let client = env.client_of_url(&env.url(), credential.clone(), expected_hosts(&["another", expected_name]));
+            let client =
+                env.client_for_url(&env.url(), credential.clone(), expected_hosts(&["another", expected_name]));
             client.status(false).await.unwrap_or_else(|error| panic!("{expected_name}: {error:#}"));
         }
         let rejection = env
-            .client_of_url(&env.url(), credential, expected_hosts(&["c2", "127.0.0.1"]))
+            .client_for_url(&env.url(), credential, expected_hosts(&["c2", "127.0.0.1"]))
             .status(false)
             .await
             .unwrap_err();
@@ -250,7 +251,7 @@ async fn certificate_for_localhost_is_rejected_for_its_address() {
     let env = TestEnv::start_with_certificate_for(&["localhost"]).await;
     let credential = Credential::Certificate(env.issue_certificate(Role::Viewer, "eve"));
     let localhost_url = env.url().replace("127.0.0.1", "localhost");
-    env.client_of_url(&localhost_url, credential.clone(), ExpectedHost::Requested).status(false).await.unwrap();
+    env.client_for_url(&localhost_url, credential.clone(), ExpectedHost::Requested).status(false).await.unwrap();
     env.client_with(credential).status(false).await.unwrap_err();
     env.controller.kill().await;
 }
@@ -261,9 +262,9 @@ async fn certificate_without_hosts_is_valid_for_the_requested_host() {
     let env = TestEnv::start_with_certificate_for(&[]).await;
     let credential = Credential::Certificate(env.issue_certificate(Role::Viewer, "eve"));
     env.client_with(credential.clone()).status(false).await.unwrap();
-    env.client_of_url(&env.url(), credential.clone(), expected_hosts(&["c1"])).status(false).await.unwrap();
+    env.client_for_url(&env.url(), credential.clone(), expected_hosts(&["c1"])).status(false).await.unwrap();
     let rejection =
-        env.client_of_url(&env.url(), credential, expected_hosts(&["127.0.0.1"])).status(false).await.unwrap_err();
+        env.client_for_url(&env.url(), credential, expected_hosts(&["127.0.0.1"])).status(false).await.unwrap_err();
     let expected = "its certificate is for controller c1 at no host that it names: expected one for 127.0.0.1";
     assert!(rejection.to_string().contains(expected), "{rejection}");
 }

@@ -14,7 +14,7 @@ use crate::support::{RunningController, TestDirectory, with_timeout};
 /// Returns a test directory whose controller's file names no fleet file.
 fn empty_test_directory() -> TestDirectory {
     let test_directory = TestDirectory::new(&[], "");
-    test_directory.write_controllers_file("");
+    test_directory.write_controller_config("");
     test_directory
 }
 
@@ -48,17 +48,17 @@ impl RunningController {
         apply(self.read_proposal(test_directory, text).await?).await
     }
 
-    async fn shown_fleet(&self, format: OutputFormat) -> String {
+    async fn show_fleet(&self, format: OutputFormat) -> String {
         let client = self.client.clone();
-        tokio::task::spawn_blocking(move || fleet::show(&client, format)).await.unwrap().unwrap()
+        tokio::task::spawn_blocking(move || fleet::fetch_document(&client, format)).await.unwrap().unwrap()
     }
 
     async fn expect_applied_fleet_is_shown(&self, generation: u64, document: &str) {
         assert_eq!(
-            self.shown_fleet(OutputFormat::Text).await,
+            self.show_fleet(OutputFormat::Text).await,
             format!("# generation {generation}, applied\n{document}")
         );
-        let shown_json: serde_json::Value = serde_json::from_str(&self.shown_fleet(OutputFormat::Json).await).unwrap();
+        let shown_json: serde_json::Value = serde_json::from_str(&self.show_fleet(OutputFormat::Json).await).unwrap();
         assert_eq!(
             (&shown_json["generation"], &shown_json["file"], &shown_json["text"]),
             (&generation.into(), &().into(), &document.into())
@@ -211,7 +211,7 @@ async fn slow_start_ends_with_a_restart() {
 
 /// If the file is removed, the fleet continues as it is.
 #[tokio::test]
-async fn fleet_managed_by_a_file_changes_only_there() {
+async fn fleet_managed_by_a_file_changes_only_with_the_file() {
     let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
     let fleet_file = test_directory.temporary_directory.path().join("fleet.toml");
     let controller = test_directory.start_controller().await;
@@ -236,7 +236,7 @@ async fn fleet_managed_by_a_file_changes_only_there() {
     );
     let configuration_before = controller.stored_configuration().await;
     controller.kill().await;
-    test_directory.write_controllers_file("");
+    test_directory.write_controller_config("");
     std::fs::remove_file(fleet_file).unwrap();
     let controller = test_directory.start_controller().await;
     assert_eq!(controller.stored_configuration().await, configuration_before);

@@ -11,7 +11,7 @@ use crate::support::{RunningController, TestDirectory, with_timeout};
 /// Returns a test directory without a fleet file, because the tests apply the fleet through the API.
 fn directory_without_fleet_file() -> TestDirectory {
     let test_directory = TestDirectory { temporary_directory: tempfile::tempdir().unwrap() };
-    test_directory.write_controllers_file("");
+    test_directory.write_controller_config("");
     test_directory
 }
 
@@ -26,7 +26,7 @@ async fn apply_document(controller: &RunningController, text: &str, generation: 
     controller.client.apply_fleet(&fleet).await.unwrap();
 }
 
-async fn load_balancer(controller: &RunningController) -> mpsc::Sender<v1::LoadBalancerMessage> {
+async fn connect_load_balancer(controller: &RunningController) -> mpsc::Sender<v1::LoadBalancerMessage> {
     let (sender, receiver) = mpsc::channel(4);
     let registration =
         v1::LoadBalancerRegistration { name: "lb1".into(), version: "test".into(), ..Default::default() };
@@ -65,9 +65,9 @@ async fn audit_entry_survives_a_restart() {
         .map(|entry| (entry.id, &*entry.action, &*entry.target, &*entry.before, &*entry.after))
         .collect();
     let service_change = "+ service web: health = { check = \"tcp\" }, vip = \"10.200.0.1:80\"";
-    let added_server = |n: u8| format!("+ server s{n}: address = \"10.2.0.{n}\"");
-    let first_change = format!("generation 1: {}; {}; {service_change}", added_server(1), added_server(2));
-    let second_change = format!("generation 2: {}", added_server(3));
+    let added_server_text = |n: u8| format!("+ server s{n}: address = \"10.2.0.{n}\"");
+    let first_change = format!("generation 1: {}; {}; {service_change}", added_server_text(1), added_server_text(2));
+    let second_change = format!("generation 2: {}", added_server_text(3));
     assert_eq!(
         audit_entries,
         [
@@ -90,7 +90,7 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
     let test_directory = directory_without_fleet_file();
     let controller = test_directory.start_controller().await;
     apply_document(&controller, &fleet_document(&["s1"]), 0).await;
-    let load_balancer_sender = load_balancer(&controller).await;
+    let load_balancer_sender = connect_load_balancer(&controller).await;
     let acknowledgements = with_timeout("the load balancer", async {
         loop {
             let acknowledgements = controller.client.acknowledgements().await.unwrap();
@@ -156,7 +156,7 @@ async fn concurrent_drains_leave_one_healthy_server() {
     let test_directory = directory_without_fleet_file();
     let controller = test_directory.start_controller().await;
     apply_document(&controller, &fleet_document(&["s1", "s2", "s3"]), 0).await;
-    let load_balancer_sender = load_balancer(&controller).await;
+    let load_balancer_sender = connect_load_balancer(&controller).await;
     let status = controller.status().await;
     let servers = status.servers.iter().map(|server| v1::ServerHealth {
         server_id: server.id,

@@ -67,7 +67,7 @@ fn metric_line(controller: &RunningController, name: &str) -> String {
 /// Returns a test directory without a fleet file, because the tests apply the fleet through the API.
 fn directory_without_fleet_file() -> TestDirectory {
     let test_directory = TestDirectory { temporary_directory: tempfile::tempdir().unwrap() };
-    test_directory.write_controllers_file("");
+    test_directory.write_controller_config("");
     test_directory
 }
 
@@ -78,8 +78,8 @@ async fn controller_without_a_document_sends_no_configuration() {
     let mut load_balancer = LoadBalancer::connect(&controller, 27).await;
     let warnings = controller.status().await.warnings;
     assert!(warnings.iter().any(|warning| warning.starts_with("the store has no document")), "{warnings:?}");
-    let warning_start = "load balancer lb1 had configuration 27 in force, and the store has ";
-    assert!(warnings.iter().any(|warning| warning.starts_with(warning_start)), "{warnings:?}");
+    let expected_warning_prefix = "load balancer lb1 had configuration 27 in force, and the store has ";
+    assert!(warnings.iter().any(|warning| warning.starts_with(expected_warning_prefix)), "{warnings:?}");
     assert_eq!(metric_line(&controller, "coreward_store_behind"), "1.0");
     assert_eq!(metric_line(&controller, "coreward_store_has_document"), "0.0");
 

@@ -315,7 +315,7 @@ async fn reloaded_file_is_applied_whole_or_not_at_all() {
     load_balancer.next_table_where("both servers", |table| table.members.len() == 2).await;
     let send_sighup = || nix::sys::signal::kill(nix::unistd::getpid(), nix::sys::signal::Signal::SIGHUP).unwrap();
 
-    test_directory.write(&["s2", "s3"], &WEB_SERVICE_TOML.replace("crossrss", "no-such-policy"));
+    test_directory.write_fleet_file(&["s2", "s3"], &WEB_SERVICE_TOML.replace("crossrss", "no-such-policy"));
     send_sighup();
     with_timeout("the refusal of the file", async {
         while !(controller.metrics_text)().contains("coreward_reloads_total{result=\"refused\"} 1.0\n") {
@@ -326,7 +326,7 @@ async fn reloaded_file_is_applied_whole_or_not_at_all() {
     assert_eq!(controller.status().await.configuration_generation, old_configuration.generation);
     assert_eq!(load_balancer.next_table().await.members.len(), 2);
 
-    test_directory.write(&["s2", "s3"], WEB_SERVICE_TOML);
+    test_directory.write_fleet_file(&["s2", "s3"], WEB_SERVICE_TOML);
     send_sighup();
     let new_configuration = load_balancer.next_configuration().await;
     assert_eq!(new_configuration.generation, old_configuration.generation + 1);
@@ -423,7 +423,7 @@ async fn owners_of_lost_load_balancers_are_announced() {
         let peers = balancer.next_configuration().await.load_balancers;
         let peer_states: Vec<_> = peers
             .iter()
-            .map(|peer| (peer.name.as_str(), peer.owner.map_or(255, |owner| owner.get()), peer.is_alive))
+            .map(|peer| (peer.name.as_str(), peer.owner_number.map_or(255, |owner| owner.get()), peer.is_alive))
             .collect();
         if peer_states == expected {
             break;

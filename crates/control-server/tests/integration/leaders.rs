@@ -25,7 +25,7 @@ struct Etcd {
 impl Etcd {
     fn start() -> Self {
         let (member, directory) = (LocalMember::single_member().unwrap(), tempfile::tempdir().unwrap());
-        let process = member.command(std::slice::from_ref(&member), directory.path()).spawn();
+        let process = member.start_command(std::slice::from_ref(&member), directory.path()).spawn();
         let process = process.expect("etcd cannot be started: `scripts/install run` installs it");
         Self { member, process, _directory: directory }
     }
@@ -57,7 +57,7 @@ impl TcpProxy {
     async fn start(target_address: SocketAddr) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        Self { address, target_address, task: tokio::spawn(forward(listener, target_address)) }
+        Self { address, target_address, task: tokio::spawn(forward_connections(listener, target_address)) }
     }
 
     /// Closes all connections and the listening socket, so that new connections are refused.
@@ -67,11 +67,11 @@ impl TcpProxy {
 
     async fn open(&mut self) {
         let listener = TcpListener::bind(self.address).await.unwrap();
-        self.task = tokio::spawn(forward(listener, self.target_address));
+        self.task = tokio::spawn(forward_connections(listener, self.target_address));
     }
 }
 
-async fn forward(listener: TcpListener, target_address: SocketAddr) {
+async fn forward_connections(listener: TcpListener, target_address: SocketAddr) {
     let mut connections = tokio::task::JoinSet::new();
     while let Ok((mut client_stream, _)) = listener.accept().await {
         connections.spawn(async move {
@@ -121,7 +121,7 @@ impl Controller {
     }
 
     /// Requests a rotation of the cookie keys from a follower, and returns the problem with which it is rejected.
-    async fn rejected_rotation(&self) -> Problem {
+    async fn request_rejected_rotation(&self) -> Problem {
         let url = format!("http://{}/v1/keys/rotate", self.running_controller.api_address);
         let body = serde_json::json!({ "force": true });
         let request = reqwest::Client::new().post(url).bearer_auth(self.token()).json(&body);
@@ -184,7 +184,7 @@ async fn followers_name_the_leader_and_terms_increase() {
     assert_eq!(watch_response.status(), 200);
     etcd.delete("/coreward/leader");
     // The controller's next write detects that the leader's key is gone.
-    let rotation_problem = second_controller.rejected_rotation().await;
+    let rotation_problem = second_controller.request_rejected_rotation().await;
     assert_eq!(rotation_problem.kind, ProblemKind::NotLeading, "{}", rotation_problem.detail);
     with_timeout("the stream's end", async { while watch_response.chunk().await.unwrap().is_some() {} }).await;
 }

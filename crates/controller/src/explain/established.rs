@@ -8,7 +8,7 @@ use coreward_model::lb_stamping;
 use coreward_model::placement::PlacementTable;
 use coreward_model::tuple::Protocol;
 
-use super::{ConnectionCase, PacketVerdict};
+use super::{ConnectionExplainer, PacketVerdict};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExplainedPacket {
@@ -20,11 +20,11 @@ pub enum ExplainedPacket {
     },
 }
 
-const LB_STAMPED_RESET: &str = "a reset without timestamps follows the load balancer's flow table; without an entry it \
-                                is dropped, as these servers accept no broadcast";
+const LB_STAMPED_RESET_REASON: &str = "a reset without timestamps follows the load balancer's flow table; \
+                                without an entry it is dropped, as these servers accept no broadcast";
 
-impl ConnectionCase<'_> {
-    pub(super) fn established_verdict(
+impl ConnectionExplainer<'_> {
+    pub(super) fn verdict_on_established_connection(
         &self,
         table: Option<&PlacementTable>,
         cookie: Option<u32>,
@@ -33,7 +33,7 @@ impl ConnectionCase<'_> {
         let service_mode = self.service_view.service.mode;
         match service_mode.consistency {
             Consistency::None => self.verdict_without_cookie(table),
-            Consistency::HashTable => (None, self.describe_hash_table()),
+            Consistency::HashTable => (None, self.describe_flow_table()),
             Consistency::Beamer => {
                 self.verdict_by_bucket(table, "without an entry in the load balancer's flow table it follows")
             }
@@ -42,7 +42,7 @@ impl ConnectionCase<'_> {
                     self.verdict_by_lb_stamped_cookie(tsecr)
                 }
                 _ if reset && service_mode.timestamps == TimestampOrigin::LoadBalancer => {
-                    (None, LB_STAMPED_RESET.to_owned())
+                    (None, LB_STAMPED_RESET_REASON.to_owned())
                 }
                 Some(tsecr) if service_mode.timestamps == TimestampOrigin::Server => self.verdict_by_cookie(tsecr),
                 _ if reset => {
@@ -64,7 +64,7 @@ impl ConnectionCase<'_> {
         )
     }
 
-    fn describe_hash_table(&self) -> String {
+    fn describe_flow_table(&self) -> String {
         let unknown_flow_text = match self.service_view.service.address.protocol {
             Protocol::Tcp => "without an entry it is placed like a new connection",
             Protocol::Udp => "without an entry it is placed like the first datagram of a flow",

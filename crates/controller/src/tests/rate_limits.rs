@@ -12,7 +12,7 @@ fn excess_reports_are_rejected_and_counted() {
         .map(|sequence| {
             harness
                 .controller
-                .record_report(&sessions[0], Ok(report_with_clock(sequence, at(100), &[50_000_000; 4])), at(100))
+                .record_report(&sessions[0], Ok(report_with_initial_rss(sequence, at(100), &[50_000_000; 4])), at(100))
                 .is_ok()
         })
         .collect();
@@ -22,13 +22,13 @@ fn excess_reports_are_rejected_and_counted() {
     assert!(
         harness
             .controller
-            .record_report(&sessions[1], Ok(report_with_clock(3, at(200), &[100_000_000; 4])), at(200))
+            .record_report(&sessions[1], Ok(report_with_initial_rss(3, at(200), &[100_000_000; 4])), at(200))
             .is_ok()
     );
     assert!(
         harness
             .controller
-            .record_report(&sessions[0], Ok(report_with_clock(2000, at(300), &[100_000_000; 4])), at(300))
+            .record_report(&sessions[0], Ok(report_with_initial_rss(2000, at(300), &[100_000_000; 4])), at(300))
             .is_ok()
     );
 }

@@ -56,17 +56,24 @@ fn last_reachable_controller_is_tried_first() {
 fn named_leader_is_tried_next() {
     let mut attempt_order = AttemptOrder::new(3);
     assert_eq!(
-        (attempt_order.record_attempt_end(&StreamEnd::NotTheLeader(2)), attempt_order.current_controller_index),
+        (
+            attempt_order.record_attempt_end(&StreamEnd::RedirectedToController(2)),
+            attempt_order.current_controller_index
+        ),
         (FIRST_RETRY_INTERVAL, 2)
     );
     attempt_order.record_answer();
     assert_eq!(
-        (attempt_order.record_attempt_end(&StreamEnd::NotTheLeader(0)), attempt_order.current_controller_index),
+        (
+            attempt_order.record_attempt_end(&StreamEnd::RedirectedToController(0)),
+            attempt_order.current_controller_index
+        ),
         (FIRST_RETRY_INTERVAL, 0)
     );
     // Two controllers that name each other as leader are tried less and less often.
-    let retry_intervals_ms: Vec<u128> =
-        (0..9).map(|n| attempt_order.record_attempt_end(&StreamEnd::NotTheLeader(n % 2)).as_millis()).collect();
+    let retry_intervals_ms: Vec<u128> = (0..9)
+        .map(|n| attempt_order.record_attempt_end(&StreamEnd::RedirectedToController(n % 2)).as_millis())
+        .collect();
     assert_eq!(retry_intervals_ms, [100, 100, 100, 100, 100, 200, 100, 100, 400]);
 }
 
@@ -110,7 +117,7 @@ fn rejecting_controller_is_retried_later() {
     let mut attempt_order = AttemptOrder::new(2);
     assert_eq!(
         (attempt_order.record_attempt_end(&StreamEnd::Rejected), attempt_order.current_controller_index),
-        (REJECTED_RETRY_INTERVAL, 1)
+        (RETRY_INTERVAL_AFTER_REJECTION, 1)
     );
 }
 

@@ -64,7 +64,7 @@ impl FromStr for Policy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestIdPosition {
     /// Offset of the request number from the start of a request's payload, in bytes.
-    pub offset: u16,
+    pub request_offset: u16,
     /// Offset of the request number from the start of a response's payload, in bytes.
     pub response_offset: u16,
     /// Length of the request number in bytes, from 1 to 8.
@@ -93,7 +93,7 @@ pub struct Options {
     pub request_id_position: Option<RequestIdPosition>,
     /// Offset from the start of the payload, in bytes, at which [`RequestType::value`] is compared.
     pub type_offset: u16,
-    /// Types of requests, at most [`MAX_TYPES`]. If several types match a request, the first one applies.
+    /// Types of requests, at most [`MAX_REQUEST_TYPES`]. If several types match a request, the first one applies.
     pub types: Vec<RequestType>,
     /// Priority class of requests that match none of `types`.
     pub default_class: u8,
@@ -102,7 +102,7 @@ pub struct Options {
 }
 
 /// Maximum number of configured request types. The data plane has one more type, for all other requests.
-pub const MAX_TYPES: usize = intf::MAX_DISPATCH_TYPES as usize - 1;
+pub const MAX_REQUEST_TYPES: usize = intf::MAX_DISPATCH_TYPES as usize - 1;
 
 /// Timeouts after which requests are given up and workers are disabled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

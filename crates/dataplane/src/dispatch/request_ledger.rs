@@ -241,7 +241,7 @@ impl RequestLedger {
         }
     }
 
-    pub(super) fn open_slot(&self, slot: u32) {
+    pub(super) fn activate_slot(&self, slot: u32) {
         self.enable_worker(slot);
         self.update_rotation();
     }
@@ -254,7 +254,7 @@ impl RequestLedger {
 
     /// Repairs the counts after the queues were read. `cookies_by_slot` are those in the array. Returns whether a
     /// worker has died.
-    pub(super) fn reconcile(
+    pub(super) fn reconcile_workers(
         &mut self,
         cookies_by_slot: &BTreeMap<u32, SocketCookie>,
         now: Duration,
@@ -285,7 +285,7 @@ impl RequestLedger {
                 has_worker_died = true;
                 continue;
             }
-            self.update_liveness(slot, now, timeouts);
+            self.enable_or_disable_worker(slot, now, timeouts);
             self.abandon_expired_requests(slot, entries, timeouts.response_timeout);
         }
         self.update_rotation();
@@ -298,7 +298,7 @@ impl RequestLedger {
         (0..intf::DISPATCH_REQUESTS as usize).filter_map(load_entry).filter(|(_, entry)| entry.0 != 0)
     }
 
-    fn queued_count(&self, slot: u32) -> usize {
+    fn queued_datagram_count(&self, slot: u32) -> usize {
         self.state.word32(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, queued)).load(Ordering::Relaxed)
             as usize
     }
@@ -309,14 +309,14 @@ impl RequestLedger {
 
     /// Disables a worker that does not read its requests, or enables it again. The BPF programs also enable a worker
     /// when it responds. They may miss that if it responds by another socket or empties its queue without responding.
-    fn update_liveness(&mut self, slot: u32, now: Duration, timeouts: &Timeouts) {
+    fn enable_or_disable_worker(&mut self, slot: u32, now: Duration, timeouts: &Timeouts) {
         let response_count = self.state.load(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, responses));
         let completed_count = self.state.load(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, completed));
-        let response_signs = response_count.wrapping_add(completed_count);
-        let queued = self.queued_count(slot);
+        let progress_count = response_count.wrapping_add(completed_count);
+        let queued = self.queued_datagram_count(slot);
         let stall_detector =
-            self.stall_detectors.entry(slot).or_insert_with(|| StallDetector::new(now, response_signs));
-        let is_stalled = stall_detector.is_stalled(now, response_signs, queued, timeouts.stall_after);
+            self.stall_detectors.entry(slot).or_insert_with(|| StallDetector::new(now, progress_count));
+        let is_stalled = stall_detector.is_stalled(now, progress_count, queued, timeouts.stall_after);
         let is_disabled =
             self.state.word32(outstanding_count_offset(slot)).load(Ordering::Relaxed) & intf::DISPATCH_DISABLED != 0;
         match (is_stalled, is_disabled) {
@@ -341,7 +341,7 @@ impl RequestLedger {
         let current_epoch = self.state.load(offset_of!(intf::dispatch_state, epoch));
         let ages_in_polls: Vec<u32> = entries.iter().map(|(_, entry)| entry.age_in_polls(current_epoch)).collect();
         let timeout_in_polls = timeout.div_duration_f64(POLL_INTERVAL).ceil() as u32;
-        for entry_index in expired_request_indexes(&ages_in_polls, self.queued_count(slot), timeout_in_polls) {
+        for entry_index in expired_request_indexes(&ages_in_polls, self.queued_datagram_count(slot), timeout_in_polls) {
             self.abandon_request(entries[entry_index].0, entries[entry_index].1);
         }
     }

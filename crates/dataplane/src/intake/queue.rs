@@ -100,7 +100,7 @@ impl XdpQueue {
     }
 
     /// Checks that the socket's device still exists. Fails when it was removed.
-    pub fn check_device(&self) -> io::Result<()> {
+    pub fn check_device_exists(&self) -> io::Result<()> {
         match getsockopt(&self.as_fd(), sockopt::SocketError)? {
             0 => Ok(()),
             error => Err(io::Error::from_raw_os_error(error)),

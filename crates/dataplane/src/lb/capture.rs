@@ -122,7 +122,7 @@ impl Capture {
     /// balancer is pinned there, it lacks the service, or another version of coreward loaded it.
     pub fn start(options: Options) -> anyhow::Result<Self> {
         ensure!(options.max_captured_bytes > 0, "a capture of 0 bytes of each packet: expected at least 1");
-        let lb_directory = super::pin_directory::find_pin_directory(&options.pin_directory)?;
+        let lb_directory = super::pin_directory::find_lb_directory(&options.pin_directory)?;
         let Some(link) = XdpLink::open_pinned(&lb_directory.join("link"))? else {
             bail!("{}: no load balancer is attached here", options.pin_directory.display());
         };
@@ -155,7 +155,7 @@ impl Capture {
             self.last_program_check = Instant::now();
             if self.pinned_link.program_id()? != self.attached_capture.capture_program_id {
                 // The daemon may also have replaced the connection table by one of another size.
-                self.maps = Maps::take_over(&super::pin_directory::find_pin_directory(&self.options.pin_directory)?)?;
+                self.maps = Maps::take_over(&super::pin_directory::find_lb_directory(&self.options.pin_directory)?)?;
                 self.attached_capture = AttachedCapture::new(
                     &self.options,
                     &self.maps,
@@ -310,6 +310,6 @@ fn program_fd_by_id(id: u32) -> anyhow::Result<OwnedFd> {
 /// Returns the services of the load balancer in `pin_directory`, with their configured names. Fails when no load
 /// balancer is pinned there.
 pub fn pinned_services(pin_directory: &Path) -> anyhow::Result<Vec<(ServiceAddress, String)>> {
-    let maps = Maps::take_over(&super::pin_directory::find_pin_directory(pin_directory)?)?;
+    let maps = Maps::take_over(&super::pin_directory::find_lb_directory(pin_directory)?)?;
     Ok(services_with_names(&maps))
 }

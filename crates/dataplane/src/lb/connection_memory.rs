@@ -39,7 +39,7 @@ impl AtomicWordStorage for SharedTableMemory {
         match word {
             TableWord::StackTop(partition) => self.free_stacks.load(Self::stack_top_offset(partition)),
             TableWord::ClockHand(partition) => self.free_stacks.load(Self::clock_hand_offset(partition)),
-            TableWord::EntryWord(index, field) => self.entries.load(self.entry_offset(index) + field),
+            TableWord::EntryWordAtOffset(index, field) => self.entries.load(self.entry_offset(index) + field),
         }
     }
 
@@ -47,7 +47,7 @@ impl AtomicWordStorage for SharedTableMemory {
         match word {
             TableWord::StackTop(partition) => self.free_stacks.store(Self::stack_top_offset(partition), value),
             TableWord::ClockHand(partition) => self.free_stacks.store(Self::clock_hand_offset(partition), value),
-            TableWord::EntryWord(index, field) => self.entries.store(self.entry_offset(index) + field, value),
+            TableWord::EntryWordAtOffset(index, field) => self.entries.store(self.entry_offset(index) + field, value),
         }
     }
 
@@ -59,7 +59,7 @@ impl AtomicWordStorage for SharedTableMemory {
             TableWord::ClockHand(partition) => {
                 self.free_stacks.compare_exchange(Self::clock_hand_offset(partition), old, new)
             }
-            TableWord::EntryWord(index, field) => {
+            TableWord::EntryWordAtOffset(index, field) => {
                 self.entries.compare_exchange(self.entry_offset(index) + field, old, new)
             }
         }
@@ -71,7 +71,7 @@ impl AtomicWordStorage for SharedTableMemory {
 }
 
 /// Maps the memory for entries and free stacks. Returns the connection table of `size` in that memory.
-pub(super) fn map_connection_table(
+pub(super) fn mmap_connection_table(
     entries: BorrowedFd<'_>,
     free_stacks: BorrowedFd<'_>,
     size: TableSize,

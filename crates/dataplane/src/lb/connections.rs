@@ -56,16 +56,16 @@ fn source_prefix_counter(maps: &Maps, shard: usize) -> &AtomicU64 {
 fn recount_used_entries(maps: &Maps) -> u64 {
     let hash_key = connection_hash_key(maps);
     let shard_indexes = 0..intf::SOURCE_SHARDS as usize;
-    let counts_before: Vec<u64> =
+    let counts_before_scan: Vec<u64> =
         shard_indexes.clone().map(|shard| source_prefix_counter(maps, shard).load(Ordering::Acquire)).collect();
     let mut counts_by_shard = vec![0; shard_indexes.len()];
     let table = &maps.connections;
     for client in table.size().entry_indexes().filter_map(|index| table.client_address(index)) {
         counts_by_shard[source_prefix_shard(&hash_key, client)] += 1;
     }
-    for shard in shard_indexes.filter(|shard| counts_before[*shard] != counts_by_shard[*shard]) {
+    for shard in shard_indexes.filter(|shard| counts_before_scan[*shard] != counts_by_shard[*shard]) {
         // The exchange fails if the prefix's count has changed since.
-        let (previous_count, scanned_count) = (counts_before[shard], counts_by_shard[shard]);
+        let (previous_count, scanned_count) = (counts_before_scan[shard], counts_by_shard[shard]);
         let _ = source_prefix_counter(maps, shard).compare_exchange(
             previous_count,
             scanned_count,
@@ -98,7 +98,7 @@ pub(super) fn recover_lost_entries(table: &SharedConnectionTable) -> anyhow::Res
     // ended.
     wait_for_running_programs()?;
     let lost_indexes: Vec<_> = indexes_off_stack.into_iter().filter(|index| table.is_free(*index)).collect();
-    lost_indexes.iter().for_each(|index| table.push(*index));
+    lost_indexes.iter().for_each(|index| table.push_slot(*index));
     if !lost_indexes.is_empty() {
         tracing::info!(
             event = "leaked-entries-freed",
@@ -136,8 +136,8 @@ fn is_server_known(maps: &Maps, service: ServiceIndex, server: ServerId) -> bool
 pub(super) struct TableOccupancy {
     counted_entries: u64,
     /// Number of allocations that packets had ever made at the time of the last count.
-    allocations_at_count: u64,
-    freed_since_count: u64,
+    allocations_at_last_count: u64,
+    entries_freed_since_count: u64,
 }
 
 fn total_allocations(maps: &Maps) -> u64 {
@@ -150,14 +150,14 @@ fn total_allocations(maps: &Maps) -> u64 {
 
 impl TableOccupancy {
     pub fn count_used_entries(maps: &Maps) -> Self {
-        let allocations_at_count = total_allocations(maps);
-        Self { counted_entries: recount_used_entries(maps), allocations_at_count, freed_since_count: 0 }
+        let allocations_at_last_count = total_allocations(maps);
+        Self { counted_entries: recount_used_entries(maps), allocations_at_last_count, entries_freed_since_count: 0 }
     }
 
     fn used_entries(&self, maps: &Maps) -> u64 {
         let entry_count = u64::from(maps.connections.size().entry_count());
-        (self.counted_entries + total_allocations(maps).saturating_sub(self.allocations_at_count))
-            .saturating_sub(self.freed_since_count)
+        (self.counted_entries + total_allocations(maps).saturating_sub(self.allocations_at_last_count))
+            .saturating_sub(self.entries_freed_since_count)
             .min(entry_count)
     }
 }
@@ -179,7 +179,7 @@ pub struct PinnedConnections {
 impl PinnedConnections {
     /// Opens the maps pinned in `pin_directory`. Fails when it has no pinned load balancer, or one of another version.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
-        Ok(Self { maps: Maps::take_over(&super::pin_directory::find_pin_directory(pin_directory)?)? })
+        Ok(Self { maps: Maps::take_over(&super::pin_directory::find_lb_directory(pin_directory)?)? })
     }
 
     /// Returns the load balancer's services with their configured names.
@@ -332,13 +332,13 @@ impl LoadBalancer {
         }
         let hash_key = connection_hash_key(&self.maps);
         for connection in &released_connections {
-            self.maps.connections.push(connection.index);
+            self.maps.connections.push_slot(connection.index);
             let source_prefix_counter =
                 source_prefix_counter(&self.maps, source_prefix_shard(&hash_key, connection.client.ip()));
             let _ = source_prefix_counter
                 .fetch_update(Ordering::AcqRel, Ordering::Acquire, |entry_count| entry_count.checked_sub(1));
         }
-        self.occupancy.freed_since_count += released_connections.len() as u64;
+        self.occupancy.entries_freed_since_count += released_connections.len() as u64;
         Ok(released_connections.len())
     }
 

@@ -66,7 +66,7 @@ impl LoadBalancer {
 
     /// Adds a removed service's counters to the total of removed services, so that the next service with this index
     /// starts at zero. No packet may be counted for the index during the call.
-    pub(super) fn move_counters_to_removed(&self, service: ServiceIndex) {
+    pub(super) fn move_counters_to_removed_services(&self, service: ServiceIndex) {
         let words_per_entry = size_of::<intf::lb_counters>() / size_of::<u64>();
         for row in 0..self.maps.counter_row_count() {
             let row_start = row * intf::LB_COUNTERS_PER_ROW as usize;

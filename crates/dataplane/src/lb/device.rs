@@ -33,7 +33,7 @@ impl LoadBalancer {
                 "what another version pinned is at the interface of index {attached_index}, not at {interface:?} \
                  (index {interface_index}): detach it first, or use another pin directory"
             );
-            return Ok(if self.variant.counters_by_cpu { AttachedXdpMode::Generic } else { AttachedXdpMode::Native });
+            return Ok(if self.variant.counts_by_cpu { AttachedXdpMode::Generic } else { AttachedXdpMode::Native });
         }
         if let Some(link) = &self.xdp_link {
             match link.interface_index()? {
@@ -62,7 +62,7 @@ impl LoadBalancer {
     fn replace_pinned_program(&mut self, mode: XdpMode) -> anyhow::Result<AttachedXdpMode> {
         let pinned_link = self.xdp_link.as_ref().expect("a pinned link");
         pinned_link.replace_program(self.program.as_fd()).context("replacing the program at the device")?;
-        let attachment = if self.variant.counters_by_cpu { AttachedXdpMode::Generic } else { AttachedXdpMode::Native };
+        let attachment = if self.variant.counts_by_cpu { AttachedXdpMode::Generic } else { AttachedXdpMode::Native };
         if mode != XdpMode::Auto && (mode == XdpMode::Generic) != (attachment == AttachedXdpMode::Generic) {
             tracing::warn!(
                 event = "xdp-mode-kept",
@@ -110,8 +110,8 @@ impl LoadBalancer {
         interface: &str,
         interface_index: u32,
     ) -> anyhow::Result<AttachedXdpMode> {
-        let counters_by_cpu = attachment == AttachedXdpMode::Generic;
-        self.load_variant(ProgramVariant { counters_by_cpu, ..self.variant })?;
+        let counts_by_cpu = attachment == AttachedXdpMode::Generic;
+        self.load_variant(ProgramVariant { counts_by_cpu, ..self.variant })?;
         let new_link =
             XdpLink::create(self.program.as_fd(), interface_index, attachment).map_err(|error| {
                 match error.raw_os_error() {
@@ -133,9 +133,10 @@ impl LoadBalancer {
         // Program ids are compared because the same interface index may exist in another network namespace.
         let xdp_state = device::query_xdp_state(interface_index).unwrap_or_default();
         let is_attached_here = |directory: &&PathBuf| {
-            let pinned_program = pinned_program_id(directory).ok().flatten();
-            pinned_program.is_some()
-                && (pinned_program == xdp_state.native_program_id || pinned_program == xdp_state.generic_program_id)
+            let directory_program_id = pinned_program_id(directory).ok().flatten();
+            directory_program_id.is_some()
+                && (directory_program_id == xdp_state.native_program_id
+                    || directory_program_id == xdp_state.generic_program_id)
         };
         match other_pin_directories.iter().find(is_attached_here) {
             Some(directory) => format!(

@@ -27,7 +27,7 @@ pub struct ServerClock {
     /// Number of sampled connections whose TSval grew by 1 per ms. A sample with another rate halves this number.
     pub steady_samples: u16,
     /// Whether the newest sample's TSval grew at a rate other than 1 per ms.
-    pub is_unsteady: bool,
+    pub is_newest_sample_unsteady: bool,
     /// Number of new connections sent to the server.
     pub opened_connections: u64,
     /// Number of SYN-ACKs from the server that passed this load balancer.
@@ -44,7 +44,7 @@ pub enum ClockState {
     /// All connections of the server share one clock. They are stamped.
     SharedClock,
     /// Each connection of the server has its own clock, which grows by 1 per ms. The connections are stamped.
-    PerConnection,
+    PerConnectionClock,
     /// Stamping is still undecided, because more connections are needed to learn the server's clock.
     Learning,
     /// None of the server's replies has passed this load balancer. Its connections are not stamped.
@@ -61,7 +61,7 @@ impl ClockState {
     pub fn name(self) -> &'static str {
         match self {
             ClockState::SharedClock => "known",
-            ClockState::PerConnection => "per-connection",
+            ClockState::PerConnectionClock => "per-connection",
             ClockState::Learning => "learning",
             ClockState::NoReplies => "unseen",
             ClockState::NoTimestamps => "no-timestamps",
@@ -79,10 +79,10 @@ impl ServerClock {
         if self.agreeing_connections >= MIN_AGREEING_SYN_ACKS {
             ClockState::SharedClock
         } else if self.steady_samples >= MIN_AGREEING_SYN_ACKS {
-            ClockState::PerConnection
+            ClockState::PerConnectionClock
         } else if self.syn_ack_count == 0 {
             ClockState::NoReplies
-        } else if self.is_unsteady
+        } else if self.is_newest_sample_unsteady
             || (self.steady_samples == 0 && self.disagreeing_replies >= MAX_UNMEASURED_DISAGREEMENTS)
         {
             ClockState::Unusable
@@ -98,7 +98,7 @@ impl ServerClock {
     pub fn problem(&self) -> Option<String> {
         const FALLBACK_NOTE: &str = "its connections use the flow table";
         match self.state() {
-            ClockState::SharedClock | ClockState::PerConnection | ClockState::Learning => None,
+            ClockState::SharedClock | ClockState::PerConnectionClock | ClockState::Learning => None,
             ClockState::NoReplies => (self.opened_connections >= u64::from(MIN_AGREEING_SYN_ACKS)).then(|| {
                 format!(
                     "{} new connections went to it, but none of its replies passes here: expected its route to the \
@@ -111,7 +111,7 @@ impl ServerClock {
                  or 2 there",
                 self.syn_ack_count
             )),
-            ClockState::Unusable if self.is_unsteady => Some(format!(
+            ClockState::Unusable if self.is_newest_sample_unsteady => Some(format!(
                 "the TSval of its answers does not grow by 1 per ms, so {FALLBACK_NOTE}: expected a clock of 1 ms \
                  (Linux has it, without `features tcp_usec_ts` in its routes)"
             )),
@@ -174,7 +174,7 @@ impl LoadBalancer {
             let clock = ServerClock {
                 agreeing_connections: stored_clock.agreeing,
                 steady_samples: stored_clock.steady,
-                is_unsteady: stored_clock.unsteady != 0,
+                is_newest_sample_unsteady: stored_clock.unsteady != 0,
                 opened_connections: self.server_traffic(id).opened_connection_count,
                 syn_ack_count: stored_clock.syn_acks,
                 timestamped_syn_acks: stored_clock.with_timestamps,
@@ -216,12 +216,12 @@ impl LoadBalancer {
         }
         let previous_mac = self.lb_stamped_macs.insert((service, id), mac).filter(|former_mac| *former_mac != mac);
         let clock_map = self.maps.lb_stamped_server_map();
-        let clock_at_former_mac = match previous_mac {
+        let clock_at_previous_mac = match previous_mac {
             Some(former_mac) => read_lb_stamped_server(clock_map, service, former_mac)?
                 .filter(|stored_clock| stored_clock.server_id == id.get()),
             None => None,
         };
-        if let (Some(former_mac), Some(_)) = (previous_mac, clock_at_former_mac) {
+        if let (Some(former_mac), Some(_)) = (previous_mac, clock_at_previous_mac) {
             self.remove_or_reassign_clock(clock_map, service, former_mac)?;
         }
         let stored_clock = match read_lb_stamped_server(clock_map, service, mac)? {
@@ -231,7 +231,7 @@ impl LoadBalancer {
                 return Ok(());
             }
             Some(entry_at_mac) => entry_at_mac,
-            None => clock_at_former_mac.unwrap_or_default(),
+            None => clock_at_previous_mac.unwrap_or_default(),
         };
         write_lb_stamped_server(
             clock_map,

@@ -86,7 +86,8 @@ impl LoadedProgram {
             }
             Some(PinnedProgram { link, maps: None }) => {
                 let counters_by_cpu = program::pinned_program_counts_by_cpu(pins)?;
-                let created_program = Self::create(ProgramVariant { counters_by_cpu, ..variant }, map_sizes, hash_key)?;
+                let created_program =
+                    Self::create(ProgramVariant { counts_by_cpu: counters_by_cpu, ..variant }, map_sizes, hash_key)?;
                 Ok(Self { pending_upgrade: Some(link), ..created_program })
             }
             Some(PinnedProgram { link, maps: Some(mut maps) }) => {
@@ -110,8 +111,8 @@ impl LoadedProgram {
         placement::adopt_tables(&mut maps, &mut services);
         variant.required_features = required_features(&services);
         variant.vlan_settings.has_server_vlan = vlans::has_server_in_vlan(&maps);
-        variant.counters_by_cpu = maps.state.load(offset_of!(intf::lb_state, counters_by_cpu)) != 0;
-        let program = maps.load(&variant)?;
+        variant.counts_by_cpu = maps.state.load(offset_of!(intf::lb_state, counters_by_cpu)) != 0;
+        let program = maps.load_program(&variant)?;
         Ok(Self { maps, variant, program, services, xdp_link: None, pending_upgrade: None })
     }
 }

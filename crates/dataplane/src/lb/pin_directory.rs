@@ -10,7 +10,7 @@ use crate::pins::ensure_bpf_file_system;
 
 /// Returns the load balancer's directory below the configured one, and creates it if it is missing. Fails when it is
 /// not on a BPF file system.
-pub(super) fn ensure_pin_directory(pin_directory: &Path) -> anyhow::Result<PathBuf> {
+pub(super) fn ensure_lb_directory(pin_directory: &Path) -> anyhow::Result<PathBuf> {
     let lb_directory = pin_directory.join("lb");
     fs::create_dir_all(&lb_directory).with_context(|| lb_directory.display().to_string())?;
     ensure_bpf_file_system(pin_directory)?;
@@ -18,7 +18,7 @@ pub(super) fn ensure_pin_directory(pin_directory: &Path) -> anyhow::Result<PathB
 }
 
 /// Returns the directory that contains a load balancer's pinned maps. Fails when no map is pinned there.
-pub(super) fn find_pin_directory(pin_directory: &Path) -> anyhow::Result<PathBuf> {
+pub(super) fn find_lb_directory(pin_directory: &Path) -> anyhow::Result<PathBuf> {
     let lb_directory = pin_directory.join("lb");
     ensure!(
         has_pinned_map(&lb_directory),

@@ -36,7 +36,7 @@ pub struct PinnedServers {
 impl PinnedServers {
     /// Opens the maps pinned in `pin_directory`. Fails when it has no pinned load balancer, or one of another version.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
-        Ok(Self { maps: Maps::take_over(&super::pin_directory::find_pin_directory(pin_directory)?)? })
+        Ok(Self { maps: Maps::take_over(&super::pin_directory::find_lb_directory(pin_directory)?)? })
     }
 
     /// Returns the index of the service with this address, or `None` if there is no such service.

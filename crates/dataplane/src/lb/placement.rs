@@ -159,7 +159,7 @@ impl LoadBalancer {
 
 /// Returns the bit of the table's placement rule, or `None` if the table has no members and so places no connections.
 fn table_rule_bit(table: &PlacementTable) -> Option<u32> {
-    (!table.members.is_empty()).then(|| 1 << table.rule.number())
+    (!table.members.is_empty()).then(|| 1 << table.rule.bpf_number())
 }
 
 /// Returns the offset in `struct lb_state` of the word that holds the offset of a service's table.

@@ -40,8 +40,8 @@ pub(super) struct MapSizes {
 }
 
 impl MapSizes {
-    /// Returns the sizes for new maps, with the smallest placement memory and a counter row per CPU. Fails when the flow
-    /// table's size is out of range.
+    /// Returns the sizes for new maps, with the smallest placement memory and a counter row per CPU. Fails when the
+    /// flow table's size is out of range.
     pub fn new(flow_table_entries: u32, connection_table_size: TableSize) -> anyhow::Result<Self> {
         ensure!(
             (1..=MAX_FLOW_TABLE_ENTRIES).contains(&flow_table_entries),
@@ -165,12 +165,12 @@ impl Maps {
             counter_entries: MmapArray::new_slice(counters, counter_row_count * intf::LB_COUNTERS_PER_ROW as usize)
                 .context("mapping the counters")?,
             tables: PlacementMemory::new(
-                map_placement_memory(tables, sizes.placement_memory_bytes)?,
+                mmap_placement_memory(tables, sizes.placement_memory_bytes)?,
                 sizes.placement_memory_bytes,
             ),
             server_traffic: MmapArray::new_slice(traffic, counter_row_count * intf::SERVER_ID_COUNT as usize)
                 .context("mapping the servers' traffic")?,
-            connections: connection_memory::map_connection_table(
+            connections: connection_memory::mmap_connection_table(
                 connections.as_fd(),
                 stacks.as_fd(),
                 sizes.connection_table_size,
@@ -218,7 +218,7 @@ impl Maps {
     }
 
     /// Loads another variant of the program with the same maps.
-    pub fn load(&self, variant: &ProgramVariant) -> anyhow::Result<OwnedFd> {
+    pub fn load_program(&self, variant: &ProgramVariant) -> anyhow::Result<OwnedFd> {
         let mut object_storage = MaybeUninit::uninit();
         let mut open_skeleton = open_variant(&mut object_storage, variant, &self.map_sizes)?;
         for (map, map_handle) in maps_in_name_order(&mut open_skeleton.maps).into_iter().zip(&self.map_handles) {
@@ -239,9 +239,9 @@ impl Maps {
         let mut open_skeleton = LbSkelBuilder::default().open(&mut object_storage).context("opening lb.bpf.o")?;
         let loaded_constants = read_only_data(attached_program)?;
         // In another version of coreward, the constants have another layout and meaning.
-        let other_version_message =
+        let version_mismatch_message =
             "the attached program was not loaded by this version of coreward: restart the daemon first";
-        open_skeleton.maps.rodata.set_initial_value(&loaded_constants).context(other_version_message)?;
+        open_skeleton.maps.rodata.set_initial_value(&loaded_constants).context(version_mismatch_message)?;
         let constants = open_skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.o has no constants")?;
         constants.capture_in_use = true;
         constants.vlans_or_capture_in_use = true;
@@ -256,7 +256,7 @@ impl Maps {
             }
         }
         constants.capture_of.port = capture_target.vip.port().to_be();
-        constants.capture_of.protocol = capture_target.protocol.number();
+        constants.capture_of.protocol = capture_target.protocol.iana_number();
         constants.capture_of.service = capture_target.service_index.0.into();
         constants.capture_of.length = capture_target.max_captured_bytes;
         for (map, map_handle) in maps_in_name_order(&mut open_skeleton.maps).into_iter().zip(&self.map_handles) {
@@ -329,10 +329,14 @@ impl Maps {
             current_size.entry_count(),
             requested.entry_count()
         );
-        self.replace_array::<intf::connection>(directory, CONNECTIONS_MAP, requested.entry_count())?;
-        self.replace_array::<intf::connection_stack>(directory, CONNECTION_STACKS_MAP, requested.partition_count())?;
+        self.replace_with_zeroed_array::<intf::connection>(directory, CONNECTIONS_MAP, requested.entry_count())?;
+        self.replace_with_zeroed_array::<intf::connection_stack>(
+            directory,
+            CONNECTION_STACKS_MAP,
+            requested.partition_count(),
+        )?;
         let [entries, stacks] = [CONNECTIONS_MAP, CONNECTION_STACKS_MAP].map(|name| self.map_fd(name));
-        self.connections = connection_memory::map_connection_table(entries, stacks, requested)?;
+        self.connections = connection_memory::mmap_connection_table(entries, stacks, requested)?;
         self.map_sizes.connection_table_size = requested;
         self.connections.initialise();
         Ok(())
@@ -353,7 +357,7 @@ impl Maps {
     /// Creates a placement memory of `bytes` bytes and copies the present contents into it.
     pub fn create_larger_placement_memory(&self, bytes: u32) -> anyhow::Result<MapHandle> {
         let larger_map = create_mmapable_array(PLACEMENT_MEMORY_MAP, bytes + intf::PLACEMENT_MEMORY_SLACK, 1)?;
-        self.tables.mapped_memory().copy_to(&map_placement_memory(&larger_map, bytes)?);
+        self.tables.mapped_memory().copy_to(&mmap_placement_memory(&larger_map, bytes)?);
         Ok(larger_map)
     }
 
@@ -367,11 +371,11 @@ impl Maps {
         pins: Option<&Path>,
         switch: impl FnOnce(BorrowedFd<'_>) -> anyhow::Result<()>,
     ) -> anyhow::Result<OwnedFd> {
-        let mapped_memory = map_placement_memory(&map, bytes)?;
+        let mapped_memory = mmap_placement_memory(&map, bytes)?;
         let previous_map_and_sizes =
             (std::mem::replace(&mut self.map_handles[map_index(PLACEMENT_MEMORY_MAP)], map), self.map_sizes);
         self.map_sizes.placement_memory_bytes = bytes;
-        let switch_result = self.load(variant).and_then(|program| switch(program.as_fd()).map(|()| program));
+        let switch_result = self.load_program(variant).and_then(|program| switch(program.as_fd()).map(|()| program));
         let program = match switch_result {
             Ok(program) => program,
             Err(error) => {
@@ -388,7 +392,7 @@ impl Maps {
     }
 
     /// Replaces the array map of `T` that is pinned in `directory` as `name` by a new one that is filled with zeros.
-    fn replace_array<T>(&mut self, directory: &Path, name: &str, entries: u32) -> anyhow::Result<()> {
+    fn replace_with_zeroed_array<T>(&mut self, directory: &Path, name: &str, entries: u32) -> anyhow::Result<()> {
         let zeroed_map = create_mmapable_array(name, size_of::<T>() as u32, entries)?;
         super::link::unpin(&directory.join(name))?;
         super::link::pin_object(zeroed_map.as_fd(), &directory.join(name))?;
@@ -429,7 +433,7 @@ fn create_mmapable_array(name: &str, value_bytes: u32, entries: u32) -> anyhow::
     .with_context(|| format!("making {name} of {entries} entries of {value_bytes} bytes"))
 }
 
-fn map_placement_memory(map: impl AsFd, bytes: u32) -> anyhow::Result<MmapArray<[u64]>> {
+fn mmap_placement_memory(map: impl AsFd, bytes: u32) -> anyhow::Result<MmapArray<[u64]>> {
     MmapArray::new_slice(map, bytes as usize / size_of::<u64>()).context("mapping the placement tables")
 }
 
@@ -564,18 +568,18 @@ fn open_variant<'obj>(
     constants.vlans_in_use = variant.vlan_settings.uses_tags();
     constants.vlans_or_capture_in_use = constants.vlans_in_use;
     constants.vip_vlan = variant.vlan_settings.vip_vlan.get();
-    constants.counters_by_cpu = variant.counters_by_cpu;
+    constants.counters_by_cpu = variant.counts_by_cpu;
     constants.connection_partition_mask = sizes.connection_table_size.partition_count() - 1;
     constants.placement_memory_mask = sizes.placement_memory_bytes - 1;
     constants.counter_row_mask = sizes.counter_row_count - 1;
     constants.flow_set_count = sizes.flow_table_set_count;
     for (reason, rates) in variant.broadcast_limits.into_iter().enumerate() {
         let source_limit = &mut constants.broadcast_per_source[reason];
-        (source_limit.interval_ns, source_limit.burst_ns) = token_bucket_times(rates.source_limit);
+        (source_limit.interval_ns, source_limit.burst_ns) = token_and_burst_ns(rates.source_limit);
         let service_limit = &mut constants.broadcast_per_service[reason];
-        (service_limit.interval_ns, service_limit.burst_ns) = token_bucket_times(rates.service_limit);
+        (service_limit.interval_ns, service_limit.burst_ns) = token_and_burst_ns(rates.service_limit);
         let total_limit = &mut constants.broadcast_total[reason];
-        (total_limit.interval_ns, total_limit.burst_ns) = token_bucket_times(rates.total_limit);
+        (total_limit.interval_ns, total_limit.burst_ns) = token_and_burst_ns(rates.total_limit);
     }
     Ok(open_skeleton)
 }
@@ -585,7 +589,7 @@ fn bits_or_default(bits: u32, default: u32) -> u32 {
 }
 
 /// Converts a rate to fields of `struct token_bucket` (`bpf/lb/broadcast.h`), namely ns per token and the burst in ns.
-fn token_bucket_times(rate: PacketRate) -> (u64, u64) {
+fn token_and_burst_ns(rate: PacketRate) -> (u64, u64) {
     let ns_per_token = 1_000_000_000 / u64::from(rate.per_second.max(1));
     (ns_per_token, ns_per_token * u64::from(rate.burst_packets.max(1) - 1))
 }

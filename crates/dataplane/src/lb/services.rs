@@ -92,13 +92,13 @@ fn decode_slot_number(slot_number: u32) -> Option<(ServiceIndex, ServiceMode)> {
 pub(super) fn required_features(services: &BTreeMap<ServiceAddress, Service>) -> RequiredFeatures {
     let features_of_service = |(address, service): (&ServiceAddress, &Service)| RequiredFeatures {
         placement_rule_bits: service.rule_bit().unwrap_or(0),
-        consistency_mode_bits: 1 << service.mode.consistency.number(),
+        consistency_mode_bits: 1 << service.mode.consistency.bpf_number(),
         has_tcp_without_timestamps: service.mode.timestamps == TimestampOrigin::Off
             && address.protocol == Protocol::Tcp,
         has_lb_stamping: service.mode.timestamps == TimestampOrigin::LoadBalancer,
         has_migrating_service: service.mode.migration.is_some(),
         has_udp: address.protocol == Protocol::Udp,
-        forwarding_mode_bits: 1 << service.mode.forwarding.number(),
+        forwarding_mode_bits: 1 << service.mode.forwarding.bpf_number(),
         has_ipv6: address.vip_and_port.is_ipv6(),
     };
     services.iter().map(features_of_service).fold(RequiredFeatures::default(), RequiredFeatures::union)
@@ -126,11 +126,11 @@ impl LoadBalancer {
 
         let previous_stateful_indexes = self.stateful_indexes();
         let removed_indexes = self.update_known_services(&modes_by_address)?;
-        let no_longer_stateful: Vec<_> =
+        let formerly_stateful_indexes: Vec<_> =
             previous_stateful_indexes.difference(&self.stateful_indexes()).copied().collect();
-        if !no_longer_stateful.is_empty() {
-            self.grace_periods.wait(self.directory_grace_ticket)?;
-            self.free_connections_of_services(&no_longer_stateful)?;
+        if !formerly_stateful_indexes.is_empty() {
+            self.grace_periods.wait(self.service_directory_grace_ticket)?;
+            self.free_connections_of_services(&formerly_stateful_indexes)?;
         }
         // Packets may still find a removed index, for example in the map entry of a datagram's first fragment.
         removed_indexes.into_iter().for_each(|index| self.clear_member_flags(index));
@@ -159,7 +159,7 @@ impl LoadBalancer {
         }
         self.services.values().for_each(|service| store_forwarding(&self.maps, service));
         if self.addresses_with_slot_numbers() != previous_numbers {
-            self.switch_directory()?;
+            self.switch_service_directory()?;
         }
         unused_tables.into_iter().for_each(|table| self.maps.tables.retire_table(table, &self.grace_periods));
         Ok(removed_services.into_iter().map(|(_, index)| index).collect())
@@ -173,7 +173,7 @@ impl LoadBalancer {
             return Ok(());
         }
         // Programs that still use a removed service must have ended before its index is reused.
-        self.grace_periods.wait(self.directory_grace_ticket)?;
+        self.grace_periods.wait(self.service_directory_grace_ticket)?;
         let mut added_indexes = BTreeSet::new();
         for (address, mode) in added_services {
             let added_index = self.allocate_service_index(*address);
@@ -183,16 +183,16 @@ impl LoadBalancer {
         self.clear_services(&added_indexes)?;
         let added_services = self.services.values().filter(|service| added_indexes.contains(&service.index));
         added_services.for_each(|service| store_forwarding(&self.maps, service));
-        self.switch_directory()
+        self.switch_service_directory()
     }
 
     /// Stores a service's name for commands that read the pinned state without the daemon. A name longer than
     /// [`SERVICE_NAME_BYTES`](intf::SERVICE_NAME_BYTES) bytes is cut.
     pub fn set_service_name(&mut self, service: ServiceIndex, name: &str) {
         let mut name_bytes: ServiceNameBytes = [0; intf::SERVICE_NAME_BYTES as usize];
-        let cut_length =
+        let truncated_length =
             (0..=name_bytes.len().min(name.len())).rev().find(|end| name.is_char_boundary(*end)).unwrap_or(0);
-        name_bytes[..cut_length].copy_from_slice(&name.as_bytes()[..cut_length]);
+        name_bytes[..truncated_length].copy_from_slice(&name.as_bytes()[..truncated_length]);
         self.maps.state.write(service_name_offset(service), &name_bytes);
     }
 
@@ -217,16 +217,16 @@ impl LoadBalancer {
     }
 
     /// Writes the services into the idle half of the service directory and then activates that half.
-    fn switch_directory(&mut self) -> anyhow::Result<()> {
-        self.grace_periods.wait(self.directory_grace_ticket)?;
+    fn switch_service_directory(&mut self) -> anyhow::Result<()> {
+        self.grace_periods.wait(self.service_directory_grace_ticket)?;
         let service_directory = service_slots::build_lb_directory(&self.addresses_with_slot_numbers())?;
-        let active_half_offset = DIRECTORIES_OFFSET + offset_of!(intf::lb_service_directories, active);
+        let active_half_offset = SERVICE_DIRECTORIES_OFFSET + offset_of!(intf::lb_service_directories, active);
         let idle_half = self.maps.state.load(active_half_offset) ^ 1;
         let idle_half_offset = offset_of!(intf::lb_service_directories, half)
             + idle_half as usize * size_of::<intf::lb_service_directory>();
-        self.maps.state.write(DIRECTORIES_OFFSET + idle_half_offset, &*service_directory);
+        self.maps.state.write(SERVICE_DIRECTORIES_OFFSET + idle_half_offset, &*service_directory);
         self.maps.state.store(active_half_offset, idle_half);
-        self.directory_grace_ticket = self.grace_periods.request_ticket();
+        self.service_directory_grace_ticket = self.grace_periods.request_ticket();
         Ok(())
     }
 
@@ -239,7 +239,7 @@ impl LoadBalancer {
         }
         self.remove_flows(indexes);
         self.remove_fragments(indexes)?;
-        indexes.iter().for_each(|index| self.move_counters_to_removed(*index));
+        indexes.iter().for_each(|index| self.move_counters_to_removed_services(*index));
         Ok(())
     }
 
@@ -295,7 +295,7 @@ fn forwarding_offset(service: ServiceIndex) -> usize {
 }
 
 fn store_forwarding(maps: &Maps, service: &Service) {
-    maps.state.store(forwarding_offset(service.index), service.mode.forwarding.number().into());
+    maps.state.store(forwarding_offset(service.index), service.mode.forwarding.bpf_number().into());
 }
 
 fn load_forwarding(maps: &Maps, service: ServiceIndex) -> Forwarding {
@@ -311,8 +311,8 @@ fn service_name_offset(service: ServiceIndex) -> usize {
 
 /// Returns the address and the configured name of each service in `maps`.
 pub(super) fn services_with_names(maps: &Maps) -> Vec<(ServiceAddress, String)> {
-    let with_name = |(address, service): (ServiceAddress, Service)| (address, service_name(maps, service.index));
-    read_services(maps).into_iter().map(with_name).collect()
+    let address_and_name = |(address, service): (ServiceAddress, Service)| (address, service_name(maps, service.index));
+    read_services(maps).into_iter().map(address_and_name).collect()
 }
 
 /// Returns a service's configured name, or an empty string if none is set.
@@ -321,13 +321,13 @@ pub(super) fn service_name(maps: &Maps, service: ServiceIndex) -> String {
     String::from_utf8_lossy(&name_bytes[..]).trim_end_matches('\0').to_owned()
 }
 
-const DIRECTORIES_OFFSET: usize = offset_of!(intf::lb_state, directories);
+const SERVICE_DIRECTORIES_OFFSET: usize = offset_of!(intf::lb_state, directories);
 
 pub(super) fn read_services(maps: &Maps) -> BTreeMap<ServiceAddress, Service> {
-    let directories = maps.state.read::<intf::lb_service_directories>(DIRECTORIES_OFFSET);
+    let directories = maps.state.read::<intf::lb_service_directories>(SERVICE_DIRECTORIES_OFFSET);
     let services_of_slots =
         directories.half[usize::from(directories.active & 1 != 0)].slots.iter().filter_map(|slot| {
-            let protocol = Protocol::ALL.into_iter().find(|protocol| protocol.number() == slot.key.protocol)?;
+            let protocol = Protocol::ALL.into_iter().find(|protocol| protocol.iana_number() == slot.key.protocol)?;
             let (index, mode) = decode_slot_number(slot.number)?;
             let mode = ServiceMode { forwarding: load_forwarding(maps, index), ..mode };
             let vip_address = address_from_words(slot.key.address);

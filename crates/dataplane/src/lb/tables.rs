@@ -39,7 +39,7 @@ pub enum TableError {
     },
     /// The rule selects among candidates, but the table has members and no candidates.
     #[error("rule {0} without candidates")]
-    NoCandidates(&'static str),
+    NoCandidatesForRule(&'static str),
     /// The table has too many core slots.
     #[error("{0} core slots: expected at most {max}", max = intf::MAX_CORE_SLOTS)]
     TooManyCoreSlots(usize),
@@ -79,7 +79,7 @@ pub(super) fn validate_table(table: &PlacementTable) -> Result<(), TableError> {
     }
     let needs_candidates = matches!(table.rule, PlacementRule::Table | PlacementRule::LeastAssigned);
     if needs_candidates && expected_candidates == 0 && !table.members.is_empty() {
-        return Err(TableError::NoCandidates(table.rule.name()));
+        return Err(TableError::NoCandidatesForRule(table.rule.name()));
     }
     let core_slot_count = table.core_slots.len();
     if core_slot_count > intf::MAX_CORE_SLOTS as usize {
@@ -227,8 +227,8 @@ impl TableBlockLayout {
         }
     }
 
-    /// Returns the header of a table with this layout at offset `block_offset`. `group_hashes` contains each RSS group's
-    /// block with Toeplitz tables, and the destination's hash.
+    /// Returns the header of a table with this layout at offset `block_offset`. `group_hashes` contains each RSS
+    /// group's block with Toeplitz tables, and the destination's hash.
     fn header(
         &self,
         table: &PlacementTable,
@@ -242,7 +242,7 @@ impl TableBlockLayout {
             candidates_per_bucket: table.candidates_per_bucket,
             assignment_cost: table.assignment_cost,
             member_count: table.members.len() as u32,
-            rule: table.rule.number(),
+            rule: table.rule.bpf_number(),
             toeplitz_destination: [0; intf::MAX_RSS_GROUPS as usize],
             toeplitz_source_offset: [0; intf::MAX_RSS_GROUPS as usize],
             consistent_at: block_offset + self.consistent_offset,
@@ -362,7 +362,7 @@ impl PlacementMemory {
         let Some(previous_table) = previous_table else { return vec![0; next.core_slots.len()] };
         previous_table
             .core_slot_index
-            .initial_counts(next, |slot| self.assigned_connection_count(previous_table.memory_offset(), slot))
+            .initial_assigned_counts(next, |slot| self.assigned_connection_count(previous_table.memory_offset(), slot))
     }
 
     /// Returns the number of connections assigned to a core slot in the table at offset `table_offset`.
@@ -391,7 +391,7 @@ impl PlacementMemory {
         let assigned_counts = self.initial_assigned_counts(previous_table, table);
         self.mapped_memory.write(table_block.offset as usize, &table_header);
         self.write_lists(&table_header, table, assigned_counts);
-        let rule_bit = (!table.members.is_empty()).then(|| 1 << table.rule.number());
+        let rule_bit = (!table.members.is_empty()).then(|| 1 << table.rule.bpf_number());
         let toeplitz_blocks = hashes.into_iter().map(|(toeplitz_block, _)| toeplitz_block).collect();
         Ok(StoredTable {
             memory_block: table_block,

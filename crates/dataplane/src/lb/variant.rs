@@ -2,7 +2,7 @@
 
 use coreward_model::vlan::Vlan;
 
-use super::{BroadcastLimits, LbStampingClock, Options};
+use super::{BroadcastLimitsByKind, LbStampingClock, Options};
 
 /// Features that the services and their tables need. The kernel removes the code of all other features.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -44,8 +44,8 @@ pub(super) struct ProgramVariant {
     pub required_features: RequiredFeatures,
     pub counts_server_traffic: bool,
     /// Whether counter rows belong to CPUs instead of receive queues. Generic XDP needs this.
-    pub counters_by_cpu: bool,
-    pub broadcast_limits: BroadcastLimits,
+    pub counts_by_cpu: bool,
+    pub broadcast_limits: BroadcastLimitsByKind,
     pub lb_stamping_clock: LbStampingClock,
     /// Whether packets read the kernel's clock, so that connection table entries age without the daemon.
     pub packets_read_clock: bool,
@@ -58,7 +58,7 @@ impl ProgramVariant {
         Self {
             required_features: RequiredFeatures::default(),
             counts_server_traffic: false,
-            counters_by_cpu: false,
+            counts_by_cpu: false,
             broadcast_limits: options.broadcast_limits,
             lb_stamping_clock: options.lb_stamping_clock,
             packets_read_clock: options.packets_read_clock,

@@ -17,9 +17,9 @@ pub fn newest_sequence(state: &MmapArray<intf::server_state>) -> u32 {
 /// [`RSS_SAMPLES`](intf::RSS_SAMPLES) are stored, so older ones may be missing. The list ends before the first sample
 /// that a program is still writing, so that the next call returns it.
 pub fn samples_after(state: &MmapArray<intf::server_state>, after: u32) -> Vec<intf::rss_sample> {
-    let newest = newest_sequence(state);
-    let stored_count = newest.wrapping_sub(after).min(intf::RSS_SAMPLES);
-    (0..stored_count).rev().map_while(|age| read_sample(state, newest.wrapping_sub(age))).collect()
+    let newest_sequence = newest_sequence(state);
+    let stored_count = newest_sequence.wrapping_sub(after).min(intf::RSS_SAMPLES);
+    (0..stored_count).rev().map_while(|age| read_sample(state, newest_sequence.wrapping_sub(age))).collect()
 }
 
 /// Returns the offset at which the sample with a sequence number is stored.
@@ -111,15 +111,15 @@ mod tests {
                 }
                 is_written.store(true, SeqCst);
             });
-            let mut last = 0;
-            while !is_written.load(SeqCst) || last != SAMPLE_COUNT {
-                for sample in samples_after(&state, last) {
+            let mut last_sequence = 0;
+            while !is_written.load(SeqCst) || last_sequence != SAMPLE_COUNT {
+                for sample in samples_after(&state, last_sequence) {
                     let sequence = sample.sequence;
-                    assert!(sequence > last, "{sequence} after {last}");
+                    assert!(sequence > last_sequence, "{sequence} after {last_sequence}");
                     assert_eq!(sample.source_address, [sequence; 4]);
                     assert_eq!(sample.destination_address, [sequence; 4]);
                     assert_eq!(sample.hash, sequence);
-                    last = sequence;
+                    last_sequence = sequence;
                 }
             }
         });

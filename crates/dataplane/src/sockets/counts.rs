@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_count_from_the_handshake_to_the_last_fin() {
+    fn connections_are_counted_from_handshake_to_last_fin() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let dual_stack_listener = TcpListener::bind("[::]:0").unwrap();
         let address = listener.local_addr().unwrap();

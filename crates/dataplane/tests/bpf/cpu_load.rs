@@ -53,7 +53,7 @@ fn cpu_is_busy_while_a_task_runs() {
 /// The counted time is compared with the kernel's idle time in /proc/stat. On machines with stolen time the kernel's
 /// value was 7 to 25 % wrong. Therefore it is used only to decide whether the CPUs were idle at all.
 #[test]
-fn idle_time_does_not_count() {
+fn idle_time_is_not_counted_as_busy() {
     skip_if!(missing_bpf_rights());
     let busy_time_counter = CpuBusyTimeCounter::start().unwrap();
     std::thread::sleep(Duration::from_millis(50));

@@ -26,7 +26,7 @@ const UDP_PROTOCOL: u8 = 17;
 const FRAGMENT_HEADER_NUMBER: u8 = 44;
 
 fn load_decapsulation() -> Decapsulation {
-    let decapsulation = Decapsulation::load_only().unwrap();
+    let decapsulation = Decapsulation::load_unattached().unwrap();
     decapsulation.set_sources(&Family::BOTH.map(own_outer_address)).unwrap();
     decapsulation.set_vips(&Family::BOTH.map(|family| service_vip(family).ip())).unwrap();
     decapsulation
@@ -160,11 +160,12 @@ fn foreign_packets_pass_unchanged() {
             wrong_family_frame,
         ]);
     }
-    let gue = TunnelVariant { forwarding: Forwarding::Gue, inner_family: Family::Ipv4, outer_family: Family::Ipv4 };
-    let mut later_fragment = encapsulate(gue, &client_packet(gue.inner_family));
+    let gue_variant =
+        TunnelVariant { forwarding: Forwarding::Gue, inner_family: Family::Ipv4, outer_family: Family::Ipv4 };
+    let mut later_fragment = encapsulate(gue_variant, &client_packet(gue_variant.inner_family));
     later_fragment[ETHERNET_BYTES + 7] = 5;
-    let ipv6_outer_variant = TunnelVariant { outer_family: Family::Ipv6, ..gue };
-    let mut ipv6_fragment = encapsulate(ipv6_outer_variant, &client_packet(gue.inner_family));
+    let ipv6_outer_variant = TunnelVariant { outer_family: Family::Ipv6, ..gue_variant };
+    let mut ipv6_fragment = encapsulate(ipv6_outer_variant, &client_packet(gue_variant.inner_family));
     ipv6_fragment[ETHERNET_BYTES + 6] = FRAGMENT_HEADER_NUMBER;
     for frame in foreign_frames.into_iter().chain([later_fragment, ipv6_fragment]) {
         assert_eq!(run_expecting_counter(&decapsulation, &frame, None), (XDP_PASS, frame));
@@ -241,7 +242,7 @@ fn encapsulated_tunnel_behind_extension_headers_is_dropped() {
 }
 
 #[test]
-fn contradicting_lengths_are_dropped() {
+fn packets_with_contradictory_lengths_are_dropped() {
     let length_field_offset = |family| if family == Family::Ipv4 { 3 } else { 5 };
     expect_drop_of_changed_packet("drop_decap_truncated", |frame, variant| {
         frame[ETHERNET_BYTES + length_field_offset(variant.outer_family)] ^= 1
@@ -277,7 +278,7 @@ fn datagram_length_longer_than_its_packet_is_dropped() {
 }
 
 #[test]
-fn congestion_mark_is_copied_to_the_inner_packet_or_drops_it() {
+fn congestion_mark_is_copied_or_the_packet_is_dropped() {
     skip_if!(missing_bpf_rights());
     let decapsulation = load_decapsulation();
     for (variant, inner_ecn) in TunnelVariant::all().flat_map(|form| [1, 2, 3].map(|ecn| (form, ecn))) {
@@ -329,8 +330,11 @@ fn encapsulated_packet_arrives_unchanged() {
         );
         balancer.lb.set_outer_header(OWN_OUTER_ADDRESSES, 1500);
         let server_ids = balancer.replace_servers(0, 1, &mut rng);
-        let address = server_outer_address(variant.outer_family, server_ids[0]);
-        balancer.lb.set_tunnel(server_ids[0], Tunnel { destination_address: address, source_port: None }).unwrap();
+        let outer_address = server_outer_address(variant.outer_family, server_ids[0]);
+        balancer
+            .lb
+            .set_tunnel(server_ids[0], Tunnel { destination_address: outer_address, source_port: None })
+            .unwrap();
         balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
         let tcp_options = aligned_timestamp_option(7, 0);
         let syn = TcpPacket {

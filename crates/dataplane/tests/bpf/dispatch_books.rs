@@ -68,7 +68,7 @@ fn request_ids_distinguish_requests_of_one_client() {
     run_in_namespace(|| {
         let mut options = dispatch_options(Policy::ShortestQueue);
         // Responses have one more byte before the request id than requests.
-        options.request_id_position = Some(RequestIdPosition { offset: 1, response_offset: 2, byte_count: 2 });
+        options.request_id_position = Some(RequestIdPosition { request_offset: 1, response_offset: 2, byte_count: 2 });
         let env = TestEnv::new(1, &options);
         let client = client_socket();
         (0..3u8).for_each(|id| env.send_request(&client, &[9, id, 7]));

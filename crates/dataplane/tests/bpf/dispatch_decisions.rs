@@ -7,7 +7,7 @@ use coreward_dataplane::dispatch::{Policy, RequestIdPosition, RequestType};
 use coreward_intf as intf;
 use coreward_model::dispatch::{
     ClassBoundedShortestQueue, ClassBounds, DispatchHeader, Dispatcher, JoinLightestQueue, JoinShortestQueue,
-    RoundRobinCore, RoundedServiceTime,
+    RoundRobinDispatcher, RoundedServiceTime,
 };
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
@@ -63,7 +63,7 @@ fn assert_equals_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[Ud
 
 fn start_test_env(workers: usize, policy: Policy) -> TestEnv {
     let mut options = dispatch_options(policy);
-    options.request_id_position = Some(RequestIdPosition { offset: 0, response_offset: 0, byte_count: 4 });
+    options.request_id_position = Some(RequestIdPosition { request_offset: 0, response_offset: 0, byte_count: 4 });
     options.type_offset = 4;
     let request_type = |number: u8, class| RequestType {
         value: [b't', b'y', b'p', b'e', number, 0, 0, 0],
@@ -109,7 +109,7 @@ fn jlq_chooses_workers_as_the_model_does() {
 fn rr_chooses_workers_as_the_model_does() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
-        assert_equals_model(&start_test_env(5, Policy::RoundRobin), &mut RoundRobinCore::new(5), &new_clients())
+        assert_equals_model(&start_test_env(5, Policy::RoundRobin), &mut RoundRobinDispatcher::new(5), &new_clients())
     });
 }
 
@@ -124,14 +124,14 @@ fn jbsrq_chooses_workers_as_the_model_does() {
             env.dispatch.set_request_limits(class_bounds);
             let mut model = ClassBoundedShortestQueue::new(class_bounds(workers as u16));
             assert_equals_model(&env, &mut model, &new_clients());
-            assert_eq!(env.counter(intf::DISPATCH_COUNTER_OVER_BOUND), model.over_bound_count());
-            assert!(model.over_bound_count() > 0);
+            assert_eq!(env.counter(intf::DISPATCH_COUNTER_OVER_BOUND), model.over_bound_request_count());
+            assert!(model.over_bound_request_count() > 0);
         });
     }
 }
 
 #[test]
-fn random_selects_by_flow_and_reaches_all_workers() {
+fn random_policy_selects_by_flow_and_reaches_all_workers() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
         let env = TestEnv::new(4, &dispatch_options(Policy::Random));

@@ -15,8 +15,8 @@ const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 9), 40_000);
 const SERVICE: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 0, 0, 1), 4000);
 const OTHER_SERVICE: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 0, 0, 1), 4001);
 /// Offsets in bytes of headers and fields in a frame without IP options.
-const IP: usize = 14;
-const UDP_OFFSET: usize = IP + 20;
+const IP_OFFSET: usize = 14;
+const UDP_OFFSET: usize = IP_OFFSET + 20;
 const UDP_CHECKSUM_OFFSET: usize = UDP_OFFSET + 6;
 /// Maximum payload of a datagram with an MTU of 1500, in bytes.
 const MAX_PAYLOAD_BYTES: usize = 1472;
@@ -48,7 +48,7 @@ fn request_datagram(payload: Vec<u8>) -> UdpDatagram {
 /// Returns the sum over the UDP pseudo header, not inverted, which the checksum field contains with checksum offload.
 fn pseudo_header_sum(frame: &[u8]) -> u16 {
     let length_bytes = &frame[UDP_OFFSET + 4..UDP_OFFSET + 6];
-    ones_complement_sum(&[&frame[IP + 12..UDP_OFFSET], &[0, 17], length_bytes].concat())
+    ones_complement_sum(&[&frame[IP_OFFSET + 12..UDP_OFFSET], &[0, 17], length_bytes].concat())
 }
 
 fn with_udp_checksum(mut frame: Vec<u8>) -> Vec<u8> {
@@ -94,7 +94,7 @@ fn udp_datagrams_without_or_with_offloaded_checksum_are_accepted() {
     frame[UDP_CHECKSUM_OFFSET + 1] ^= 1;
     expect_counter(&program, &frame, Some("passed_checksum"), "neither");
     let mut frame = with_udp_checksum(request_datagram(b"get".to_vec()).frame());
-    frame[IP + 11] ^= 1;
+    frame[IP_OFFSET + 11] ^= 1;
     expect_counter(&program, &frame, Some("passed_checksum"), "that of the IP header");
     let padded_frame = [with_udp_checksum(request_datagram(b"get".to_vec()).frame()), vec![9; 20]].concat();
     expect_counter(&program, &padded_frame, NO_SOCKET_COUNTER, "padding of a short frame");
@@ -117,7 +117,7 @@ fn other_traffic_passes_without_being_counted() {
         ("another MAC address", changed_frame(5, 1)),
         ("ARP", changed_frame(13, 6)),
         ("IPv6", changed_frame(12, 0x86)),
-        ("TCP", changed_frame(IP + 9, 6)),
+        ("TCP", changed_frame(IP_OFFSET + 9, 6)),
         ("another address", UdpDatagram::new(CLIENT, (Ipv4Addr::new(10, 0, 0, 2), SERVICE.1)).frame()),
         ("another port", UdpDatagram::new(CLIENT, (SERVICE.0, 4002)).frame()),
         ("IP options", UdpDatagram { ip_options: vec![1; 4], ..request_datagram(b"get".to_vec()) }.frame()),

@@ -4,7 +4,7 @@
 use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate};
+use coreward_dataplane::lb::{BroadcastRateLimits, Options, PacketRate};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
@@ -34,7 +34,7 @@ fn icmp_error(router: Ipv4Addr, client: (Ipv4Addr, u16)) -> Vec<u8> {
     ipv4_frame(1, [router, VIP.0], &[], [0x77, 0], &icmp_message)
 }
 
-fn reset_frame(client: (Ipv4Addr, u16)) -> Vec<u8> {
+fn rst_frame(client: (Ipv4Addr, u16)) -> Vec<u8> {
     TcpPacket { flags: RST, ..TcpPacket::new(client, VIP) }.frame()
 }
 
@@ -60,12 +60,12 @@ fn count_accepted_errors_from(
     balancer: &Balancer,
     mut forged_frame: impl FnMut() -> Vec<u8>,
 ) -> usize {
-    const FORGED_INTERVAL: Duration = Duration::from_micros(100);
+    const FORGED_PACKET_INTERVAL: Duration = Duration::from_micros(100);
     let (mut next_send_time, mut accepted_count) = (Instant::now(), 0);
     for n in 0..10_000u32 {
         // If the machine pauses, the missed packets are not sent later, because they would raise the rate.
         while Instant::now() < next_send_time {}
-        next_send_time = (next_send_time + FORGED_INTERVAL).max(Instant::now());
+        next_send_time = (next_send_time + FORGED_PACKET_INTERVAL).max(Instant::now());
         balancer.run(&forged_frame());
         if n % 100 == 0 {
             let router_address = router(n);
@@ -91,7 +91,7 @@ fn genuine_icmp_errors_pass_among_forged_packets() {
         100,
         "unknown cookies"
     );
-    assert_eq!(count_accepted_errors(&new_balancer(), || reset_frame(random_endpoint())), 100, "resets");
+    assert_eq!(count_accepted_errors(&new_balancer(), || rst_frame(random_endpoint())), 100, "resets");
     assert_eq!(
         count_accepted_errors(&new_balancer(), || icmp_error(random_endpoint().0, random_endpoint())),
         100,
@@ -121,23 +121,23 @@ fn rate_with_burst(burst: u32) -> PacketRate {
 #[test]
 fn flood_of_one_source_leaves_tokens_to_other_sources() {
     skip_if!(missing_bpf_rights());
-    let broadcast_rates = BroadcastRates {
+    let rate_limits = BroadcastRateLimits {
         source_limit: rate_with_burst(10),
         service_limit: rate_with_burst(100),
         total_limit: rate_with_burst(1000),
     };
     let balancer = balancer_with_services(
         1,
-        Options { broadcast_limits: [broadcast_rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() },
+        Options { broadcast_limits: [rate_limits; intf::LIMITED_KIND_COUNT as usize], ..Options::default() },
     );
     let mut rng = seeded_rng(124, 0);
-    let flood_frames = (0..1000u16).map(|port| reset_frame((FORGED_SOURCE, port)));
+    let flood_frames = (0..1000u16).map(|port| rst_frame((FORGED_SOURCE, port)));
     let broadcast_flood_frames = flood_frames.filter(|frame| is_broadcast(&balancer, frame)).count();
     assert!(
         (50..55).contains(&broadcast_flood_frames),
         "{broadcast_flood_frames} of one source: half of what its service may"
     );
-    let genuine_frames = (0..50).map(|_| reset_frame((Ipv4Addr::from(rng.next_u32()), 4000)));
+    let genuine_frames = (0..50).map(|_| rst_frame((Ipv4Addr::from(rng.next_u32()), 4000)));
     // By chance, some sources share the forged source's bucket (of 4,096). Two do in one run of 14,000, and three in
     // one run of 3,500,000.
     let accepted_count = genuine_frames.filter(|frame| is_broadcast(&balancer, frame)).count();
@@ -147,14 +147,14 @@ fn flood_of_one_source_leaves_tokens_to_other_sources() {
 #[test]
 fn total_limit_bounds_broadcasts_of_all_services() {
     skip_if!(missing_bpf_rights());
-    let broadcast_rates = BroadcastRates {
+    let rate_limits = BroadcastRateLimits {
         source_limit: rate_with_burst(100),
         service_limit: rate_with_burst(100),
         total_limit: rate_with_burst(300),
     };
     let balancer = balancer_with_services(
         40,
-        Options { broadcast_limits: [broadcast_rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() },
+        Options { broadcast_limits: [rate_limits; intf::LIMITED_KIND_COUNT as usize], ..Options::default() },
     );
     let mut rng = seeded_rng(125, 0);
     let broadcast_count = (0..2000u16)

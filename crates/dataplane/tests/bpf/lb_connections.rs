@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
-use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate, Server};
+use coreward_dataplane::lb::{BroadcastRateLimits, Options, PacketRate, Server};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::connection_table::{
@@ -21,7 +21,7 @@ use crate::support::balancer::{
     Balancer, ExpectedIdentification, OWN_MAC, XDP_DROP, XDP_TX, random_table, service_address,
 };
 use crate::support::stateful::{
-    STATEFUL_MODE, VIP, established_frame, established_packet, ipv4_client, own_owner_number, owner_number,
+    STATEFUL_MODE, VIP, frame_with_cookie_index, ipv4_client, own_owner_number, owner_number, packet_with_cookie_index,
     random_client, stateful_balancer, syn_frame, syn_with_tsecr, tsecr_of, tuple_to_vip,
 };
 use crate::support::{
@@ -70,7 +70,7 @@ fn new_connection_takes_an_entry_that_later_packets_find() {
     for connection in &opened_connections {
         balancer.expect_found_by_index(connection);
         let mut slow_path_packet =
-            established_packet(&balancer.fleet_keys, connection.client, connection.cookie_index, ACK);
+            packet_with_cookie_index(&balancer.fleet_keys, connection.client, connection.cookie_index, ACK);
         let tsecr = cookie::stamp_tsval(
             &balancer.fleet_keys,
             &support::FOREIGN_TIME_KEY,
@@ -85,19 +85,20 @@ fn new_connection_takes_an_entry_that_later_packets_find() {
         let entry = balancer.connection_entry(connection.client).unwrap();
         let forwarded_bytes = syn_frame(connection.client).len()
             + slow_path_frame.len()
-            + established_frame(&balancer, connection.client, 0).len();
+            + frame_with_cookie_index(&balancer, connection.client, 0).len();
         assert_eq!((entry.packet_count, entry.byte_count), (3, forwarded_bytes as u64));
         assert_eq!((entry.opened_at, entry.last_packet_at), (ClockTicks(123), ClockTicks(200)));
     }
     // FIN and RST mark an entry as closing, and a SYN removes the mark.
     for (connection, flags) in opened_connections.iter().zip([ACK | FIN, ACK | RST].into_iter().cycle()) {
-        let frame = established_packet(&balancer.fleet_keys, connection.client, connection.cookie_index, flags).frame();
+        let frame =
+            packet_with_cookie_index(&balancer.fleet_keys, connection.client, connection.cookie_index, flags).frame();
         let closed_count = || balancer.lb.server_traffic(connection.server).closed_connection_count;
-        let closed_before = closed_count();
+        let closed_count_before = closed_count();
         for _ in 0..3 {
             balancer.expect_sent_to(0, &frame, connection.server, "connection_table");
         }
-        assert_eq!(closed_count(), closed_before + 1, "sent again it closes nothing");
+        assert_eq!(closed_count(), closed_count_before + 1, "sent again it closes nothing");
         assert!(balancer.connection_entry(connection.client).unwrap().is_closing);
         assert_eq!(balancer.send_syn(connection.client).1, Some(connection.cookie_index));
         assert!(!balancer.connection_entry(connection.client).unwrap().is_closing);
@@ -106,7 +107,7 @@ fn new_connection_takes_an_entry_that_later_packets_find() {
 }
 
 #[test]
-fn server_learns_the_index_at_any_option_offset() {
+fn server_learns_the_connection_index_at_any_option_offset() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(102, 0);
     let (balancer, _) = stateful_balancer(65_536, &mut rng);
@@ -203,7 +204,7 @@ fn cookie_of_another_connection_is_unknown() {
     let mut rng = seeded_rng(104, 0);
     let options = Options {
         connection_table_size: TableSize::try_from(1024).unwrap(),
-        broadcast_limits: [BroadcastRates::with_equal_rates(PacketRate { per_second: 1, burst_packets: 3 });
+        broadcast_limits: [BroadcastRateLimits::with_equal_rates(PacketRate { per_second: 1, burst_packets: 3 });
             intf::LIMITED_KIND_COUNT as usize],
         ..Options::default()
     };
@@ -216,24 +217,24 @@ fn cookie_of_another_connection_is_unknown() {
     balancer.lb.set_owner_number(Some(own_owner_number()));
     let opened_connection = balancer.open_connection_with_entry(random_client(&mut rng));
     let mut unknown_count = 0;
-    let mut expect_unknown = |balancer: &Balancer, frame: &[u8]| {
+    let mut expect_unknown_cookie = |balancer: &Balancer, frame: &[u8]| {
         balancer.expect_broadcast_or_dropped(0, frame, ExpectedIdentification::Unchanged, "drop_unknown_cookie");
         unknown_count += 1;
         assert_eq!(balancer.event_count(0, "connection_unknown"), unknown_count);
     };
     // These packets have other tuples with this slot, or this tuple with free slots. A FIN takes the slow path.
     for _ in 0..200 {
-        expect_unknown(
+        expect_unknown_cookie(
             &balancer,
-            &established_frame(&balancer, random_client(&mut rng), opened_connection.cookie_index),
+            &frame_with_cookie_index(&balancer, random_client(&mut rng), opened_connection.cookie_index),
         );
     }
     for slot in (0..1024).filter(|slot| *slot != u32::from(opened_connection.cookie_index) % 1024).step_by(7) {
         let cookie_index = encode_cookie_index(own_owner_number(), slot);
-        expect_unknown(&balancer, &established_frame(&balancer, opened_connection.client, cookie_index));
-        expect_unknown(
+        expect_unknown_cookie(&balancer, &frame_with_cookie_index(&balancer, opened_connection.client, cookie_index));
+        expect_unknown_cookie(
             &balancer,
-            &established_packet(&balancer.fleet_keys, opened_connection.client, cookie_index, ACK | FIN).frame(),
+            &packet_with_cookie_index(&balancer.fleet_keys, opened_connection.client, cookie_index, ACK | FIN).frame(),
         );
     }
     let entry = balancer.connection_entry(opened_connection.client).unwrap();
@@ -256,7 +257,7 @@ fn cookie_of_another_connection_is_unknown() {
     // Packets to an unresolved server are dropped, and packets to a removed server are broadcast.
     let service_index = balancer.service_indexes[0];
     balancer.lb.set_server(service_index, opened_connection.server, Server { mac: None, is_eligible: true });
-    let frame = established_frame(&balancer, opened_connection.client, opened_connection.cookie_index);
+    let frame = frame_with_cookie_index(&balancer, opened_connection.client, opened_connection.cookie_index);
     balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_server_unresolved");
     balancer.lb.remove_server(service_index, opened_connection.server);
     balancer.expect_broadcast_or_dropped(0, &frame, ExpectedIdentification::Unchanged, "drop_unknown_cookie");
@@ -267,10 +268,10 @@ fn cookie_of_another_connection_is_unknown() {
 fn packet_with_an_index_of_another_table_goes_to_its_owner_or_is_broadcast() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(105, 0);
-    let mut broadcast_limits = [BroadcastRates::with_equal_rates(PacketRate { per_second: 1, burst_packets: 1 });
+    let mut broadcast_limits = [BroadcastRateLimits::with_equal_rates(PacketRate { per_second: 1, burst_packets: 1 });
         intf::LIMITED_KIND_COUNT as usize];
     broadcast_limits[intf::LIMITED_OWNER_LOST as usize] =
-        BroadcastRates::with_equal_rates(PacketRate { per_second: 1, burst_packets: 40 });
+        BroadcastRateLimits::with_equal_rates(PacketRate { per_second: 1, burst_packets: 40 });
     let options = Options { broadcast_limits, ..Options::default() };
     let mut balancer = Balancer::without_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
     balancer.lb.set_owner_number(Some(own_owner_number()));
@@ -279,12 +280,13 @@ fn packet_with_an_index_of_another_table_goes_to_its_owner_or_is_broadcast() {
     balancer.lb.set_owner_mac(live_owner, Some(owner_mac));
     balancer.lb.set_owner_mac(lost_owner, None);
     let frame_with_owner = |balancer: &Balancer, owner, rng: &mut _| {
-        established_frame(balancer, random_client(rng), encode_cookie_index(owner, 77))
+        frame_with_cookie_index(balancer, random_client(rng), encode_cookie_index(owner, 77))
     };
     for flags in [ACK, ACK | FIN] {
         for _ in 0..50 {
             let cookie_index = encode_cookie_index(live_owner, uniform_below(&mut rng, 1024));
-            let frame = established_packet(&balancer.fleet_keys, random_client(&mut rng), cookie_index, flags).frame();
+            let frame =
+                packet_with_cookie_index(&balancer.fleet_keys, random_client(&mut rng), cookie_index, flags).frame();
             balancer.expect_sent_to_mac(&frame, owner_mac, "to_owner");
         }
     }
@@ -440,7 +442,7 @@ fn entry_is_freed_once_and_only_if_unchanged() {
     assert_eq!(balancer.lb.free_connections(&[entries_before[0], entries_before[1], entries_before[0]]).unwrap(), 1);
     assert_eq!(balancer.lb.free_connections(&entries_before).unwrap(), 0);
     balancer.expect_found_by_index(&second_connection);
-    let frame = established_frame(&balancer, first_connection.client, first_connection.cookie_index);
+    let frame = frame_with_cookie_index(&balancer, first_connection.client, first_connection.cookie_index);
     balancer.expect_broadcast_or_dropped(0, &frame, ExpectedIdentification::Unchanged, "drop_unknown_cookie");
     assert_eq!(balancer.event_count(0, "connection_unknown"), 1);
 
@@ -465,12 +467,13 @@ fn entries_expire_by_their_timers_or_when_their_server_is_removed() {
     balancer.lb.tick(Duration::ZERO);
     let [half_open, closing, idle] = [(); 3].map(|()| balancer.open_connection_with_entry(random_client(&mut rng)));
     balancer.expect_found_by_index(&idle);
-    let fin_frame = established_packet(&balancer.fleet_keys, closing.client, closing.cookie_index, ACK | FIN).frame();
+    let fin_frame =
+        packet_with_cookie_index(&balancer.fleet_keys, closing.client, closing.cookie_index, ACK | FIN).frame();
     balancer.expect_sent_to(0, &fin_frame, closing.server, "connection_table");
-    let due_after = |balancer: &mut Balancer, seconds| -> BTreeMap<_, ExpiryReason> {
+    let expired_after = |balancer: &mut Balancer, seconds| -> BTreeMap<_, ExpiryReason> {
         balancer.lb.tick(Duration::from_secs(seconds));
-        let due_connections = balancer.lb.scan_expired_connections(&ConnectionTimeouts::default(), 4096);
-        due_connections.iter().map(|(connection, reason)| (ipv4_client(connection), *reason)).collect()
+        let expired_connections = balancer.lb.scan_expired_connections(&ConnectionTimeouts::default(), 4096);
+        expired_connections.iter().map(|(connection, reason)| (ipv4_client(connection), *reason)).collect()
     };
     let expected_set = |connections: &[_]| connections.iter().copied().collect::<BTreeMap<_, ExpiryReason>>();
     let (half_open_due, closing_due, idle_due) = (
@@ -478,14 +481,14 @@ fn entries_expire_by_their_timers_or_when_their_server_is_removed() {
         (closing.client, ExpiryReason::Closing),
         (idle.client, ExpiryReason::Idle),
     );
-    assert_eq!(due_after(&mut balancer, 9), expected_set(&[]));
-    assert_eq!(due_after(&mut balancer, 10), expected_set(&[half_open_due]));
-    assert_eq!(due_after(&mut balancer, 60), expected_set(&[half_open_due, closing_due]));
-    assert_eq!(due_after(&mut balancer, 300), expected_set(&[half_open_due, closing_due, idle_due]));
+    assert_eq!(expired_after(&mut balancer, 9), expected_set(&[]));
+    assert_eq!(expired_after(&mut balancer, 10), expected_set(&[half_open_due]));
+    assert_eq!(expired_after(&mut balancer, 60), expected_set(&[half_open_due, closing_due]));
+    assert_eq!(expired_after(&mut balancer, 300), expected_set(&[half_open_due, closing_due, idle_due]));
     balancer.expect_found_by_index(&idle);
-    assert_eq!(due_after(&mut balancer, 300), expected_set(&[half_open_due, closing_due]));
+    assert_eq!(expired_after(&mut balancer, 300), expected_set(&[half_open_due, closing_due]));
     balancer.lb.remove_server(balancer.service_indexes[0], idle.server);
-    assert_eq!(due_after(&mut balancer, 300)[&idle.client], ExpiryReason::ServerGone);
+    assert_eq!(expired_after(&mut balancer, 300)[&idle.client], ExpiryReason::ServerGone);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
 use crate::support::balancer::{Balancer, XDP_TX};
-use crate::support::stateful::{cookie_index_of, established_frame, stateful_balancer, syn_frame};
+use crate::support::stateful::{cookie_index_of, frame_with_cookie_index, stateful_balancer, syn_frame};
 use crate::support::{missing_bpf_rights, skip_if};
 
 const ENTRY_COUNT: u32 = 16_384;
@@ -91,7 +91,7 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
 fn percentage_held_by_prefix(addresses: u32, syns_per_tick: u32, ticks: u32, is_slow: bool) -> f64 {
     let mut rng = seeded_rng(132, 0);
     let (mut balancer, _) = stateful_balancer(ENTRY_COUNT.into(), &mut rng);
-    let timers = ConnectionTimeouts::default();
+    let timeouts = ConnectionTimeouts::default();
     let mut now = Duration::from_secs(1000);
     for tick in 0..ticks {
         now += TICK_INTERVAL;
@@ -104,12 +104,12 @@ fn percentage_held_by_prefix(addresses: u32, syns_per_tick: u32, ticks: u32, is_
             let client = (Ipv4Addr::from(0xc000_0200 + n % addresses), (n / addresses) as u16);
             let (_, forwarded_frame) = balancer.run(&syn_frame(client));
             if let Some(cookie_index) = cookie_index_of(&forwarded_frame).filter(|_| is_slow) {
-                balancer.run(&established_frame(&balancer, client, cookie_index));
+                balancer.run(&frame_with_cookie_index(&balancer, client, cookie_index));
             }
         }
-        let due_connections = balancer.lb.scan_expired_connections(&timers, ENTRY_COUNT / TICKS_PER_SWEEP);
+        let expired_connections = balancer.lb.scan_expired_connections(&timeouts, ENTRY_COUNT / TICKS_PER_SWEEP);
         let connections_to_free: Vec<Connection> =
-            due_connections.into_iter().map(|(connection, _)| connection).collect();
+            expired_connections.into_iter().map(|(connection, _)| connection).collect();
         balancer.lb.free_connections(&connections_to_free).unwrap();
     }
     balancer.lb.scan_used_entry_count() as f64 * 100.0 / f64::from(ENTRY_COUNT)

@@ -22,7 +22,7 @@ use rand::Rng;
 use crate::support::balancer::{Balancer, ExpectedIdentification, OWN_MAC, XDP_TX, id, service_address};
 use crate::support::network::{PinDirectory, VethPair};
 use crate::support::stateful::{
-    EstablishedConnection, STATEFUL_MODE, VIP, cookie_index_of, established_frame, ipv4_client, own_owner_number,
+    EstablishedConnection, STATEFUL_MODE, VIP, cookie_index_of, frame_with_cookie_index, ipv4_client, own_owner_number,
     owner_number, random_client, stateful_balancer, syn_frame,
 };
 use crate::support::{self, SYN, TcpPacket, missing_bpf_rights, skip_if, timestamp_option};
@@ -205,8 +205,8 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
 
     // Another size is rejected while the table is in use. An empty table is replaced, also in the attached program.
     let resize_error = format!("{:#}", start_process(4096).unwrap_err());
-    let expected = "has 2048 entries, not 4096, and 2048 of them are in use: give it the old size";
-    assert!(resize_error.contains(expected), "{resize_error}");
+    let expected_error = "has 2048 entries, not 4096, and 2048 of them are in use: give it the old size";
+    assert!(resize_error.contains(expected_error), "{resize_error}");
     let mut lb = start_process(2048).unwrap();
     let connections_after: Vec<_> = lb.connections(service_index).collect();
     assert_eq!(lb.free_connections(&connections_after).unwrap(), 2048);
@@ -267,7 +267,7 @@ fn new_maps_have_a_new_connection_key() {
 /// Asserts that the established packets of `connections` are broadcast, or dropped above the rate.
 fn expect_broadcast(tested_balancer: &Balancer, connections: &[EstablishedConnection], source_mac: Option<MacAddress>) {
     for connection in connections {
-        let mut frame = established_frame(tested_balancer, connection.client, connection.cookie_index);
+        let mut frame = frame_with_cookie_index(tested_balancer, connection.client, connection.cookie_index);
         if let Some(MacAddress(source)) = source_mac {
             frame[6..12].copy_from_slice(&source);
         }
@@ -306,7 +306,7 @@ fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
     peer.lb.set_owner_mac(own_owner_number(), Some(owner_mac));
     for connection in &old_connections {
         peer.expect_sent_to_mac(
-            &established_frame(&peer, connection.client, connection.cookie_index),
+            &frame_with_cookie_index(&peer, connection.client, connection.cookie_index),
             owner_mac,
             "to_owner",
         );

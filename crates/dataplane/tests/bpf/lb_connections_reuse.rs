@@ -11,8 +11,8 @@ use rand::Rng;
 
 use crate::support::balancer::{Balancer, ExpectedIdentification, random_table, service_address};
 use crate::support::stateful::{
-    ClientEndpoint, EstablishedConnection, STATEFUL_MODE, VIP, established_frame, established_packet, ipv4_client,
-    own_owner_number, random_client, stateful_balancer,
+    ClientEndpoint, EstablishedConnection, STATEFUL_MODE, VIP, frame_with_cookie_index, ipv4_client, own_owner_number,
+    packet_with_cookie_index, random_client, stateful_balancer,
 };
 use crate::support::{ACK, FIN, missing_bpf_rights, skip_if};
 
@@ -75,7 +75,7 @@ fn new_connection_reuses_an_expired_entry_without_a_sweeper() {
         .filter(|connection| balancer.connection_entry(connection.client).is_none())
         .collect();
     assert_eq!(lost_connections.len(), 200);
-    let frame = established_frame(&balancer, lost_connections[0].client, lost_connections[0].cookie_index);
+    let frame = frame_with_cookie_index(&balancer, lost_connections[0].client, lost_connections[0].cookie_index);
     balancer.expect_broadcast_or_dropped(0, &frame, ExpectedIdentification::Unchanged, "drop_unknown_cookie");
 }
 
@@ -89,7 +89,8 @@ fn open_connections_lose_entries_only_without_a_sweeper() {
     live_connections.iter().for_each(|connection| balancer.expect_found_by_index(connection));
     for connection in closing_connections {
         let fin_frame =
-            established_packet(&balancer.fleet_keys, connection.client, connection.cookie_index, ACK | FIN).frame();
+            packet_with_cookie_index(&balancer.fleet_keys, connection.client, connection.cookie_index, ACK | FIN)
+                .frame();
         balancer.expect_sent_to(0, &fin_frame, connection.server, "connection_table");
     }
     // Cases have the time since the last packet, whether user space has just swept, and how many entries may be reused.
@@ -115,7 +116,7 @@ fn open_connections_lose_entries_only_without_a_sweeper() {
 }
 
 #[test]
-fn reused_entry_counts_for_its_new_source() {
+fn reused_entry_is_counted_for_its_new_source() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(143, 0);
     let start_time = Duration::from_secs(1000);

@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::net::{Ipv4Addr, SocketAddrV4};
 
-use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate, Server};
+use coreward_dataplane::lb::{BroadcastRateLimits, Options, PacketRate, Server};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
@@ -71,11 +71,10 @@ fn connection_without_timestamps_stays_at_the_consistent_choice() {
         for _ in 0..200 {
             let client = random_client(&mut rng);
             let chosen_server = table.consistent_server(&tuple_to_vip(client)).expect("one per bucket");
-            let names_previous = ExpectedIdentification::PreviousServer(support::balancer::previous_server(
-                &table,
-                &tuple_to_vip(client),
-            ));
-            let inserted_before = balancer.event_count(0, "flow_inserted");
+            let previous_server_identification = ExpectedIdentification::PreviousServer(
+                support::balancer::previous_server(&table, &tuple_to_vip(client)),
+            );
+            let inserted_count_before = balancer.event_count(0, "flow_inserted");
             // The first packet that is not a SYN enters the connection into the flow table.
             let flags_and_options = [
                 (SYN, vec![2, 4, 5, 0xb4], "bucket_hash", 0),
@@ -86,8 +85,14 @@ fn connection_without_timestamps_stays_at_the_consistent_choice() {
             ];
             for (flags, options, name, inserted_count) in flags_and_options {
                 let frame = TcpPacket { flags, tcp_options: options, ..TcpPacket::new(client, VIP) }.frame();
-                balancer.expect_sent_with(0, &frame, chosen_server, names_previous, name);
-                assert_eq!(balancer.event_count(0, "flow_inserted") - inserted_before, inserted_count);
+                balancer.expect_sent_with_identification(
+                    0,
+                    &frame,
+                    chosen_server,
+                    previous_server_identification,
+                    name,
+                );
+                assert_eq!(balancer.event_count(0, "flow_inserted") - inserted_count_before, inserted_count);
             }
         }
     }
@@ -123,12 +128,16 @@ fn established_packets_follow_the_cookie_not_the_table() {
         let aligned_option = aligned_timestamp_option(rng.next_u32(), tsecr);
         let timestamp_option = timestamp_option(rng.next_u32(), tsecr);
         let unaligned_option = [&[1][..], &timestamp_option, &[0]].concat();
-        let after_other_options = [&[254, 5, 1, 2, 3, 2, 4, 0, 0, 1, 1, 1][..], &timestamp_option].concat();
-        let after_unknown_option = [&[5, 10, 0, 0, 0, 1, 0, 0, 0, 9][..], &timestamp_option].concat();
+        let timestamp_after_other_options = [&[254, 5, 1, 2, 3, 2, 4, 0, 0, 1, 1, 1][..], &timestamp_option].concat();
+        let timestamp_after_unknown_option = [&[5, 10, 0, 0, 0, 1, 0, 0, 0, 9][..], &timestamp_option].concat();
         let possible_flags = [ACK, ACK | FIN, ACK | RST, RST, ACK | 0x08, ACK | 0x20 | 0xc0];
-        for options in
-            [aligned_option.clone(), unaligned_option, after_other_options, after_unknown_option, aligned_option]
-        {
+        for options in [
+            aligned_option.clone(),
+            unaligned_option,
+            timestamp_after_other_options,
+            timestamp_after_unknown_option,
+            aligned_option,
+        ] {
             let flags = possible_flags[uniform_below(&mut rng, possible_flags.len() as u32) as usize];
             let payload = vec![0x5a; uniform_below(&mut rng, 1400) as usize];
             let ip_options = vec![1; 4 * uniform_below(&mut rng, 2) as usize * uniform_below(&mut rng, 11) as usize];
@@ -189,26 +198,26 @@ fn retransmitted_syn_reaches_the_same_server_until_the_next_table() {
     for (generation, rule) in PlacementRule::ALL.into_iter().enumerate() {
         let table = random_table(rule, generation as u64 + 10, 1, &server_ids, &mut rng);
         balancer.install_table(0, &table);
-        let mut elsewhere_count = 0;
+        let mut moved_count = 0;
         for _ in 0..100 {
             let client = random_client(&mut rng);
-            let first_destination = balancer.forwarded_to(&syn_frame(client));
+            let first_destination = balancer.forward_frame(&syn_frame(client));
             // Other connections open between the SYN and its retransmission.
             for _ in 0..3 {
-                balancer.forwarded_to(&syn_frame(self::random_client(&mut rng)));
+                balancer.forward_frame(&syn_frame(self::random_client(&mut rng)));
             }
-            elsewhere_count += usize::from(balancer.forwarded_to(&syn_frame(client)) != first_destination);
+            moved_count += usize::from(balancer.forward_frame(&syn_frame(client)) != first_destination);
         }
         // The memory of recent placements has 4096 entries, some of which are overwritten by other connections.
-        assert!(elsewhere_count <= 10, "{rule:?}: {elsewhere_count} of 100 retransmissions went elsewhere");
+        assert!(moved_count <= 10, "{rule:?}: {moved_count} of 100 retransmissions went elsewhere");
     }
     // Under a new table, the retransmission is placed again. By then the round robin counter has grown.
     let client = random_client(&mut rng);
     let table = random_table(PlacementRule::RoundRobin, 20, 1, &server_ids, &mut rng);
     balancer.install_table(0, &table);
-    let first_destination = balancer.forwarded_to(&syn_frame(client));
+    let first_destination = balancer.forward_frame(&syn_frame(client));
     balancer.install_table(0, &PlacementTable { generation: 21, ..table });
-    assert_ne!(balancer.forwarded_to(&syn_frame(client)), first_destination);
+    assert_ne!(balancer.forward_frame(&syn_frame(client)), first_destination);
 }
 
 #[test]
@@ -236,7 +245,7 @@ fn ineligible_server_is_replaced_for_new_connections() {
         balancer.install_table(0, &table);
         let mut reached_macs = HashSet::new();
         for _ in 0..100 {
-            let destination = balancer.forwarded_to(&syn_frame(random_client(&mut rng)));
+            let destination = balancer.forward_frame(&syn_frame(random_client(&mut rng)));
             assert!(eligible_macs.contains(&destination), "{rule:?}: sent to {destination}");
             reached_macs.insert(destination);
         }
@@ -294,14 +303,15 @@ fn services_have_separate_servers_and_tables() {
     // The second service is removed. Another service that reuses its index starts without servers and table.
     let service_with_mode = |vip: (Ipv4Addr, u16)| (support::balancer::service_address(vip), ServiceMode::default());
     balancer.service_indexes = balancer.lb.set_services(&[service_with_mode(VIP)]).unwrap();
-    let syn_to_removed = TcpPacket { flags: SYN, ..TcpPacket::new(random_client(&mut rng), other_vip) }.frame();
-    balancer.expect_passed_uncounted(&syn_to_removed);
+    let syn_to_removed_service = TcpPacket { flags: SYN, ..TcpPacket::new(random_client(&mut rng), other_vip) }.frame();
+    balancer.expect_passed_uncounted(&syn_to_removed_service);
     balancer.service_indexes =
         balancer.lb.set_services(&[service_with_mode((other_vip.0, 8443)), service_with_mode(VIP)]).unwrap();
     assert_eq!(balancer.lb.servers(balancer.service_indexes[0]), []);
     assert_eq!(balancer.lb.servers(balancer.service_indexes[1]).len(), 3);
-    let syn_to_added = TcpPacket { flags: SYN, ..TcpPacket::new(random_client(&mut rng), (other_vip.0, 8443)) }.frame();
-    balancer.expect_unforwarded(&syn_to_added, XDP_DROP, 0, "drop_no_eligible_server");
+    let syn_to_added_service =
+        TcpPacket { flags: SYN, ..TcpPacket::new(random_client(&mut rng), (other_vip.0, 8443)) }.frame();
+    balancer.expect_unforwarded(&syn_to_added_service, XDP_DROP, 0, "drop_no_eligible_server");
     assert_eq!(balancer.lb.set_services(&[service_with_mode(VIP), service_with_mode(VIP)]).unwrap_err().to_string(), {
         "service 10.200.0.1:80/tcp is listed twice"
     });
@@ -311,22 +321,22 @@ fn services_have_separate_servers_and_tables() {
 fn broadcast_is_limited_per_service_and_recovers() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(10, 0);
-    let rates = BroadcastRates::with_equal_rates(PacketRate { per_second: 20, burst_packets: 8 });
-    let options = Options { broadcast_limits: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
+    let rate_limits = BroadcastRateLimits::with_equal_rates(PacketRate { per_second: 20, burst_packets: 8 });
+    let options = Options { broadcast_limits: [rate_limits; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
     let services = [(service_address(VIP), ServiceMode::default())];
     let mut balancer = Balancer::without_model(&services, options, &mut rng);
-    let reset = TcpPacket { flags: RST, ..TcpPacket::new(random_client(&mut rng), VIP) }.frame();
-    let broadcast_of_repeated =
-        |balancer: &mut Balancer, count: usize| (0..count).filter(|_| balancer.run(&reset).0 == XDP_TX).count();
+    let rst_frame = TcpPacket { flags: RST, ..TcpPacket::new(random_client(&mut rng), VIP) }.frame();
+    let count_broadcasts =
+        |balancer: &mut Balancer, count: usize| (0..count).filter(|_| balancer.run(&rst_frame).0 == XDP_TX).count();
     let start_time = std::time::Instant::now();
-    let broadcast_count = broadcast_of_repeated(&mut balancer, 200);
+    let broadcast_count = count_broadcasts(&mut balancer, 200);
     let refilled_tokens = (start_time.elapsed().as_secs_f64() * 20.0) as usize;
     assert!(
         (8..=9 + refilled_tokens).contains(&broadcast_count),
         "{broadcast_count} of 200 sent at once, {refilled_tokens} tokens earned meanwhile"
     );
     std::thread::sleep(std::time::Duration::from_millis(210));
-    assert!(broadcast_of_repeated(&mut balancer, 1) == 1);
+    assert!(count_broadcasts(&mut balancer, 1) == 1);
     let counters = balancer.lb.service_counters(balancer.service_indexes[0]);
     let limited_counter =
         intf::LB_COUNTER_NAMES.iter().position(|name| *name == "drop_broadcast_rate_limited").unwrap();

@@ -71,16 +71,16 @@ fn expect_flows_at_servers(
     // With LB-side stamping, only servers' replies make flow table entries, and this test sends no replies.
     let uses_flow_table = mode.timestamps != TimestampOrigin::LoadBalancer;
     assert!(
-        !uses_flow_table || balancer.forwarded_to(ack) == previous_destination,
+        !uses_flow_table || balancer.forward_frame(ack) == previous_destination,
         "{mode:?}: what is established stays"
     );
-    let opened_destination = balancer.forwarded_to(syn);
+    let opened_destination = balancer.forward_frame(syn);
     assert!(!refusing_macs.contains(&opened_destination), "{mode:?}");
     assert!(
-        !uses_flow_table || balancer.forwarded_to(ack) == opened_destination,
+        !uses_flow_table || balancer.forward_frame(ack) == opened_destination,
         "{mode:?}: the new connection's packets follow"
     );
-    assert_eq!(balancer.forwarded_to(syn), opened_destination, "{mode:?}: and so does the SYN sent again");
+    assert_eq!(balancer.forward_frame(syn), opened_destination, "{mode:?}: and so does the SYN sent again");
 }
 
 /// A server drains. In half of the cases, a new table also lacks that server and a down server. Established connections
@@ -105,7 +105,7 @@ fn syn_avoids_a_server_that_takes_no_new_connections() {
             .iter()
             .map(|[syn, ack]| {
                 balancer.run(syn);
-                balancer.forwarded_to(ack)
+                balancer.forward_frame(ack)
             })
             .collect();
         drain_server(&mut balancer, server_ids[0]);
@@ -146,7 +146,7 @@ fn late_syn_ack_of_another_server_does_not_move_a_plain_connection() {
     let mut balancer = balancer_with_lb_stamping(&mut rng);
     let client = random_client(&mut rng);
     let send_packet = |balancer: &Balancer, flags| {
-        balancer.forwarded_to(
+        balancer.forward_frame(
             &TcpPacket { flags, tcp_options: timestamp_option(7, 9), ..TcpPacket::new(client, WEB_VIP) }.frame(),
         )
     };
@@ -192,12 +192,12 @@ fn forged_syn_does_not_move_an_open_connection() {
     balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
     let clients: Vec<_> = (0..50).map(|_| random_client(&mut rng)).collect();
     let send_packet = |balancer: &Balancer, client, flags| {
-        balancer.forwarded_to(&TcpPacket { flags, ..TcpPacket::new(client, WEB_VIP) }.frame())
+        balancer.forward_frame(&TcpPacket { flags, ..TcpPacket::new(client, WEB_VIP) }.frame())
     };
     let destinations: Vec<_> = clients.iter().map(|client| send_packet(&balancer, *client, SYN)).collect();
     // A new table, as after changed loads, would place most of these clients at other servers.
     balancer.install_table(0, &random_table(PlacementRule::Table, 2, 1, &server_ids, &mut rng));
-    let moved_connections = |balancer: &Balancer, flags| {
+    let count_moved_connections = |balancer: &Balancer, flags| {
         clients
             .iter()
             .zip(&destinations)
@@ -205,7 +205,7 @@ fn forged_syn_does_not_move_an_open_connection() {
             .count()
     };
     assert_eq!(
-        (moved_connections(&balancer, SYN), moved_connections(&balancer, ACK)),
+        (count_moved_connections(&balancer, SYN), count_moved_connections(&balancer, ACK)),
         (0, 0),
         "of 50 SYNs sent again, and of connections"
     );
@@ -214,10 +214,14 @@ fn forged_syn_does_not_move_an_open_connection() {
     let draining_mac = destinations[0];
     let id = server_ids.iter().copied().find(|id| balancer.server_macs[&(0, *id)] == draining_mac).unwrap();
     drain_server(&mut balancer, id);
-    let connections_at_draining = destinations.iter().filter(|server| **server == draining_mac).count();
+    let draining_connection_count = destinations.iter().filter(|server| **server == draining_mac).count();
     assert_eq!(
-        (moved_connections(&balancer, ACK), moved_connections(&balancer, SYN), moved_connections(&balancer, ACK)),
-        (0, connections_at_draining, connections_at_draining)
+        (
+            count_moved_connections(&balancer, ACK),
+            count_moved_connections(&balancer, SYN),
+            count_moved_connections(&balancer, ACK)
+        ),
+        (0, draining_connection_count, draining_connection_count)
     );
 }
 
@@ -237,11 +241,11 @@ fn syn_that_leaves_a_draining_server_names_it_as_previous() {
     let frame = |flags| TcpPacket { flags, ..TcpPacket::new(client_address, WEB_VIP) }.frame();
     balancer.run(&frame(ACK));
     drain_server(&mut balancer, server_ids[0]);
-    let first_destination = balancer.forwarded_to(&frame(SYN));
+    let first_destination = balancer.forward_frame(&frame(SYN));
     let destination_id =
         server_ids.iter().copied().find(|id| balancer.server_macs[&(0, *id)] == first_destination).unwrap();
     assert_ne!(destination_id, server_ids[0]);
-    balancer.expect_sent_with(
+    balancer.expect_sent_with_identification(
         0,
         &frame(ACK),
         destination_id,
@@ -268,12 +272,13 @@ fn flood_evicts_no_connection_that_only_the_flow_table_has() {
         std::iter::repeat_with(|| random_client(&mut rng)).filter(is_placed_at_draining).take(20).collect();
     let frame = |client, flags| TcpPacket { flags, ..TcpPacket::new(client, WEB_VIP) }.frame();
     let destinations_before: Vec<_> =
-        clients.iter().map(|client| balancer.forwarded_to(&frame(*client, SYN))).collect();
+        clients.iter().map(|client| balancer.forward_frame(&frame(*client, SYN))).collect();
     assert!(!destinations_before.contains(&balancer.server_macs[&(0, server_ids[0])]));
     for _ in 0..10 * ENTRY_COUNT {
         balancer.run(&frame(random_client(&mut rng), ACK));
     }
-    let destinations_after: Vec<_> = clients.iter().map(|client| balancer.forwarded_to(&frame(*client, ACK))).collect();
+    let destinations_after: Vec<_> =
+        clients.iter().map(|client| balancer.forward_frame(&frame(*client, ACK))).collect();
     assert_eq!(destinations_after, destinations_before);
 }
 
@@ -285,13 +290,13 @@ fn udp_flow_leaves_a_down_server_and_stays_at_a_draining_one() {
     let server_ids = balancer.replace_servers(0, 5, &mut rng);
     balancer.install_table(0, &random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
     let frames: Vec<_> = (0..200).map(|_| UdpDatagram::new(random_client(&mut rng), DNS_VIP).frame()).collect();
-    let destinations_before: Vec<_> = frames.iter().map(|frame| balancer.forwarded_to(frame)).collect();
+    let destinations_before: Vec<_> = frames.iter().map(|frame| balancer.forward_frame(frame)).collect();
     let (draining_mac, down_mac) =
         (balancer.server_macs[&(0, server_ids[0])], balancer.server_macs[&(0, server_ids[1])]);
     drain_server(&mut balancer, server_ids[0]);
     let table = random_table(PlacementRule::RoundRobin, 2, 1, &server_ids[2..], &mut rng);
     balancer.install_table(0, &PlacementTable { down_servers: vec![server_ids[1]], ..table });
-    let destinations_after: Vec<_> = frames.iter().map(|frame| balancer.forwarded_to(frame)).collect();
+    let destinations_after: Vec<_> = frames.iter().map(|frame| balancer.forward_frame(frame)).collect();
     for (previous_destination, new_destination) in destinations_before.iter().zip(&destinations_after) {
         if *previous_destination == down_mac {
             assert!(*new_destination != down_mac && *new_destination != draining_mac);
@@ -302,11 +307,11 @@ fn udp_flow_leaves_a_down_server_and_stays_at_a_draining_one() {
     assert!(destinations_before.contains(&down_mac) && destinations_before.contains(&draining_mac));
     // The draining server is eligible again, but the table does not have it yet.
     set_eligible(&mut balancer, server_ids[0], true);
-    assert_eq!(frames.iter().map(|frame| balancer.forwarded_to(frame)).collect::<Vec<_>>(), destinations_after);
+    assert_eq!(frames.iter().map(|frame| balancer.forward_frame(frame)).collect::<Vec<_>>(), destinations_after);
     drain_server(&mut balancer, server_ids[0]);
     // Flows that left the down server do not return when the server is up again.
     balancer.install_table(0, &random_table(PlacementRule::RoundRobin, 3, 1, &server_ids[1..], &mut rng));
-    assert_eq!(frames.iter().map(|frame| balancer.forwarded_to(frame)).collect::<Vec<_>>(), destinations_after);
+    assert_eq!(frames.iter().map(|frame| balancer.forward_frame(frame)).collect::<Vec<_>>(), destinations_after);
     // When all servers count as down, flows stay at their servers.
     let mut table_without_members = random_table(PlacementRule::RoundRobin, 4, 1, &server_ids[1..], &mut rng);
     table_without_members.members.clear();
@@ -314,11 +319,11 @@ fn udp_flow_leaves_a_down_server_and_stays_at_a_draining_one() {
     table_without_members.previous_consistent_servers.clear();
     table_without_members.down_servers = server_ids[1..].to_vec();
     balancer.install_table(0, &table_without_members);
-    assert_eq!(frames.iter().map(|frame| balancer.forwarded_to(frame)).collect::<Vec<_>>(), destinations_after);
+    assert_eq!(frames.iter().map(|frame| balancer.forward_frame(frame)).collect::<Vec<_>>(), destinations_after);
 }
 
 #[test]
-fn udp_flow_expires() {
+fn idle_udp_flow_expires() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(114, 0);
     let mut balancer = Balancer::with_model(&[udp_service(DNS_VIP)], Options::default(), &mut rng);
@@ -382,7 +387,7 @@ fn flood_on_one_service_moves_no_udp_flow_of_another() {
     }
     let clients = clients_with_free_entries(&balancer, &mut rng);
     let flow_frames: Vec<_> = clients.into_iter().map(|client| UdpDatagram::new(client, DNS_VIP).frame()).collect();
-    let destinations_before: Vec<_> = flow_frames.iter().map(|frame| balancer.forwarded_to(frame)).collect();
+    let destinations_before: Vec<_> = flow_frames.iter().map(|frame| balancer.forward_frame(frame)).collect();
     let mut output_buffer = vec![0; 2048];
     for (vip, (address, _)) in flooded_vips.iter().zip(&services[1..]) {
         let flags = if *vip == flooded_vips[2] { SYN } else { ACK };
@@ -395,7 +400,7 @@ fn flood_on_one_service_moves_no_udp_flow_of_another() {
             let (xdp_action, _) = test_run::run_into(balancer.lb.program(), &frame, &mut output_buffer).unwrap();
             assert_eq!(xdp_action, XDP_TX);
         }
-        let destinations_after = flow_frames.iter().map(|frame| balancer.forwarded_to(frame));
+        let destinations_after = flow_frames.iter().map(|frame| balancer.forward_frame(frame));
         let moved_count =
             destinations_after.zip(&destinations_before).filter(|(after, before)| after != *before).count();
         assert_eq!(moved_count, 0, "flows moved by a flood on {vip:?}");

@@ -1,6 +1,6 @@
 //! Tests of the outer headers of packets to servers behind routers (`bpf/lb/encapsulate.h`, `BPF_PROG_TEST_RUN`).
 
-use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate, Tunnel};
+use coreward_dataplane::lb::{BroadcastRateLimits, Options, PacketRate, Tunnel};
 use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode};
 use coreward_model::cookie::{self, Cookie};
@@ -27,10 +27,10 @@ fn service_mode(variant: TunnelVariant) -> ServiceMode {
 }
 
 fn balancer_and_table(variant: TunnelVariant) -> (Balancer, PlacementTable) {
-    balancer_and_table_with(variant, service_mode(variant), MTU)
+    balancer_and_table_with_mode(variant, service_mode(variant), MTU)
 }
 
-fn balancer_and_table_with(variant: TunnelVariant, mode: ServiceMode, mtu: usize) -> (Balancer, PlacementTable) {
+fn balancer_and_table_with_mode(variant: TunnelVariant, mode: ServiceMode, mtu: usize) -> (Balancer, PlacementTable) {
     let mut rng = seeded_rng(32, 0);
     let balancer = Balancer::with_model(
         &[(service_address(service_vip(variant.inner_family)), mode)],
@@ -84,7 +84,7 @@ fn read_u16(bytes: &[u8], offset: usize) -> u16 {
     u16::from_be_bytes([bytes[offset], bytes[offset + 1]])
 }
 
-fn check_outer_ipv4(outer_packet: &[u8], variant: TunnelVariant, server: ServerId, class: u8) {
+fn assert_outer_ipv4_header(outer_packet: &[u8], variant: TunnelVariant, server: ServerId, class: u8) {
     assert_eq!(ones_complement_sum(&outer_packet[..20]), 0xffff, "checksum of the outer header");
     assert_eq!(
         (outer_packet[0], outer_packet[1], usize::from(read_u16(outer_packet, 2))),
@@ -98,7 +98,7 @@ fn check_outer_ipv4(outer_packet: &[u8], variant: TunnelVariant, server: ServerI
     assert_eq!(outer_packet[12..20], outer_addresses.concat());
 }
 
-fn check_outer_ipv6(outer_packet: &[u8], variant: TunnelVariant, server: ServerId, class: u8) {
+fn assert_outer_ipv6_header(outer_packet: &[u8], variant: TunnelVariant, server: ServerId, class: u8) {
     let [a, b] = expected_source_port(variant.inner_family).to_be_bytes();
     assert_eq!(outer_packet[..4], [0x60 | class >> 4, class << 4, a, b]);
     assert_eq!(
@@ -116,8 +116,8 @@ fn check_outer_ipv6(outer_packet: &[u8], variant: TunnelVariant, server: ServerI
 fn strip_outer_header(packet: &[u8], variant: TunnelVariant, server: ServerId, class: u8) -> Vec<u8> {
     let outer_packet = &packet[ETHERNET_BYTES..];
     match variant.outer_family {
-        Family::Ipv4 => check_outer_ipv4(outer_packet, variant, server, class),
-        Family::Ipv6 => check_outer_ipv6(outer_packet, variant, server, class),
+        Family::Ipv4 => assert_outer_ipv4_header(outer_packet, variant, server, class),
+        Family::Ipv6 => assert_outer_ipv6_header(outer_packet, variant, server, class),
     }
     if variant.forwarding == Forwarding::Gue {
         let udp_header = &outer_packet[ip_header_bytes(variant.outer_family)..];
@@ -264,7 +264,7 @@ fn packet_too_long_to_encapsulate_is_answered_with_the_mtu() {
 fn ipv6_packet_of_1280_bytes_gets_no_error() {
     skip_if!(missing_bpf_rights());
     let variant = TunnelVariant { forwarding: Forwarding::Gue, inner_family: Family::Ipv6, outer_family: Family::Ipv6 };
-    let (balancer, _) = balancer_and_table_with(variant, service_mode(variant), 1300);
+    let (balancer, _) = balancer_and_table_with_mode(variant, service_mode(variant), 1300);
     assert_eq!(
         balancer.run_expecting_counter(&syn_with_length(variant.inner_family, 1280), Some(0), "drop_exceeds_mtu").0,
         XDP_DROP
@@ -296,9 +296,9 @@ fn source_that_is_no_unicast_address_gets_no_error() {
 fn errors_to_a_flood_of_long_packets_are_rate_limited() {
     skip_if!(missing_bpf_rights());
     for inner in Family::BOTH {
-        let broadcast_rates = BroadcastRates::with_equal_rates(PacketRate { per_second: 1, burst_packets: 8 });
+        let rate_limits = BroadcastRateLimits::with_equal_rates(PacketRate { per_second: 1, burst_packets: 8 });
         let options =
-            Options { broadcast_limits: [broadcast_rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
+            Options { broadcast_limits: [rate_limits; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
         let variant = TunnelVariant { forwarding: Forwarding::Ipip, inner_family: inner, outer_family: Family::Ipv4 };
         let mut rng = seeded_rng(34, 0);
         let balancer =
@@ -317,9 +317,9 @@ fn nothing_is_broadcast_to_servers_behind_routers() {
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
         for variant in TunnelVariant::all() {
             let mode = ServiceMode { consistency, ..service_mode(variant) };
-            let (balancer, _) = balancer_and_table_with(variant, mode, MTU);
-            let reset_frame = TcpPacket { flags: RST, tcp_options: vec![], ..syn_packet(variant.inner_family) }.frame();
-            let (xdp_action, _) = balancer.run_expecting_counter(&reset_frame, Some(0), "drop_not_broadcast");
+            let (balancer, _) = balancer_and_table_with_mode(variant, mode, MTU);
+            let rst_frame = TcpPacket { flags: RST, tcp_options: vec![], ..syn_packet(variant.inner_family) }.frame();
+            let (xdp_action, _) = balancer.run_expecting_counter(&rst_frame, Some(0), "drop_not_broadcast");
             assert_eq!(xdp_action, XDP_DROP);
         }
     }
@@ -333,7 +333,7 @@ fn services_of_all_kinds_share_a_program_and_servers() {
         Forwarding::ALL.into_iter().flat_map(|kind| Family::BOTH.map(|family| (kind, family))).collect();
     let vip_of_kind = |(forwarding, family): (Forwarding, Family)| {
         let mut vip = service_vip(family);
-        vip.set_port(80 + forwarding.number() as u16);
+        vip.set_port(80 + forwarding.bpf_number() as u16);
         vip
     };
     let services: Vec<_> = service_kinds

@@ -23,8 +23,8 @@ use crate::support::{
 const ROUTER: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 
 /// Offsets in bytes of headers in a frame with an IP header of 20 bytes.
-const IP: usize = 14;
-const ICMP_OFFSET: usize = IP + 20;
+const IP_OFFSET: usize = 14;
+const ICMP_OFFSET: usize = IP_OFFSET + 20;
 const QUOTE_OFFSET: usize = ICMP_OFFSET + 8;
 
 const UNCHANGED_IDENTIFICATION: ExpectedIdentification = ExpectedIdentification::Unchanged;
@@ -170,7 +170,7 @@ fn random_quoted_timestamps_reach_a_known_server_or_are_broadcast() {
 }
 
 #[test]
-fn icmp_errors_without_cookies_follow_the_modes_table() {
+fn icmp_errors_without_cookies_follow_the_table_of_the_mode() {
     skip_if!(missing_bpf_rights());
     let timestamps_off_mode = ServiceMode { timestamps: TimestampOrigin::Off, ..ServiceMode::default() };
     let other_consistencies = [Consistency::None, Consistency::HashTable, Consistency::Beamer];
@@ -183,7 +183,7 @@ fn icmp_errors_without_cookies_follow_the_modes_table() {
         // A connection is found only by a flow table entry, and not if its rule or bucket would place it.
         let client_packet = TcpPacket { tcp_options: aligned_timestamp_option(1, 2), ..TcpPacket::new(CLIENT, VIP) };
         balancer.run(&TcpPacket { flags: SYN, ..client_packet.clone() }.frame());
-        let destination = balancer.forwarded_to(&client_packet.frame());
+        let destination = balancer.forward_frame(&client_packet.frame());
         let uses_flow_table = mode == timestamps_off_mode || mode.consistency == Consistency::HashTable;
         if uses_flow_table {
             let server = *ids.iter().find(|id| balancer.server_macs[&(0, **id)] == destination).unwrap();
@@ -206,7 +206,7 @@ fn icmp_errors_about_datagrams_follow_their_flow() {
         balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
         let frame = icmp_error(3, &ip_packet_of(&UdpDatagram::new(VIP, CLIENT).frame()));
         balancer.expect_broadcast_or_dropped(0, &frame, UNCHANGED_IDENTIFICATION, "drop_broadcast_rate_limited");
-        let destination = balancer.forwarded_to(&UdpDatagram::new(CLIENT, VIP).frame());
+        let destination = balancer.forward_frame(&UdpDatagram::new(CLIENT, VIP).frame());
         if consistency == Consistency::HashTable {
             let server = *server_ids.iter().find(|id| balancer.server_macs[&(0, **id)] == destination).unwrap();
             balancer.expect_sent_to(0, &frame, server, "icmp_error");
@@ -235,9 +235,9 @@ fn icmp_error_of_no_service_passes_unchanged() {
         ("about another protocol", changed_frame(QUOTE_OFFSET + 9, &[47])),
         ("about UDP", changed_frame(QUOTE_OFFSET + 9, &[17])),
         ("about a later fragment", changed_frame(QUOTE_OFFSET + 6, &[0, 1])),
-        ("to another address", changed_frame(IP + 16, &[10, 200, 0, 2])),
-        ("a fragment itself", changed_frame(IP + 6, &[0x20, 0])),
-        ("a later fragment itself", changed_frame(IP + 6, &[0, 3])),
+        ("to another address", changed_frame(IP_OFFSET + 16, &[10, 200, 0, 2])),
+        ("a fragment itself", changed_frame(IP_OFFSET + 6, &[0x20, 0])),
+        ("a later fragment itself", changed_frame(IP_OFFSET + 6, &[0, 3])),
     ];
     // An error about a first fragment is forwarded, because that fragment contains the ports.
     balancer.expect_sent_to(0, &changed_frame(QUOTE_OFFSET + 6, &[0x20, 0]), ids[0], "icmp_error");
@@ -272,11 +272,11 @@ fn malformed_icmp_errors_are_dropped_with_a_reason() {
     // The outer IP packet ends before the quote has 8 bytes after its IP header.
     for total_length in 0..20 + 8 + 28u16 {
         let mut frame = valid_frame.clone();
-        frame[IP + 2..IP + 4].copy_from_slice(&total_length.to_be_bytes());
+        frame[IP_OFFSET + 2..IP_OFFSET + 4].copy_from_slice(&total_length.to_be_bytes());
         let drop_counter = if total_length < 20 { "drop_malformed_ipv4" } else { "drop_malformed_icmp" };
         balancer.expect_unforwarded_without_service(&frame, XDP_DROP, drop_counter);
     }
-    for truncated_length in IP + 20..valid_frame.len() {
+    for truncated_length in IP_OFFSET + 20..valid_frame.len() {
         balancer.expect_unforwarded_without_service(&valid_frame[..truncated_length], XDP_DROP, "drop_malformed_ipv4");
     }
     for version_and_length in (0..=255u8).filter(|byte| *byte != 0x45) {

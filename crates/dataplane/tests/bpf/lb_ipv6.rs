@@ -78,7 +78,7 @@ fn skippable_extension_headers() -> [Vec<(u8, Vec<u8>)>; 4] {
 }
 
 #[test]
-fn ipv6_new_connections_go_to_the_models_server() {
+fn new_ipv6_connections_go_to_the_server_that_the_model_chooses() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(61, 0);
     let mut balancer = dual_stack_balancer(&mut rng);
@@ -137,9 +137,16 @@ fn ipv6_connection_without_timestamps_stays_and_names_the_previous_server() {
     for _ in 0..300 {
         let client = random_client(&mut rng);
         let chosen_server = table.consistent_server(&tuple_to_vip(client)).expect("one per bucket");
-        let names_previous = ExpectedIdentification::PreviousServer(previous_server(&table, &tuple_to_vip(client)));
+        let previous_server_identification =
+            ExpectedIdentification::PreviousServer(previous_server(&table, &tuple_to_vip(client)));
         for (flags, name) in [(SYN, "bucket_hash"), (ACK, "bucket_hash"), (ACK | FIN, "flow_table")] {
-            balancer.expect_sent_with(0, &client_frame(client, flags, vec![]), chosen_server, names_previous, name);
+            balancer.expect_sent_with_identification(
+                0,
+                &client_frame(client, flags, vec![]),
+                chosen_server,
+                previous_server_identification,
+                name,
+            );
         }
     }
 }
@@ -370,7 +377,7 @@ fn migrating_ipv6_service_forwards_unknown_packets() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(66, 0);
     let other_load_balancer = id(intf::SERVER_ID_COUNT as u64 - 1);
-    let names_no_server = ExpectedIdentification::PreviousServer(None);
+    let no_server_identification = ExpectedIdentification::PreviousServer(None);
     for migration in
         [ServiceMigration::AdoptedFrom(other_load_balancer), ServiceMigration::HandedOverTo(other_load_balancer)]
     {
@@ -392,14 +399,32 @@ fn migrating_ipv6_service_forwards_unknown_packets() {
             if migration == ServiceMigration::AdoptedFrom(other_load_balancer) {
                 balancer.expect_sent_to(0, &syn, chosen_server, "new_connection");
             } else {
-                balancer.expect_sent_with(0, &syn, other_load_balancer, names_no_server, "to_other_balancer");
+                balancer.expect_sent_with_identification(
+                    0,
+                    &syn,
+                    other_load_balancer,
+                    no_server_identification,
+                    "to_other_balancer",
+                );
             }
-            let names_other_load_balancer = ExpectedIdentification::PreviousServer(Some(other_load_balancer));
+            let other_load_balancer_identification = ExpectedIdentification::PreviousServer(Some(other_load_balancer));
             let known_frame = ack_frame_with_cookie(&balancer, client, chosen_server);
-            balancer.expect_sent_with(0, &known_frame, chosen_server, names_other_load_balancer, "established");
+            balancer.expect_sent_with_identification(
+                0,
+                &known_frame,
+                chosen_server,
+                other_load_balancer_identification,
+                "established",
+            );
             let unknown_server = (0..).map(id).find(|id| !server_ids.contains(id)).expect("five of 16,384 are known");
             let unknown_frame = ack_frame_with_cookie(&balancer, client, unknown_server);
-            balancer.expect_sent_with(0, &unknown_frame, other_load_balancer, names_no_server, "to_other_balancer");
+            balancer.expect_sent_with_identification(
+                0,
+                &unknown_frame,
+                other_load_balancer,
+                no_server_identification,
+                "to_other_balancer",
+            );
         }
     }
 }

@@ -48,7 +48,7 @@ fn set_up_service(lb: &mut LoadBalancer) -> ServiceIndex {
     service_index
 }
 
-fn established_frame(destination_mac: [u8; 6]) -> Vec<u8> {
+fn frame_with_cookie(destination_mac: [u8; 6]) -> Vec<u8> {
     let tsecr = cookie::stamp_tsval(
         &fleet_keys(),
         &support::FOREIGN_TIME_KEY,
@@ -107,7 +107,7 @@ fn new_process_takes_over_while_packets_pass() {
         scope.spawn(|| {
             veth_pair.client.run_inside(|| {
                 let packet_socket = support::packet_socket::PacketSocket::open("eth0");
-                let frame = established_frame(device_mac);
+                let frame = frame_with_cookie(device_mac);
                 while !is_done.load(Ordering::Relaxed) && Instant::now() < send_deadline {
                     packet_socket.send_frame(&frame);
                     let sent_count = sent_frames.fetch_add(1, Ordering::Relaxed) + 1;
@@ -128,13 +128,13 @@ fn new_process_takes_over_while_packets_pass() {
         for round in 0..10u64 {
             wait_for_packets(100);
             // Dropping the value detaches nothing, as if the process had been killed.
-            let counted_before = total_packets(&lb);
+            let packet_count_before = total_packets(&lb);
             drop(lb);
             wait_for_packets(40);
             lb = start_process();
             assert!(lb.is_taken_over());
             assert!(
-                total_packets(&lb) >= counted_before && counted_before > 0,
+                total_packets(&lb) >= packet_count_before && packet_count_before > 0,
                 "round {round}: counts continue before services are configured"
             );
             assert_eq!(lb.services().collect::<Vec<_>>(), [(service_address(VIP), service_index)]);
@@ -242,10 +242,10 @@ fn failed_attachment_returns_a_reason() {
 
     let other_pins = PinDirectory::new();
     let mut second_lb = LoadBalancer::load(pinned_options(&other_pins)).unwrap();
-    let occupied_error = attach_error(&mut second_lb, "lo", XdpMode::Auto);
-    let expected_start =
+    let occupied_interface_error = attach_error(&mut second_lb, "lo", XdpMode::Auto);
+    let expected_error_start =
         format!("interface \"lo\" has the program of a load balancer that is pinned in {}:", pins.path().display());
-    assert!(occupied_error.starts_with(&expected_start), "{occupied_error}");
+    assert!(occupied_interface_error.starts_with(&expected_error_start), "{occupied_interface_error}");
     drop(second_lb);
     lb.detach().unwrap();
 
@@ -266,11 +266,11 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
     attach_to_eth0(&mut lb);
     drop(lb);
     let state_path = pins.path().join("lb").join("state");
-    let pinned_program = || coreward_dataplane::lb::pinned_program_id(&pins.path()).unwrap().unwrap();
+    let pinned_program_id = || coreward_dataplane::lb::pinned_program_id(&pins.path()).unwrap().unwrap();
     let take_over_problem = || coreward_dataplane::lb::take_over_problem(&pins.path());
 
     write_layout_version(&state_path, 99);
-    let (loaded_program_id, version_problem) = (pinned_program(), take_over_problem().unwrap());
+    let (loaded_program_id, version_problem) = (pinned_program_id(), take_over_problem().unwrap());
     assert!(
         version_problem.contains(&format!("layout version 99, expected {}", intf::LB_LAYOUT_VERSION)),
         "{version_problem}"
@@ -280,13 +280,13 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
     attach_to_eth0(&mut lb);
     assert!(lb.is_upgrade_pending() && !lb.is_taken_over());
     drop(lb);
-    assert_eq!((pinned_program(), take_over_problem()), (loaded_program_id, Some(version_problem)));
+    assert_eq!((pinned_program_id(), take_over_problem()), (loaded_program_id, Some(version_problem)));
     // The next process completes the upgrade.
     let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
     let attachment = attach_to_eth0(&mut lb);
     lb.commit_upgrade().unwrap();
     assert!(!lb.is_upgrade_pending());
-    assert_ne!(pinned_program(), loaded_program_id);
+    assert_ne!(pinned_program_id(), loaded_program_id);
     assert_eq!(take_over_problem(), None);
     drop(lb);
     let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();

@@ -15,8 +15,8 @@ use crate::support::{
 };
 
 /// Offsets in bytes of headers in a frame with an IP header of 20 bytes.
-const IP: usize = 14;
-const TCP_OFFSET: usize = IP + 20;
+const IP_OFFSET: usize = 14;
+const TCP_OFFSET: usize = IP_OFFSET + 20;
 const TCP_OPTIONS_OFFSET: usize = TCP_OFFSET + 20;
 
 /// Returns a balancer with one service, one of its servers, and a packet of a connection established to that server.
@@ -51,24 +51,24 @@ fn packet_of_no_service_passes_unchanged() {
         ("ARP", with_bytes(&frame, 12, &[8, 6])),
         ("IPv6", with_bytes(&frame, 12, &[0x86, 0xdd])),
         ("VLAN-tagged", [&frame[..12], &[0x81, 0, 0, 5], &frame[12..]].concat()),
-        ("UDP", with_bytes(&frame, IP + 9, &[17])),
-        ("ICMP", with_bytes(&frame, IP + 9, &[1])),
-        ("another address", with_bytes(&frame, IP + 16, &[10, 200, 0, 2])),
+        ("UDP", with_bytes(&frame, IP_OFFSET + 9, &[17])),
+        ("ICMP", with_bytes(&frame, IP_OFFSET + 9, &[1])),
+        ("another address", with_bytes(&frame, IP_OFFSET + 16, &[10, 200, 0, 2])),
         ("another port", with_bytes(&frame, TCP_OFFSET + 2, &[0, 81])),
         ("port 0", with_bytes(&frame, TCP_OFFSET + 2, &[0, 0])),
         ("the broadcast MAC address", with_bytes(&frame, 0, &[0xff; 6])),
         ("another MAC address", with_bytes(&frame, 0, &[0, 0, 0, 0, 0, 1])),
         (
             "a fragment to another address",
-            with_bytes(&with_bytes(&frame, IP + 16, &[10, 200, 0, 2]), IP + 6, &[0x20, 0]),
+            with_bytes(&with_bytes(&frame, IP_OFFSET + 16, &[10, 200, 0, 2]), IP_OFFSET + 6, &[0x20, 0]),
         ),
         (
             "a bad header length to another address",
-            with_bytes(&with_bytes(&frame, IP + 16, &[1, 2, 3, 4]), IP, &[0x41]),
+            with_bytes(&with_bytes(&frame, IP_OFFSET + 16, &[1, 2, 3, 4]), IP_OFFSET, &[0x41]),
         ),
     ];
     // Frames that end before the destination address have no service.
-    foreign_frames.extend((14..IP + 20).map(|length| ("cut in the IP header", frame[..length].to_vec())));
+    foreign_frames.extend((14..IP_OFFSET + 20).map(|length| ("cut in the IP header", frame[..length].to_vec())));
     let syn_frame = TcpPacket { flags: SYN, ..packet.clone() }.frame();
     foreign_frames.push(("SYN to another port", with_bytes(&syn_frame, TCP_OFFSET + 2, &[1, 187])));
     foreign_frames.push(("SYN to port 0", with_bytes(&syn_frame, TCP_OFFSET + 2, &[0, 0])));
@@ -86,7 +86,7 @@ fn truncated_frames_are_dropped_with_a_reason() {
         [packet.clone(), TcpPacket { flags: SYN, ..packet.clone() }, TcpPacket { ip_options: vec![1; 8], ..packet }];
     for frame in complete_packets.map(|packet| packet.frame()) {
         // The total length in the IP header exceeds the frame.
-        for length in IP + 20..frame.len() {
+        for length in IP_OFFSET + 20..frame.len() {
             balancer.expect_unforwarded_without_service(&frame[..length], XDP_DROP, "drop_malformed_ipv4");
         }
     }
@@ -101,14 +101,14 @@ fn packets_that_end_before_their_headers_are_dropped_with_a_reason() {
         let header_bytes = 20 + 20 + 12;
         for total_length in 0..header_bytes as u16 {
             // The frame has all bytes (Ethernet pads short frames), but the total length in the IP header is smaller.
-            let frame = with_bytes(&frame, IP + 2, &total_length.to_be_bytes());
+            let frame = with_bytes(&frame, IP_OFFSET + 2, &total_length.to_be_bytes());
             match total_length {
                 0..20 => balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_ipv4"),
                 20..24 => balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_tcp"),
                 _ => balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_malformed_tcp"),
             }
         }
-        let headers_only_frame = with_bytes(&frame, IP + 2, &(header_bytes as u16).to_be_bytes());
+        let headers_only_frame = with_bytes(&frame, IP_OFFSET + 2, &(header_bytes as u16).to_be_bytes());
         if packet.flags == SYN {
             assert_eq!(balancer.run(&headers_only_frame).0, XDP_TX);
         } else {
@@ -127,8 +127,8 @@ fn bad_ip_headers_and_fragments_are_dropped_with_a_reason() {
         if version_and_length == 0x45 {
             continue;
         }
-        let frame = with_bytes(&frame, IP, &[version_and_length]);
-        if version != 4 || header_words < 5 || 4 * usize::from(header_words) > frame.len() - IP {
+        let frame = with_bytes(&frame, IP_OFFSET, &[version_and_length]);
+        if version != 4 || header_words < 5 || 4 * usize::from(header_words) > frame.len() - IP_OFFSET {
             balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_ipv4");
         } else {
             // The longer header covers the ports. Other bytes are read as ports, and some of them are port 80.
@@ -141,7 +141,7 @@ fn bad_ip_headers_and_fragments_are_dropped_with_a_reason() {
         if fragment % 257 != 0 && fragment.count_ones() != 1 {
             continue;
         }
-        let frame = with_bytes(&frame, IP + 6, &fragment.to_be_bytes());
+        let frame = with_bytes(&frame, IP_OFFSET + 6, &fragment.to_be_bytes());
         // A packet is a fragment if any bit is set except the reserved bit and "don't fragment".
         if fragment & 0x3fff != 0 {
             balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_fragment");
@@ -150,7 +150,7 @@ fn bad_ip_headers_and_fragments_are_dropped_with_a_reason() {
         }
     }
     // A later fragment has payload in place of the ports.
-    let later_fragment = with_bytes(&with_bytes(&frame, IP + 6, &[0, 185]), TCP_OFFSET, &[0xaa; 8]);
+    let later_fragment = with_bytes(&with_bytes(&frame, IP_OFFSET + 6, &[0, 185]), TCP_OFFSET, &[0xaa; 8]);
     balancer.expect_unforwarded_without_service(&later_fragment, XDP_DROP, "drop_fragment");
 }
 
@@ -246,7 +246,7 @@ fn timestamps_after_the_end_of_options_or_of_another_length_are_ignored() {
         let (chosen_server, previous_server) =
             (table.consistent_server(&tuple).unwrap(), previous_server(table, &tuple));
         let frame = TcpPacket { tcp_options: options, ..TcpPacket::new((CLIENT.0, port), VIP) }.frame();
-        balancer.expect_sent_with(
+        balancer.expect_sent_with_identification(
             0,
             &frame,
             chosen_server,
@@ -284,11 +284,11 @@ fn invalid_flag_combinations_are_dropped_with_a_reason() {
             if flags & RST != 0 {
                 let frame_without_timestamp =
                     TcpPacket { flags, tcp_options: vec![], ..TcpPacket::new((CLIENT.0, 1), VIP) }.frame();
-                let names_no_server = ExpectedIdentification::PreviousServer(None);
+                let no_server_identification = ExpectedIdentification::PreviousServer(None);
                 balancer.expect_broadcast_or_dropped(
                     0,
                     &frame_without_timestamp,
-                    names_no_server,
+                    no_server_identification,
                     "drop_broadcast_rate_limited",
                 );
             }
@@ -305,13 +305,13 @@ fn random_frame(packet: &TcpPacket, round: u64, rng: &mut impl rand::Rng) -> Vec
     }
     .frame();
     for _ in 0..=uniform_below(rng, 4) {
-        let changed_offset = IP + uniform_below(rng, (TCP_OPTIONS_OFFSET + 12 - IP) as u32) as usize;
+        let changed_offset = IP_OFFSET + uniform_below(rng, (TCP_OPTIONS_OFFSET + 12 - IP_OFFSET) as u32) as usize;
         frame[changed_offset] = rng.next_u32() as u8;
     }
-    if round % 5 == 0 {
+    if round.is_multiple_of(5) {
         frame.truncate(14 + uniform_below(rng, frame.len() as u32 - 13) as usize);
     }
-    if round % 7 == 0 {
+    if round.is_multiple_of(7) {
         rng.fill_bytes(&mut frame[14..]);
     }
     frame
@@ -323,7 +323,7 @@ fn expect_only_identification_changed(output_frame: &[u8], frame: &[u8]) {
     assert_eq!(output_frame[20..24], frame[20..24]);
     assert_eq!(output_frame[26..], frame[26..]);
     // Identification and checksum change together, so that the header's sum stays the same, right or wrong.
-    let ip_header_sum = |frame: &[u8]| ones_complement_sum(&frame[IP..tcp_offset(frame)]) % 0xffff;
+    let ip_header_sum = |frame: &[u8]| ones_complement_sum(&frame[IP_OFFSET..tcp_offset(frame)]) % 0xffff;
     assert_eq!(ip_header_sum(output_frame), ip_header_sum(frame));
 }
 

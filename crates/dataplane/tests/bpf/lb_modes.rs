@@ -115,15 +115,15 @@ fn beamer_follows_the_bucket_and_marks_the_previous_server() {
     let mut rng = seeded_rng(43, 0);
     let (balancer, _, table) =
         balancer_with_table(mode_with_consistency(Consistency::Beamer), PlacementRule::LeastAssigned, &mut rng);
-    let mut named_count = 0;
+    let mut previous_server_count = 0;
     for _ in 0..200 {
         let client = random_client(&mut rng);
         let previous_id = previous_server(&table, &tuple_to_vip(client));
-        named_count += usize::from(previous_id.is_some());
+        previous_server_count += usize::from(previous_id.is_some());
         let chosen_server = table.consistent_server(&tuple_to_vip(client)).unwrap();
         for flags in [SYN, ACK, ACK | FIN, RST] {
             let frame = client_frame(client, flags, uniform_below(&mut rng, 3));
-            balancer.expect_sent_with(
+            balancer.expect_sent_with_identification(
                 0,
                 &frame,
                 chosen_server,
@@ -132,7 +132,7 @@ fn beamer_follows_the_bucket_and_marks_the_previous_server() {
             );
         }
     }
-    assert!((50..180).contains(&named_count), "{named_count} of 200 with a server before");
+    assert!((50..180).contains(&previous_server_count), "{previous_server_count} of 200 with a server before");
     assert_eq!(balancer.event_count(0, "flow_inserted"), 0);
 }
 
@@ -200,11 +200,17 @@ fn expect_sent_with_previous(
     previous_id: Option<ServerId>,
     counter: &str,
 ) {
-    balancer.expect_sent_with(0, frame, server, ExpectedIdentification::PreviousServer(previous_id), counter);
+    balancer.expect_sent_with_identification(
+        0,
+        frame,
+        server,
+        ExpectedIdentification::PreviousServer(previous_id),
+        counter,
+    );
 }
 
 #[test]
-fn with_timestamps_off_connections_use_the_flow_table() {
+fn connections_use_the_flow_table_when_timestamps_are_off() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(44, 0);
     let timestamps_off_mode = ServiceMode { timestamps: TimestampOrigin::Off, ..ServiceMode::default() };
@@ -234,10 +240,10 @@ fn with_timestamps_off_connections_use_the_flow_table() {
         expect_sent_with_previous(&balancer, &fin_frame, chosen_server, previous_id, "flow_table");
     }
     // Without a flow table entry, a connection's server is unknown, so its resets are broadcast.
-    let names_no_server = ExpectedIdentification::PreviousServer(None);
+    let no_server_identification = ExpectedIdentification::PreviousServer(None);
     for options in 0..3 {
-        let reset_frame = client_frame(random_client(&mut rng), RST, options);
-        balancer.expect_broadcast_or_dropped(0, &reset_frame, names_no_server, "drop_broadcast_rate_limited");
+        let rst_frame = client_frame(random_client(&mut rng), RST, options);
+        balancer.expect_broadcast_or_dropped(0, &rst_frame, no_server_identification, "drop_broadcast_rate_limited");
     }
 }
 
@@ -253,8 +259,8 @@ fn flow_of_a_removed_server_follows_the_bucket() {
     let expected_identification = |table: &PlacementTable| {
         ExpectedIdentification::PreviousServer(previous_server(table, &tuple_to_vip(client_address)))
     };
-    balancer.expect_sent_with(0, &frame, ids[0], expected_identification(&table), "bucket_hash");
-    balancer.expect_sent_with(0, &frame, ids[0], expected_identification(&table), "flow_table");
+    balancer.expect_sent_with_identification(0, &frame, ids[0], expected_identification(&table), "bucket_hash");
+    balancer.expect_sent_with_identification(0, &frame, ids[0], expected_identification(&table), "flow_table");
     balancer.lb.set_server(balancer.service_indexes[0], ids[0], Server { mac: None, is_eligible: false });
     balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_server_unresolved");
     balancer.lb.remove_server(balancer.service_indexes[0], ids[0]);
@@ -262,8 +268,20 @@ fn flow_of_a_removed_server_follows_the_bucket() {
     let next_table = random_table(PlacementRule::Table, 2, 1, &ids[1..], &mut rng);
     balancer.install_table(0, &next_table);
     let chosen_server = next_table.consistent_server(&tuple_to_vip(client_address)).unwrap();
-    balancer.expect_sent_with(0, &frame, chosen_server, expected_identification(&next_table), "bucket_hash");
-    balancer.expect_sent_with(0, &frame, chosen_server, expected_identification(&next_table), "flow_table");
+    balancer.expect_sent_with_identification(
+        0,
+        &frame,
+        chosen_server,
+        expected_identification(&next_table),
+        "bucket_hash",
+    );
+    balancer.expect_sent_with_identification(
+        0,
+        &frame,
+        chosen_server,
+        expected_identification(&next_table),
+        "flow_table",
+    );
 }
 
 #[test]
@@ -282,7 +300,7 @@ fn flow_table_is_bounded_and_drops_removed_services() {
     };
     set_up_servers(&mut balancer, &mut rng);
     let clients: Vec<_> = (0..20_000).map(|_| random_client(&mut rng)).collect();
-    let flow_table_hits = |balancer: &Balancer, position: usize| {
+    let count_flow_table_hits = |balancer: &Balancer, position: usize| {
         let flow_table_counter = intf::LB_COUNTER_FLOW_TABLE as usize;
         let read_count =
             || balancer.lb.service_counters(balancer.service_indexes[position]).packets_by_outcome[flow_table_counter];
@@ -295,14 +313,14 @@ fn flow_table_is_bounded_and_drops_removed_services() {
     for client in &clients {
         balancer.run(&TcpPacket { flags: SYN, ..TcpPacket::new(*client, VIP) }.frame());
     }
-    let remembered_count = flow_table_hits(&balancer, 0);
-    assert!((1..=4096).contains(&remembered_count), "{remembered_count} of 20,000 remembered");
+    let hit_count = count_flow_table_hits(&balancer, 0);
+    assert!((1..=4096).contains(&hit_count), "{hit_count} of 20,000 remembered");
 
     // A new service reuses a removed service's index, but not its flow table entries.
     balancer.service_indexes = balancer.lb.set_services(&services[1..]).unwrap();
     balancer.service_indexes = balancer.lb.set_services(&services).unwrap();
     set_up_servers(&mut balancer, &mut rng);
-    assert_eq!(flow_table_hits(&balancer, 0), 0);
+    assert_eq!(count_flow_table_hits(&balancer, 0), 0);
 }
 
 #[test]
@@ -341,12 +359,12 @@ fn traffic_is_counted_by_server() {
         frame_with_cookie(RST),
     ];
     for frame in &frames {
-        balancer.forwarded_to(frame);
+        balancer.forward_frame(frame);
     }
     assert_eq!(traffic_counts(&balancer, server), [1, 2, 0, 0]);
     balancer.lb.set_traffic_counting(true).unwrap();
     for frame in &frames {
-        balancer.forwarded_to(frame);
+        balancer.forward_frame(frame);
     }
     let sent_bytes: u64 = frames.iter().map(|frame| frame.len() as u64).sum();
     assert_eq!(traffic_counts(&balancer, server), [2, 4, 4, sent_bytes]);
@@ -362,7 +380,7 @@ fn traffic_is_counted_by_server() {
 
 /// An attacker may send such packets to one server repeatedly.
 #[test]
-fn forged_packets_do_not_move_counts() {
+fn forged_packets_do_not_change_connection_counts() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(49, 0);
     let timestamps_off_mode = ServiceMode { timestamps: TimestampOrigin::Off, ..ServiceMode::default() };
@@ -403,30 +421,32 @@ fn expect_decision_of_mode(
     client: (Ipv4Addr, u16),
 ) {
     let tuple = FourTuple::ipv4(client, vip_of_service(position));
-    let chosen_by_rule = table.select_server(&mut PlacementState::for_table(table), &tuple).unwrap();
-    let chosen_by_bucket = table.consistent_server(&tuple).unwrap();
-    let tsecr = tsecr_with_cookie(balancer, &tuple, chosen_by_rule);
+    let rule_server = table.select_server(&mut PlacementState::for_table(table), &tuple).unwrap();
+    let bucket_server = table.consistent_server(&tuple).unwrap();
+    let tsecr = tsecr_with_cookie(balancer, &tuple, rule_server);
     let syn_packet = TcpPacket {
         flags: SYN,
         tcp_options: aligned_timestamp_option(1, 0),
         ..TcpPacket::new(client, vip_of_service(position))
     };
     let ack_packet = TcpPacket { flags: ACK, tcp_options: aligned_timestamp_option(2, tsecr), ..syn_packet.clone() };
-    let names_previous = ExpectedIdentification::PreviousServer(previous_server(table, &tuple));
-    let identification_unchanged = ExpectedIdentification::Unchanged;
+    let previous_server_identification = ExpectedIdentification::PreviousServer(previous_server(table, &tuple));
+    let unchanged_identification = ExpectedIdentification::Unchanged;
     let (server, identification, counter_names) = match (mode.timestamps, mode.consistency) {
-        (TimestampOrigin::Off, _) => (chosen_by_bucket, names_previous, ["bucket_hash", "bucket_hash", "flow_table"]),
-        (_, Consistency::Beamer) => (chosen_by_bucket, names_previous, ["bucket_hash"; 3]),
+        (TimestampOrigin::Off, _) => {
+            (bucket_server, previous_server_identification, ["bucket_hash", "bucket_hash", "flow_table"])
+        }
+        (_, Consistency::Beamer) => (bucket_server, previous_server_identification, ["bucket_hash"; 3]),
         (_, Consistency::None) => {
-            (chosen_by_rule, identification_unchanged, ["new_connection", "per_packet", "per_packet"])
+            (rule_server, unchanged_identification, ["new_connection", "per_packet", "per_packet"])
         }
         (_, Consistency::HashTable) => {
-            (chosen_by_rule, identification_unchanged, ["new_connection", "flow_table", "flow_table"])
+            (rule_server, unchanged_identification, ["new_connection", "flow_table", "flow_table"])
         }
-        _ => (chosen_by_rule, identification_unchanged, ["new_connection", "established", "established"]),
+        _ => (rule_server, unchanged_identification, ["new_connection", "established", "established"]),
     };
     for (frame, name) in [&syn_packet, &ack_packet, &ack_packet].into_iter().zip(counter_names) {
-        balancer.expect_sent_with(position, &frame.frame(), server, identification, name);
+        balancer.expect_sent_with_identification(position, &frame.frame(), server, identification, name);
     }
 }
 
@@ -468,15 +488,15 @@ fn invalid_modes_are_rejected_and_change_nothing() {
     let (mut balancer, _, _) =
         balancer_with_table(mode_with_consistency(Consistency::Beamer), PlacementRule::Table, &mut rng);
     let udp_address = ServiceAddress { protocol: Protocol::Udp, ..service_address(VIP) };
-    let mut refusal_of = |service| balancer.lb.set_services(&[service]).unwrap_err().to_string();
+    let mut rejection_error = |service| balancer.lb.set_services(&[service]).unwrap_err().to_string();
     assert_eq!(
-        refusal_of((udp_address, mode_with_consistency(Consistency::Beamer))),
+        rejection_error((udp_address, mode_with_consistency(Consistency::Beamer))),
         "service 10.200.0.1:80/udp: consistency \"beamer\" needs TCP: expected \"hash-table\" or \"none\""
     );
     let lb_stamping_mode =
         ServiceMode { timestamps: TimestampOrigin::LoadBalancer, ..mode_with_consistency(Consistency::Beamer) };
     assert_eq!(
-        refusal_of((service_address(VIP), lb_stamping_mode)),
+        rejection_error((service_address(VIP), lb_stamping_mode)),
         "service 10.200.0.1:80/tcp: timestamps by the load balancer need consistency \"stateless\" and TCP"
     );
     let (xdp_action, _) =

@@ -143,7 +143,7 @@ fn servers_with_a_clock_per_connection_are_stamped_and_keep_connections() {
     // Open connections reveal the rate of the servers' clocks.
     let mut unstamped_connections: Vec<_> = (0..2 * SERVER_COUNT).map(|_| env.open_connection()).collect();
     let deadline = Instant::now() + TIMEOUT;
-    while env.server_clocks().iter().any(|clock| clock.state() != ClockState::PerConnection) {
+    while env.server_clocks().iter().any(|clock| clock.state() != ClockState::PerConnectionClock) {
         unstamped_connections.iter_mut().for_each(|(client, server, _)| exchange_data(client, server));
         assert!(Instant::now() < deadline, "{:?}", env.server_clocks());
     }

@@ -76,10 +76,10 @@ fn every_decision_follows_one_table_while_tables_are_switched() {
             let frame =
                 TcpPacket { flags: SYN, tcp_options: aligned_timestamp_option(1, 0), ..TcpPacket::new(client, VIP) }
                     .frame();
-            let chosen_by = |table: &PlacementTable| {
+            let choose_server = |table: &PlacementTable| {
                 table.select_server(&mut PlacementState::for_table(table), &FourTuple::ipv4(client, VIP)).unwrap()
             };
-            (frame, [chosen_by(&tables[0]), chosen_by(&tables[1])])
+            (frame, [choose_server(&tables[0]), choose_server(&tables[1])])
         })
         .collect();
     balancer.install_table(0, &tables[0]);
@@ -154,7 +154,7 @@ fn expect_syn_follows_table(
     let syn_frame =
         TcpPacket { flags: SYN, tcp_options: aligned_timestamp_option(1, 0), ..TcpPacket::new(client, VIP) }.frame();
     let chosen_server = table.select_server(placement_state, &FourTuple::ipv4(client, VIP)).unwrap();
-    assert_eq!(balancer.forwarded_to(&syn_frame), balancer.server_macs[&(0, chosen_server)], "SYN of {client:?}");
+    assert_eq!(balancer.forward_frame(&syn_frame), balancer.server_macs[&(0, chosen_server)], "SYN of {client:?}");
 }
 
 #[test]
@@ -186,7 +186,7 @@ fn replaced_candidates_decide_new_connections_only() {
             let client = (client.0, 40_000 + port);
             let ack_frame = TcpPacket { flags: ACK, ..TcpPacket::new(client, VIP) }.frame();
             let consistent_server = table.consistent_server(&FourTuple::ipv4(client, VIP)).unwrap();
-            assert_eq!(balancer.forwarded_to(&ack_frame), balancer.server_macs[&(0, consistent_server)], "ACK {port}");
+            assert_eq!(balancer.forward_frame(&ack_frame), balancer.server_macs[&(0, consistent_server)], "ACK {port}");
         }
         // The controller's next table replaces the table whose candidates were replaced.
         let next_table = random_table(PlacementRule::Table, 8, groups, &server_ids, &mut rng);

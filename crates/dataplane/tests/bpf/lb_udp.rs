@@ -18,8 +18,8 @@ use crate::support::{MORE_FRAGMENTS, SYN, TcpPacket, UdpDatagram, missing_bpf_ri
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 53);
 
 /// Offsets in bytes of headers in a frame with an IP header of 20 bytes.
-const IP: usize = 14;
-const UDP_OFFSET: usize = IP + 20;
+const IP_OFFSET: usize = 14;
+const UDP_OFFSET: usize = IP_OFFSET + 20;
 
 fn udp_service() -> ServiceAddress {
     ServiceAddress { protocol: Protocol::Udp, ..service_address(VIP) }
@@ -120,7 +120,7 @@ fn flow_moves_from_a_server_that_health_checks_find_down() {
 }
 
 #[test]
-fn datagrams_are_placed_individually() {
+fn datagrams_are_placed_individually_without_consistency() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(62, 0);
     let (balancer, ids, table) = balancer_with_table(Consistency::None, PlacementRule::PowerOfTwo, &mut rng);
@@ -176,14 +176,14 @@ fn malformed_datagrams_are_dropped_with_a_reason() {
     // The total length in the IP header is too small.
     for total_length in 0..28u16 {
         let mut frame = frame.clone();
-        frame[IP + 2..IP + 4].copy_from_slice(&total_length.to_be_bytes());
+        frame[IP_OFFSET + 2..IP_OFFSET + 4].copy_from_slice(&total_length.to_be_bytes());
         match total_length {
             0..20 => balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_ipv4"),
             20..24 => balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_udp"),
             _ => balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_malformed_udp"),
         }
     }
-    for truncated_length in IP + 20..frame.len() {
+    for truncated_length in IP_OFFSET + 20..frame.len() {
         balancer.expect_unforwarded_without_service(&frame[..truncated_length], XDP_DROP, "drop_malformed_ipv4");
     }
 }
@@ -205,7 +205,7 @@ fn later_fragments_follow_the_first_one() {
     let mut rng = seeded_rng(65, 0);
     for consistency in [Consistency::HashTable, Consistency::None] {
         let (balancer, _, table) = balancer_with_table(consistency, PlacementRule::Table, &mut rng);
-        let first_counter = if consistency == Consistency::None { "per_packet" } else { "new_connection" };
+        let first_fragment_counter = if consistency == Consistency::None { "per_packet" } else { "new_connection" };
         let mut placement_state = PlacementState::for_table(&table);
         for round in 0..50u16 {
             let client = random_client(&mut rng);
@@ -214,7 +214,7 @@ fn later_fragments_follow_the_first_one() {
             let chosen_server = table.select_server(&mut placement_state, &tuple_to_vip(client)).unwrap();
             // Until the first fragment has arrived, the service of the others is unknown.
             balancer.expect_unforwarded_without_service(&fragments_in_order[1], XDP_DROP, "drop_fragment");
-            balancer.expect_sent_to(0, &fragments_in_order[0], chosen_server, first_counter);
+            balancer.expect_sent_to(0, &fragments_in_order[0], chosen_server, first_fragment_counter);
             for fragment_index in [3, 1, 2] {
                 balancer.expect_sent_to(0, &fragments_in_order[fragment_index], chosen_server, "fragment");
             }
@@ -296,9 +296,9 @@ fn fragment_table_holds_its_documented_number_of_datagrams() {
         pin_to_cpu(cpu_numbers.get(n).copied().unwrap_or(cpu_numbers[0]));
         assert_eq!(balancer.run(&datagram[0]).0, XDP_TX);
     }
-    let followed_count = fragmented_datagrams.iter().filter(|datagram| balancer.run(&datagram[1]).0 == XDP_TX).count();
+    let forwarded_count = fragmented_datagrams.iter().filter(|datagram| balancer.run(&datagram[1]).0 == XDP_TX).count();
     sched_setaffinity(Pid::from_raw(0), &allowed_cpus).unwrap();
-    assert_eq!(followed_count, fragmented_datagrams.len());
+    assert_eq!(forwarded_count, fragmented_datagrams.len());
 }
 
 #[test]
@@ -330,7 +330,7 @@ fn first_fragments_without_ports_are_dropped_with_a_reason() {
     let first_fragment = fragment_frames(&UdpDatagram::new(random_client(&mut rng), VIP), 2).remove(0);
     for total_length in 20..28u16 {
         let mut frame = first_fragment.clone();
-        frame[IP + 2..IP + 4].copy_from_slice(&total_length.to_be_bytes());
+        frame[IP_OFFSET + 2..IP_OFFSET + 4].copy_from_slice(&total_length.to_be_bytes());
         match total_length {
             20..24 => balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_udp"),
             _ => balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_malformed_udp"),

@@ -45,13 +45,13 @@ fn balancer_in_vlans(family: Family, mode: ServiceMode, vip_vlan_id: u16, server
     balancer
 }
 
-fn add_tag(frame: &[u8], tag: u16) -> Vec<u8> {
+fn add_vlan_tag(frame: &[u8], tag: u16) -> Vec<u8> {
     [&frame[..VLAN_TAG_OFFSET], &[0x81, 0], &tag.to_be_bytes(), &frame[VLAN_TAG_OFFSET..]].concat()
 }
 
 /// Returns a frame as it arrives from the VLAN with this id, or untagged if the id is 0.
 fn frame_in_vlan(frame: &[u8], vlan: u16) -> Vec<u8> {
-    if vlan == 0 { frame.to_vec() } else { add_tag(frame, TAG_PRIORITY_BITS | vlan) }
+    if vlan == 0 { frame.to_vec() } else { add_vlan_tag(frame, TAG_PRIORITY_BITS | vlan) }
 }
 
 fn client_frame(family: Family, flags: u8, payload: usize) -> Vec<u8> {
@@ -63,7 +63,7 @@ fn client_frame(family: Family, flags: u8, payload: usize) -> Vec<u8> {
     TcpPacket { payload: vec![0x5a; payload], ..tcp_packet }.frame()
 }
 
-fn reset_frame(family: Family) -> Vec<u8> {
+fn rst_frame(family: Family) -> Vec<u8> {
     TcpPacket { flags: RST, ..TcpPacket::between(client(family), service_vip(family)) }.frame()
 }
 
@@ -98,8 +98,11 @@ fn frames_are_sent_in_their_servers_vlan_and_otherwise_unchanged() {
                 // The program keeps the priority of the tag.
                 let priority_bits = if vip_vlan_id == 0 { 0 } else { TAG_PRIORITY_BITS };
                 let is_tagged = xdp_action == XDP_TX && server_vlan_id != 0;
-                let expected_frame =
-                    if is_tagged { add_tag(&untagged_output, priority_bits | server_vlan_id) } else { untagged_output };
+                let expected_frame = if is_tagged {
+                    add_vlan_tag(&untagged_output, priority_bits | server_vlan_id)
+                } else {
+                    untagged_output
+                };
                 assert_eq!(
                     tagged_output, expected_frame,
                     "{family:?} {mode:?}: from {vip_vlan_id} to {server_vlan_id}"
@@ -120,10 +123,10 @@ fn frames_of_other_vlans_pass_unchanged() {
         }
         // A tag with VLAN 0 (which is only a priority) counts as untagged. A frame with two tags passes to the kernel.
         let balancer = balancer_in_vlans(family, ServiceMode::default(), 0, 20);
-        assert_eq!(balancer.run(&add_tag(&frame, TAG_PRIORITY_BITS)).0, XDP_TX);
-        balancer.expect_passed_uncounted(&add_tag(&add_tag(&frame, 20), TAG_PRIORITY_BITS));
+        assert_eq!(balancer.run(&add_vlan_tag(&frame, TAG_PRIORITY_BITS)).0, XDP_TX);
+        balancer.expect_passed_uncounted(&add_vlan_tag(&add_vlan_tag(&frame, 20), TAG_PRIORITY_BITS));
         for length in 14..22 {
-            assert_eq!(balancer.run(&add_tag(&frame, TAG_PRIORITY_BITS)[..length]).0, XDP_PASS, "{length} bytes");
+            assert_eq!(balancer.run(&add_vlan_tag(&frame, TAG_PRIORITY_BITS)[..length]).0, XDP_PASS, "{length} bytes");
         }
     }
 }
@@ -133,7 +136,7 @@ fn broadcasts_are_sent_in_the_vlan_of_all_servers_or_dropped() {
     skip_if!(missing_bpf_rights());
     for (vip_vlan_id, server_vlan_id) in [(0, 20), (10, 20), (10, 0)] {
         let mut balancer = balancer_in_vlans(Family::Ipv4, ServiceMode::default(), vip_vlan_id, server_vlan_id);
-        let frame = reset_frame(Family::Ipv4);
+        let frame = rst_frame(Family::Ipv4);
         let (xdp_action, tagged_output) =
             balancer.run_expecting_counter(&frame_in_vlan(&frame, vip_vlan_id), Some(0), "broadcast");
         let (_, untagged_output) = self::balancer_in_vlans(Family::Ipv4, ServiceMode::default(), 0, 0).run(&frame);
@@ -141,7 +144,7 @@ fn broadcasts_are_sent_in_the_vlan_of_all_servers_or_dropped() {
         let expected_frame = if server_vlan_id == 0 {
             untagged_output
         } else {
-            add_tag(&untagged_output, priority_bits | server_vlan_id)
+            add_vlan_tag(&untagged_output, priority_bits | server_vlan_id)
         };
         assert_eq!((xdp_action, tagged_output), (XDP_TX, expected_frame));
         balancer.lb.set_broadcast_vlan(balancer.service_indexes[0], None);
@@ -161,7 +164,7 @@ fn icmp_errors_are_sent_in_the_senders_vlan() {
     let tagged_balancer = balancer_in_vlans(Family::Ipv4, gue_mode, 10, 20);
     let (_, tagged_output) =
         tagged_balancer.run_expecting_counter(&frame_in_vlan(&frame, 10), Some(0), "drop_fragmentation_needed");
-    assert_eq!(tagged_output, add_tag(&untagged_output, TAG_PRIORITY_BITS | 10));
+    assert_eq!(tagged_output, add_vlan_tag(&untagged_output, TAG_PRIORITY_BITS | 10));
 }
 
 #[test]

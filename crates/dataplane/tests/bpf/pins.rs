@@ -57,8 +57,8 @@ fn programs_pinned_elsewhere_are_not_replaced() {
     };
     let attach_elsewhere = || env.veth_pair.server.run_inside(|| ServerPrograms::attach(options.clone()));
     let attach_error = attach_elsewhere().unwrap_err().to_string();
-    let expected_start = format!("what is pinned in {} is at the interface of index ", env.pins.path().display());
-    assert!(attach_error.starts_with(&expected_start), "{attach_error}");
+    let expected_error_start = format!("what is pinned in {} is at the interface of index ", env.pins.path().display());
+    assert!(attach_error.starts_with(&expected_error_start), "{attach_error}");
     assert_eq!(std::fs::read_dir(other_pins.path()).unwrap().count(), 0);
 
     // A process with the same directory takes over. After the programs were removed, another directory also works.

@@ -23,7 +23,7 @@ use crate::support::{
 };
 
 /// Opens connections, transfers data both ways in large segments, and closes half of them by the server first.
-fn exchange_and_close(env: &TestEnv, listener: &TcpListener) {
+fn exchange_data_and_close(env: &TestEnv, listener: &TcpListener) {
     let sniffer = Sniffer::new(env);
     for round in 0..4 {
         let (mut client, mut server) = env.open_connection(listener);
@@ -37,7 +37,7 @@ fn exchange_and_close(env: &TestEnv, listener: &TcpListener) {
             assert_eq!(server.read(&mut [0]).unwrap(), 0);
         }
     }
-    let received_frames = sniffer.received_from_vip();
+    let received_frames = sniffer.receive_frames_from_vip();
     for expected_flags in [SYN | ACK, ACK, FIN | ACK] {
         assert!(
             received_frames.iter().any(|frame| tcp_flags(frame) == expected_flags),
@@ -59,17 +59,17 @@ fn connections_carry_the_cookie_from_first_to_last_packet() {
     skip_if!(missing_bpf_rights());
     for family in Family::BOTH {
         let env = TestEnv::of(family, ServiceMode::default());
-        exchange_and_close(&env, &env.listen_at_vip());
+        exchange_data_and_close(&env, &env.listen_at_vip());
     }
 }
 
 #[test]
-fn syn_cookies_work() {
+fn connections_open_with_syn_cookies() {
     skip_if!(missing_bpf_rights());
     for family in Family::BOTH {
         let env = TestEnv::of(family, ServiceMode::default());
         env.veth_pair.server.set_sysctl("ipv4/tcp_syncookies", "2");
-        exchange_and_close(&env, &env.listen_at_vip());
+        exchange_data_and_close(&env, &env.listen_at_vip());
         assert_eq!(env.veth_pair.server.kernel_counter("TcpExtSyncookiesRecv"), 4, "{family:?}");
         assert_eq!(env.veth_pair.server.kernel_counter("TcpExtSyncookiesFailed"), 0, "{family:?}");
     }
@@ -80,7 +80,7 @@ fn clsact_is_used_on_kernels_without_tcx() {
     skip_if!(missing_bpf_rights());
     let mut env = TestEnv::new();
     let interface_index = env.veth_pair.server_interface_index();
-    let mut clsact_programs = ServerPrograms::load_only(false).unwrap();
+    let mut clsact_programs = ServerPrograms::load_unattached(false).unwrap();
     std::mem::swap(&mut clsact_programs, &mut env.programs);
     env.veth_pair.server.run_inside(|| clsact_programs.detach_and_unpin()).unwrap();
     env.programs.set_keys(&fleet_keys(), tsval_clock_ms().wrapping_sub(1000));
@@ -93,14 +93,14 @@ fn clsact_is_used_on_kernels_without_tcx() {
         }
     }
     let listener = env.listen_at_vip();
-    exchange_and_close(&env, &listener);
-    let stamped_before = env.server_counter(intf::SERVER_COUNTER_STAMPED);
+    exchange_data_and_close(&env, &listener);
+    let stamped_count_before = env.server_counter(intf::SERVER_COUNTER_STAMPED);
     for direction in [Direction::Ingress, Direction::Egress] {
         let detach_from_clsact = || tc::detach(interface_index, direction, &env.pins.path().join("none"));
         env.veth_pair.server.run_inside(detach_from_clsact).unwrap();
     }
     drop(env.open_connection(&listener));
-    assert_eq!(env.server_counter(intf::SERVER_COUNTER_STAMPED), stamped_before, "detached");
+    assert_eq!(env.server_counter(intf::SERVER_COUNTER_STAMPED), stamped_count_before, "detached");
 }
 
 #[test]
@@ -117,10 +117,10 @@ fn expect_stamped_reset(env: &TestEnv, listener: &TcpListener, sniffer: &Sniffer
     SockRef::from(&server).set_linger(Some(Duration::ZERO)).unwrap();
     drop(server);
     assert!(client.read(&mut [0]).is_err(), "reset");
-    let reset_frames: Vec<_> =
-        sniffer.received_from_vip().into_iter().filter(|frame| tcp_flags(frame) & RST != 0).collect();
-    assert_eq!(reset_frames.len(), 1);
-    assert_eq!(cookie_of_packet(&reset_frames[0]), Cookie::Server(id()));
+    let rst_frames: Vec<_> =
+        sniffer.receive_frames_from_vip().into_iter().filter(|frame| tcp_flags(frame) & RST != 0).collect();
+    assert_eq!(rst_frames.len(), 1);
+    assert_eq!(cookie_of_packet(&rst_frames[0]), Cookie::Server(id()));
 }
 
 fn expect_stamped_packets_without_socket(family: Family) {
@@ -135,7 +135,7 @@ fn expect_stamped_packets_without_socket(family: Family) {
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
     let client_port = client.local_addr().unwrap().port();
     drop(client);
-    let (mut frames, deadline) = (sniffer.collect_from_vip(&env), Instant::now() + TIMEOUT);
+    let (mut frames, deadline) = (sniffer.collect_frames_from_vip(&env), Instant::now() + TIMEOUT);
     // Returns whether the server has sent its FIN and has acknowledged the client's FIN.
     let have_both_ended = |frames: &[Vec<u8>]| {
         let frames_after_fin = frames.iter().skip_while(|frame| tcp_flags(frame) != FIN | ACK);
@@ -143,7 +143,7 @@ fn expect_stamped_packets_without_socket(family: Family) {
     };
     while !have_both_ended(&frames) {
         assert!(Instant::now() < deadline, "{frames:02x?}");
-        frames.extend(sniffer.collect_from_vip(&env));
+        frames.extend(sniffer.collect_frames_from_vip(&env));
     }
     let last_frame = frames.pop().unwrap();
     let tcp_start = support::tcp_offset(&last_frame);
@@ -158,19 +158,19 @@ fn expect_stamped_packets_without_socket(family: Family) {
     let sequence = read_u32(&last_frame, tcp_start + 8).wrapping_sub(1);
     let frame = repeated_fin.frame_with_sequence(sequence, read_u32(&last_frame, tcp_start + 4));
     sniffer.send_frame(&env, &frame);
-    let replies = sniffer.collect_from_vip(&env);
+    let replies = sniffer.collect_frames_from_vip(&env);
     assert_eq!(replies.len(), 1, "TIME-WAIT answers");
     assert_eq!((tcp_flags(&replies[0]), cookie_of_packet(&replies[0])), (ACK, Cookie::Server(id())));
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_EGRESS_OTHER_CLOCK), 0);
 }
 
 #[test]
-fn connections_older_than_the_clock_stay_unchanged() {
+fn connections_that_use_another_timestamp_clock_stay_unchanged() {
     skip_if!(missing_bpf_rights());
-    Family::BOTH.into_iter().for_each(expect_older_connections_unchanged);
+    Family::BOTH.into_iter().for_each(expect_other_clock_unchanged);
 }
 
-fn expect_older_connections_unchanged(family: Family) {
+fn expect_other_clock_unchanged(family: Family) {
     let env = TestEnv::of(family, ServiceMode::default());
     env.veth_pair.server.set_sysctl("ipv4/tcp_timestamps", "1");
     let listener = env.listen_at_vip();
@@ -195,41 +195,41 @@ fn expect_broadcast_at_its_connection(family: Family) {
     let listener = env.listen_at_vip();
     let sniffer = Sniffer::new(&env);
     let (client, mut server) = env.open_connection(&listener);
-    let handshake_frames = sniffer.received_from_vip();
+    let handshake_frames = sniffer.receive_frames_from_vip();
     let tcp_start = support::tcp_offset(&handshake_frames[0]);
-    let mut broadcast_reset = TcpPacket::between(client.local_addr().unwrap(), vip_address(family));
-    broadcast_reset.destination_mac = [0xff; 6];
-    broadcast_reset.flags = RST;
-    broadcast_reset.payload.clear();
+    let mut broadcast_rst = TcpPacket::between(client.local_addr().unwrap(), vip_address(family));
+    broadcast_rst.destination_mac = [0xff; 6];
+    broadcast_rst.flags = RST;
+    broadcast_rst.payload.clear();
     let sequence = read_u32(&handshake_frames[0], tcp_start + 8);
 
     // An ACK from another port finds only the listening socket, which does not count.
-    let mut foreign_reset = broadcast_reset.clone();
-    foreign_reset.source.set_port(1);
-    foreign_reset.flags = ACK;
-    sniffer.send_frame(&env, &foreign_reset.frame_with_sequence(sequence, 1));
-    let replies = sniffer.collect_from_vip(&env);
+    let mut foreign_rst = broadcast_rst.clone();
+    foreign_rst.source.set_port(1);
+    foreign_rst.flags = ACK;
+    sniffer.send_frame(&env, &foreign_rst.frame_with_sequence(sequence, 1));
+    let replies = sniffer.collect_frames_from_vip(&env);
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_BROADCAST_IGNORED), 1);
     assert_eq!(replies.len(), 0, "the server kept silent");
 
-    sniffer.send_frame(&env, &broadcast_reset.frame_with_sequence(sequence, 0));
+    sniffer.send_frame(&env, &broadcast_rst.frame_with_sequence(sequence, 0));
     assert_eq!(server.read(&mut [0]).unwrap_err().kind(), std::io::ErrorKind::ConnectionReset);
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_BROADCAST_ACCEPTED), 1);
 }
 
 #[test]
-fn new_process_takes_over() {
+fn new_process_takes_over_the_programs() {
     skip_if!(missing_bpf_rights());
     let mut env = TestEnv::new();
     let listener = env.listen_at_vip();
     let (mut client, mut server) = env.open_connection(&listener);
     for round in 1..=3 {
-        let stamped_before = env.server_counter(intf::SERVER_COUNTER_STAMPED);
+        let stamped_count_before = env.server_counter(intf::SERVER_COUNTER_STAMPED);
         env.programs = attach_programs(&env.veth_pair, &env.pins);
         assert!(env.programs.is_taken_over() && env.programs.has_services());
         send_and_receive(&mut client, &mut server, &byte_pattern(round * 100_000));
         send_and_receive(&mut server, &mut client, &byte_pattern(round * 100_000));
-        assert!(env.server_counter(intf::SERVER_COUNTER_STAMPED) > stamped_before, "counters go on, and count");
+        assert!(env.server_counter(intf::SERVER_COUNTER_STAMPED) > stamped_count_before, "counters go on, and count");
     }
     env.assert_no_errors();
 
@@ -268,7 +268,8 @@ fn transfer_continues_while_keys_change() {
     let sniffer = Sniffer::new(&env);
     let (mut client, mut server) = env.open_connection(&env.listen_at_vip());
     let key_bit_of = |frame: &Vec<u8>| read_u32(frame, tsval_offset(frame).unwrap()) & intf::COOKIE_KEY_BIT;
-    let current_bit = |keys: &FleetCookieKeys| if keys.current == KeyIndex::First { 0 } else { intf::COOKIE_KEY_BIT };
+    let current_key_bit =
+        |keys: &FleetCookieKeys| if keys.current == KeyIndex::First { 0 } else { intf::COOKIE_KEY_BIT };
     let (is_over, mut frames, deadline) = (AtomicBool::new(false), vec![], Instant::now() + RUN_TIMEOUT);
     let round_count = std::thread::scope(|scope| {
         let transfer_thread = scope.spawn(|| transfer_until(&is_over, &mut client, &mut server));
@@ -279,9 +280,9 @@ fn transfer_continues_while_keys_change() {
             let mut new_key_packets = 0;
             while new_key_packets < PACKETS_PER_KEY && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(2));
-                let new_frames = sniffer.received_from_vip();
+                let new_frames = sniffer.receive_frames_from_vip();
                 new_key_packets +=
-                    new_frames.iter().filter(|frame| key_bit_of(frame) == current_bit(&fleet_keys)).count();
+                    new_frames.iter().filter(|frame| key_bit_of(frame) == current_key_bit(&fleet_keys)).count();
                 frames.extend(new_frames);
             }
         }
@@ -408,8 +409,8 @@ fn expect_idle_connections_continue(family: Family) {
     let env = TestEnv::of(family, ServiceMode::default());
     assert_connections_resume(&env, &[33, 36, 40], &[false]);
     // Several segments may be clamped before the client returns the first of their TSvals.
-    let clamped_before = env.server_counter(intf::SERVER_COUNTER_TSVAL_CLAMPED);
-    assert!(clamped_before >= 9, "{clamped_before} packets held");
+    let clamped_count_before = env.server_counter(intf::SERVER_COUNTER_TSVAL_CLAMPED);
+    assert!(clamped_count_before >= 9, "{clamped_count_before} packets held");
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_TSVAL_CLAMP_CONFIRMED), 9);
 }
 

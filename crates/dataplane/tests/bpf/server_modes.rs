@@ -92,9 +92,9 @@ fn expect_id_without_index(family: Family) {
     // A former connection with the same 4-tuple had an index, which the server forgets when the new SYN arrives.
     let mut first_client = RawTcpClient::new(&env, 4002, true);
     first_client.open_connection(tsecr_with_index(TABLE_INDEX));
-    let reset_frame = first_client.next_frame(RST | ACK, first_client.server_tsval, b"");
-    first_client.send(&reset_frame);
-    first_client.collect_all();
+    let rst_frame = first_client.next_frame(RST | ACK, first_client.server_tsval, b"");
+    first_client.send(&rst_frame);
+    first_client.collect_all_frames();
     let mut client = RawTcpClient::new(&env, 4002, true);
     let syn_ack = client.open_connection(0);
     assert_eq!(cookie_in_frame(&client, &syn_ack), Cookie::Server(id()));
@@ -202,9 +202,9 @@ fn previous_server_id() -> ServerId {
 fn send_and_check_forwarded(client: &mut RawTcpClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
     set_previous_server(&mut frame, identification);
-    client.collect_all();
+    client.collect_all_frames();
     client.send(&frame);
-    let received_frames = client.collect_all();
+    let received_frames = client.collect_all_frames();
     let Some(forwarded_frame) =
         received_frames.iter().find(|received_frame| received_frame[..6] == PREVIOUS_SERVER_MAC.0)
     else {
@@ -223,20 +223,20 @@ fn send_and_check_forwarded(client: &mut RawTcpClient<'_>, frame: &[u8], identif
 fn send_and_check_reply(client: &mut RawTcpClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
     set_previous_server(&mut frame, identification);
-    client.collect_all();
+    client.collect_all_frames();
     client.send(&frame);
     let (sources, destinations) = if is_ipv6(&frame) { (22..38, 38..54) } else { (26..30, 30..34) };
     let is_reply = |received_frame: &Vec<u8>| {
         received_frame[sources.clone()] == frame[destinations.clone()]
             && received_frame[destinations.clone()] == frame[sources.clone()]
     };
-    client.collect_all().iter().any(is_reply)
+    client.collect_all_frames().iter().any(is_reply)
 }
 
 #[test]
 fn packet_without_a_socket_is_forwarded_to_the_previous_server() {
     skip_if!(missing_bpf_rights());
-    Family::BOTH.into_iter().for_each(expect_forwarded_to_previous);
+    Family::BOTH.into_iter().for_each(expect_forwarded_to_previous_server);
 }
 
 /// Packets are no longer forwarded once the handshake has ended, with or without a SYN cookie.
@@ -252,7 +252,7 @@ fn expect_unforwarded_after_handshake(env: &TestEnv, listener: &TcpListener, por
     server.read_exact(&mut [0; 7]).unwrap();
 }
 
-fn expect_forwarded_to_previous(family: Family) {
+fn expect_forwarded_to_previous_server(family: Family) {
     let mut env = TestEnv::of(family, ServiceMode::default());
     env.programs.set_server_mac(previous_server_id(), Some(PREVIOUS_SERVER_MAC));
     let env = env;
@@ -381,14 +381,14 @@ fn expect_broadcast_errors_at_connection(family: Family) {
     for (source, destination, expected) in quotes_with_counters {
         let frame = broadcast_icmp_error(&client, source, destination);
         client.send(&frame);
-        client.collect_all();
+        client.collect_all_frames();
         assert_eq!(read_counters(), expected, "{source:?} {destination:?}");
     }
     let mut unicast_error =
         broadcast_icmp_error(&client, vip_address(family), self::client_address(family, client_port));
     unicast_error[..6].copy_from_slice(&client.next_frame(ACK, 0, b"")[..6]);
     client.send(&unicast_error);
-    client.collect_all();
+    client.collect_all_frames();
     assert_eq!(read_counters(), (1, 1), "not broadcast");
     // The kernel counts an ICMP error as IcmpInErrors if it finds no socket, as for the other port.
     if family == Family::Ipv4 {
@@ -411,7 +411,8 @@ fn stalled_handshakes_and_connections_are_counted_once() {
     deaf_client.send_final_ack();
     let (mut server, _) = listener.accept().unwrap();
     server.write_all(b"answer").unwrap();
-    let count_syn_acks = || silent_client.collect_own().iter().filter(|frame| tcp_flags(frame) == SYN | ACK).count();
+    let count_syn_acks =
+        || silent_client.collect_own_frames().iter().filter(|frame| tcp_flags(frame) == SYN | ACK).count();
     let (mut syn_ack_count, deadline) = (1, Instant::now() + TIMEOUT);
     while syn_ack_count < 4 {
         std::thread::sleep(Duration::from_millis(20));
@@ -461,7 +462,7 @@ fn expect_sockets_of_connections(env: &TestEnv, listener: &TcpListener) {
         assert_eq!(has_socket, *expected, "{tuple:?}");
     }
     assert_eq!(env.veth_pair.server.run_inside(|| have_open_sockets(&[]).unwrap()), [] as [bool; 0]);
-    let other_family = vip_address(if env.family == Family::Ipv4 { Family::Ipv6 } else { Family::Ipv4 });
-    let counts = env.veth_pair.server.run_inside(|| connection_counts(&[service_address, other_family]).unwrap());
+    let other_family_vip = vip_address(if env.family == Family::Ipv4 { Family::Ipv6 } else { Family::Ipv4 });
+    let counts = env.veth_pair.server.run_inside(|| connection_counts(&[service_address, other_family_vip]).unwrap());
     assert_eq!(counts, [101, 0]);
 }

@@ -61,7 +61,7 @@ impl TestServer {
         let keys = [random_key(), random_key()];
         let current_key = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
         let mut server = Self {
-            programs: ServerPrograms::load_only(false).unwrap(),
+            programs: ServerPrograms::load_unattached(false).unwrap(),
             keys: FleetCookieKeys { keys, current: current_key },
             key_switch_ms: tsval_clock_ms() - 500,
             id: ServerId::try_from(u64::from(rng.next_u32() & intf::COOKIE_ID_MASK)).unwrap(),
@@ -79,7 +79,7 @@ impl TestServer {
 
     /// Returns the TSval that the program must send if the server's own TSval is `milliseconds`.
     fn expected_tsval(&self, tuple: &FourTuple, cookie: Cookie, milliseconds: u32) -> u32 {
-        let keys_at_time = self.keys.for_tsval(milliseconds, self.key_switch_ms);
+        let keys_at_time = self.keys.keys_for_tsval(milliseconds, self.key_switch_ms);
         cookie::stamp_tsval(&keys_at_time, &self.programs.time_key(), tuple, cookie, milliseconds)
     }
 
@@ -123,13 +123,13 @@ fn add_skippable_headers(packet: &mut TcpPacket, rng: &mut Xoshiro256PlusPlus) {
             .collect();
 }
 
-fn with_replaced_word(frame: &[u8], offset: usize, new_word: u32) -> Vec<u8> {
+fn replace_word_and_checksum(frame: &[u8], offset: usize, new_word: u32) -> Vec<u8> {
     let mut changed_frame = frame.to_vec();
     changed_frame[offset..offset + 4].copy_from_slice(&new_word.to_be_bytes());
     let checksum_offset = support::tcp_offset(frame) + 16;
     changed_frame[checksum_offset..checksum_offset + 2].fill(0);
-    let sum = !tcp_segment_sum(&changed_frame);
-    changed_frame[checksum_offset..checksum_offset + 2].copy_from_slice(&sum.to_be_bytes());
+    let checksum = !tcp_segment_sum(&changed_frame);
+    changed_frame[checksum_offset..checksum_offset + 2].copy_from_slice(&checksum.to_be_bytes());
     changed_frame
 }
 
@@ -172,7 +172,7 @@ fn egress_stamping_equals_the_reference_model() {
             late_count += 1;
             continue;
         }
-        assert_eq!(stamped_frame, with_replaced_word(&frame, timestamp_offset, expected_tsval), "{packet:?}");
+        assert_eq!(stamped_frame, replace_word_and_checksum(&frame, timestamp_offset, expected_tsval), "{packet:?}");
     }
     assert!(late_count < 300, "{late_count} of 3000 were run late");
     assert!(server.programs.counter(intf::SERVER_COUNTER_STAMPED) >= 3000 - late_count);
@@ -200,7 +200,7 @@ fn tsecr_of_client_packets_is_restored() {
         let tsecr_offset = tsval_offset(&frame).unwrap() + 4;
         let (tc_action, restored_frame) = server.run_program(Direction::Ingress, &frame);
         assert_eq!(tc_action, TC_ACT_UNSPEC);
-        assert_eq!(restored_frame, with_replaced_word(&frame, tsecr_offset, original_tsval), "{packet:?}");
+        assert_eq!(restored_frame, replace_word_and_checksum(&frame, tsecr_offset, original_tsval), "{packet:?}");
     }
     assert_eq!(server.programs.counter(intf::SERVER_COUNTER_RESTORED), 3000);
 }
@@ -222,11 +222,11 @@ fn expect_no_zero_tsval(family: Family) {
         let client = random_client(family, &mut rng);
         let tuple = tuple_to_vip(client);
         let time_mask = cookie::time_part_addend(&server.programs.time_key(), &tuple);
-        let now = tsval_clock_ms();
-        let ms_until_zero = (now as u16).wrapping_sub(time_mask.wrapping_neg());
+        let now_ms = tsval_clock_ms();
+        let ms_until_zero = (now_ms as u16).wrapping_sub(time_mask.wrapping_neg());
         if let (Cookie::Server(id), true) = (cookie::decode_cookie(&server.keys, &tuple, 0), ms_until_zero < 500) {
             server.id = id;
-            break (client, now - u32::from(ms_until_zero));
+            break (client, now_ms - u32::from(ms_until_zero));
         }
     };
     server.set_dual_stack_services();
@@ -293,7 +293,7 @@ fn expect_foreign_ingress_packets_unchanged(server: &TestServer, family: Family)
         |packet: &TcpPacket, counters: &[&str]| expect_unchanged(server, Direction::Ingress, packet, counters);
     let tuple = tuple_to_vip(client);
     let other_id = ServerId::try_from(u64::from(server.id.get() ^ 1)).unwrap();
-    let stamp = |cookie| server.expected_tsval(&tuple, cookie, tsval_clock_ms());
+    let stamped_tsval = |cookie| server.expected_tsval(&tuple, cookie, tsval_clock_ms());
     let ingress_packet = |tsecr, flags| {
         let mut packet = TcpPacket::between(client, vip);
         packet.tcp_options = aligned_timestamp_option(1, tsecr);
@@ -301,12 +301,12 @@ fn expect_foreign_ingress_packets_unchanged(server: &TestServer, family: Family)
         packet
     };
     let other_cookie_counters = ["ingress_other_cookie", "ingress_established"];
-    expect_unchanged(&ingress_packet(stamp(Cookie::Server(other_id)), ACK), &other_cookie_counters);
-    expect_unchanged(&ingress_packet(stamp(Cookie::TableIndex(server.id.get())), ACK), &other_cookie_counters);
+    expect_unchanged(&ingress_packet(stamped_tsval(Cookie::Server(other_id)), ACK), &other_cookie_counters);
+    expect_unchanged(&ingress_packet(stamped_tsval(Cookie::TableIndex(server.id.get())), ACK), &other_cookie_counters);
     expect_unchanged(&ingress_packet(0, ACK), &["ingress_without_tsecr", "ingress_established"]);
     // Test runs record no receive queue, so the prediction cannot be compared.
     expect_unchanged(&ingress_packet(0, SYN), &["ingress_without_tsecr", "rss_unpredicted"]);
-    let mut packet_to_other_host = ingress_packet(stamp(Cookie::Server(server.id)), ACK);
+    let mut packet_to_other_host = ingress_packet(stamped_tsval(Cookie::Server(server.id)), ACK);
     packet_to_other_host.destination_mac = [2, 0, 0, 0, 0, 1];
     expect_unchanged(&packet_to_other_host, &[]);
 }

@@ -20,7 +20,7 @@ fn kernel_version() -> String {
 fn format_costs(costs: &[VerifierCost]) -> String {
     let mut table_text = format!("{KERNEL_LINE_PREFIX}{}\tinstructions\n", kernel_version());
     for cost in costs {
-        writeln!(table_text, "{}\t{}", cost.program, cost.verified_instructions).unwrap();
+        writeln!(table_text, "{}\t{}", cost.variant_and_program, cost.verified_instructions).unwrap();
     }
     table_text
 }
@@ -47,12 +47,12 @@ fn verifier_costs_do_not_grow() {
     };
     let increased_costs: Vec<String> = current_costs
         .iter()
-        .map(|cost| (cost, recorded_cost(&cost.program)))
+        .map(|cost| (cost, recorded_cost(&cost.variant_and_program)))
         .filter(|(cost, recorded_instructions)| {
             f64::from(cost.verified_instructions) > f64::from(*recorded_instructions) * MAX_COST_FACTOR
         })
         .map(|(cost, recorded_instructions)| {
-            format!("{}: {recorded_instructions} -> {}", cost.program, cost.verified_instructions)
+            format!("{}: {recorded_instructions} -> {}", cost.variant_and_program, cost.verified_instructions)
         })
         .collect();
     assert!(increased_costs.is_empty(), "verifier costs grew by more than 10 %:\n{}", increased_costs.join("\n"));

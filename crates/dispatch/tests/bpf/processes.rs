@@ -108,7 +108,7 @@ impl TestEnv {
         let instance_number = INSTANCE_COUNT.fetch_add(1, Ordering::Relaxed);
         let mut service_config = config::Service::new(SERVICE_ADDRESS, policy);
         service_config.program_options.request_id_position =
-            Some(dispatch::RequestIdPosition { offset: 1, response_offset: 1, byte_count: 4 });
+            Some(dispatch::RequestIdPosition { request_offset: 1, response_offset: 1, byte_count: 4 });
         let new_client = |_| {
             let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
             socket.connect(SERVICE_ADDRESS).unwrap();
@@ -232,7 +232,7 @@ fn sum_of_counts(counts: &[WorkerCounts], field: impl Fn(&WorkerCounts) -> u64) 
 }
 
 #[test]
-fn counts_are_exact_with_any_number_of_response_datagrams() {
+fn request_counts_are_exact_with_any_number_of_response_datagrams() {
     skip_if!(missing_bpf_rights());
     for policy in Policy::all() {
         run_in_namespace(|| {
@@ -274,7 +274,7 @@ fn counts_are_exact_with_any_number_of_response_datagrams() {
 }
 
 #[test]
-fn counts_stay_exact_while_workers_die_and_stop() {
+fn request_counts_stay_exact_while_workers_die_or_stop() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
         let mut env = TestEnv::start(Policy::ShortestQueue, 4, STALL_TIMEOUTS);
@@ -282,7 +282,7 @@ fn counts_stay_exact_while_workers_die_and_stop() {
         let killed_worker = env.worker_processes.remove(0);
         let killed_pid = killed_worker.0.id();
         // No request is sent before the worker is gone, so its outstanding requests can only decrease.
-        let outstanding_at_kill = env
+        let outstanding_requests_at_kill = env
             .worker_counts()
             .iter()
             .find(|worker| worker.worker_pid == killed_pid)
@@ -323,7 +323,7 @@ fn counts_stay_exact_while_workers_die_and_stop() {
         // Only the killed worker's requests are lost, which are the one in service and those in its queue.
         let sent_request_count = env.sent_request_count as usize;
         env.wait_until("all others are answered", |env| {
-            env.responses_by_request_id.len() + outstanding_at_kill as usize >= sent_request_count
+            env.responses_by_request_id.len() + outstanding_requests_at_kill as usize >= sent_request_count
         });
         let lost_request_count = sent_request_count - env.responses_by_request_id.len();
         assert!(

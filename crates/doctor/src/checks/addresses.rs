@@ -69,7 +69,7 @@ fn check_vip_at_load_balancer(facts: &Facts, vip: IpAddr) -> Finding {
         "this machine answers packets that XDP passes to the kernel (another port, an echo request); intended if a BGP \
          daemon announces the VIP from lo"
     };
-    Finding::fault_if(
+    Finding::fault_or_warning(
         is_vip_stamped_by_lb || is_on_network_device,
         format!("VIP {vip} is on {device}: expected no device"),
         consequence,
@@ -87,7 +87,7 @@ pub fn check_segment_addresses(facts: &Facts) -> Vec<Finding> {
     let unreachable_servers: Vec<String> = segment_servers
         .clone()
         .filter(|(_, server)| {
-            !interface_addresses.iter().any(|device_address| device_address.is_same_network(server.address))
+            !interface_addresses.iter().any(|device_address| device_address.shares_network_with(server.address))
         })
         .map(|(name, server)| format!("{name} ({})", server.address))
         .collect();
@@ -148,7 +148,7 @@ fn check_arp_sysctl(
         return vec![];
     }
     // The larger of the two values applies (IN_DEV_MAXCONF() in include/linux/inetdevice.h).
-    let Some((all_value, device_value)) = facts.device_and_all_sysctl(name) else { return vec![] };
+    let Some((all_value, device_value)) = facts.all_and_device_sysctl_values(name) else { return vec![] };
     let (in_force, device) = (all_value.max(device_value), facts.interface());
     if accepted_values.contains(&in_force) {
         return vec![Finding::ok(format!("{in_force} in force at {device}"))];
@@ -157,7 +157,11 @@ fn check_arp_sysctl(
         format!("net.ipv4.conf.{{all,{device}}}.{name} are {all_value} and {device_value}: expected {value}");
     // Other machines may need these answers for other devices' addresses, so an operator must decide.
     let is_safe_to_fix = in_force < *accepted_values.start() && !other_devices_have_addresses(facts);
-    vec![Finding::fault(observation, consequence).with_sysctl(device_sysctl_path(device, name), value, is_safe_to_fix)]
+    vec![Finding::fault(observation, consequence).with_sysctl_remedy(
+        device_sysctl_path(device, name),
+        value,
+        is_safe_to_fix,
+    )]
 }
 
 /// Checks that IPv6 is enabled on the device that receives packets to an IPv6 VIP, and on `lo`, which has the VIP.
@@ -173,7 +177,7 @@ pub fn check_ipv6(facts: &Facts) -> Vec<Finding> {
         // `--fix` does not do this, because the device may then accept addresses and routes from a router.
         Some(value) => {
             Finding::fault(format!("net.ipv6.conf.{device}.disable_ipv6 is {value}: expected 0"), consequence)
-                .with_sysctl(disable_ipv6_sysctl_path(device), "0", false)
+                .with_sysctl_remedy(disable_ipv6_sysctl_path(device), "0", false)
         }
     };
     [LOOPBACK_DEVICE, facts.interface()].map(check_device).into()

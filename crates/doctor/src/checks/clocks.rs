@@ -22,7 +22,7 @@ pub fn check_tcp_timestamps(facts: &Facts) -> Vec<Finding> {
     let consequence = "each connection has its own clock (1) or none (0): it cannot be stamped, and loses its server \
                        when the pool changes";
     // `--fix` does not do this, because it would change the timestamps of connections that an agent already stamps.
-    vec![Finding::fault(format!("net.ipv4.tcp_timestamps is {value}: expected 2"), consequence).with_sysctl(
+    vec![Finding::fault(format!("net.ipv4.tcp_timestamps is {value}: expected 2"), consequence).with_sysctl_remedy(
         TCP_TIMESTAMPS_SYSCTL.to_owned(),
         "2",
         false,
@@ -52,12 +52,12 @@ pub fn check_clock_source(facts: &Facts) -> Vec<Finding> {
 
 /// Checks whether the wall clock is synchronised (the check `clock-sync`).
 pub fn check_clock_sync(facts: &Facts) -> Vec<Finding> {
-    let future_report_count = facts.future_report_count;
-    if future_report_count > 0 {
+    let future_dated_report_count = facts.future_dated_report_count;
+    if future_dated_report_count > 0 {
         let consequence = "one of the clocks is wrong by more than a second: logs cannot be compared";
         return vec![
             Finding::warning(
-                format!("{future_report_count} reports were sent ahead of the controller's clock"),
+                format!("{future_dated_report_count} reports were sent ahead of the controller's clock"),
                 consequence,
             )
             .with_remedy_step("chronyc tracking  # at the servers and at the controller"),

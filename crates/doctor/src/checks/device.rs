@@ -81,7 +81,7 @@ fn queue_limit_finding(facts: &Facts, device: &Device) -> Option<Finding> {
     let max_queues_with_xdp = device.channels.map_or(1, |channels| channels.max_receive_queues / 2).max(1);
     let requires_native_xdp = facts.settings.xdp_mode == XdpMode::Native;
     let remedy_step = format!("ethtool -L {} combined {max_queues_with_xdp}", facts.interface());
-    Some(Finding::fault_if(requires_native_xdp, problem, consequence).with_remedy_step(remedy_step))
+    Some(Finding::fault_or_warning(requires_native_xdp, problem, consequence).with_remedy_step(remedy_step))
 }
 
 fn missing_native_xdp_finding(facts: &Facts, device: &Device) -> Option<Finding> {
@@ -92,7 +92,7 @@ fn missing_native_xdp_finding(facts: &Facts, device: &Device) -> Option<Finding>
     let consequence = "the program runs after the driver (generic XDP), several times slower; with `xdp_mode = \
                        \"native\"` the daemon does not start";
     Some(
-        Finding::fault_if(requires_native_xdp, format!("the driver {} has no XDP", device.driver), consequence)
+        Finding::fault_or_warning(requires_native_xdp, format!("the driver {} has no XDP", device.driver), consequence)
             .with_remedy_step("a NIC whose driver has XDP, or `xdp_mode = \"generic\"` to accept that"),
     )
 }
@@ -166,7 +166,7 @@ pub fn check_mtu(facts: &Facts) -> Vec<Finding> {
         let requires_native_xdp = facts.settings.xdp_mode == XdpMode::Native;
         let observation = format!("{} bytes: expected at most {MAX_MTU}", device.mtu);
         vec![
-            Finding::fault_if(requires_native_xdp, observation, consequence)
+            Finding::fault_or_warning(requires_native_xdp, observation, consequence)
                 .with_remedy_step(format!("ip link set {interface_name} mtu 1500  # servers and switches as well")),
         ]
     })

@@ -74,7 +74,7 @@ pub fn check_jit(facts: &Facts) -> Vec<Finding> {
         None => vec![Finding::unknown("net.core.bpf_jit_enable is not visible here")],
         Some(0) => {
             let consequence = "every packet runs the programs, which take about ten times as long when interpreted";
-            vec![Finding::warning("net.core.bpf_jit_enable is 0: expected 1", consequence).with_sysctl(
+            vec![Finding::warning("net.core.bpf_jit_enable is 0: expected 1", consequence).with_sysctl_remedy(
                 jit_sysctl.to_owned(),
                 "1",
                 true,

@@ -26,7 +26,7 @@ pub fn check_conntrack(facts: &Facts) -> Vec<Finding> {
         if tracking_chains.is_empty() {
             return vec![Finding::ok("no rule enables it")];
         }
-        if chains.iter().any(|chain| chain.exempts_packets) {
+        if chains.iter().any(|chain| chain.exempts_from_tracking) {
             return vec![Finding::ok(format!("{} enable it, with exceptions", tracking_chains.join(", ")))];
         }
         let stamps_at_lb = facts.role == Role::Lb && facts.services.iter().any(|service| service.is_stamped_by_lb);
@@ -38,7 +38,7 @@ pub fn check_conntrack(facts: &Facts) -> Vec<Finding> {
             _ => "every connection takes an entry of its table; when it is full, new ones are dropped",
         };
         let observation = format!("connections are tracked, for {}", tracking_chains.join(", "));
-        vec![Finding::fault_if(stamps_at_lb, observation, consequence).with_remedy_step(
+        vec![Finding::fault_or_warning(stamps_at_lb, observation, consequence).with_remedy_step(
             "nft 'add table ip coreward; add chain ip coreward raw { type filter hook prerouting priority raw; }; add \
              rule ip coreward raw ip daddr VIP notrack'  # and ip saddr VIP in a chain of hook output",
         )]
@@ -111,7 +111,7 @@ pub fn check_firewall(facts: &Facts) -> Vec<Finding> {
             };
             let observation =
                 format!("chain {} (hook {}) drops; {acceptance_note}", chain.qualified_name, chain.hook_name);
-            Finding::fault_if(!chain.accepts_packets, observation, consequence)
+            Finding::fault_or_warning(!chain.accepts_packets, observation, consequence)
                 .with_remedy_step(format!("nft add rule {} {port_matches} accept", chain.qualified_name))
         };
         dropping_chains.iter().map(of).collect()

@@ -13,7 +13,7 @@ const RP_FILTER_STRICT: u32 = 1;
 
 pub fn check_rp_filter(facts: &Facts) -> Vec<Finding> {
     // The larger of the two values applies (IN_DEV_RPFILTER() in include/linux/inetdevice.h).
-    let Some((all_value, device_value)) = facts.device_and_all_sysctl("rp_filter") else { return vec![] };
+    let Some((all_value, device_value)) = facts.all_and_device_sysctl_values("rp_filter") else { return vec![] };
     let (in_force, device) = (all_value.max(device_value), facts.interface());
     if in_force != RP_FILTER_STRICT {
         return vec![Finding::ok(format!("{in_force} in force at {device}"))];
@@ -28,7 +28,7 @@ pub fn check_rp_filter(facts: &Facts) -> Vec<Finding> {
         }
         let consequence =
             "servers' replies have the VIP as source, whose route uses another device: the kernel drops them";
-        return vec![Finding::fault(format!("{observation}: expected 0 or 2"), consequence).with_sysctl(
+        return vec![Finding::fault(format!("{observation}: expected 0 or 2"), consequence).with_sysctl_remedy(
             loose_sysctl_path,
             "2",
             false,
@@ -39,11 +39,10 @@ pub fn check_rp_filter(facts: &Facts) -> Vec<Finding> {
     }
     let consequence =
         "clients' packets arrive on this device, and replies leave by another: the kernel drops the packets";
-    vec![Finding::fault(format!("{observation}, and no default route leads over {device}"), consequence).with_sysctl(
-        loose_sysctl_path,
-        "2",
-        false,
-    )]
+    vec![
+        Finding::fault(format!("{observation}, and no default route leads over {device}"), consequence)
+            .with_sysctl_remedy(loose_sysctl_path, "2", false),
+    ]
 }
 
 pub fn check_forwarding(facts: &Facts) -> Vec<Finding> {
@@ -59,14 +58,14 @@ fn check_ipv6_forwarding(facts: &Facts) -> Option<Finding> {
     }
     let consequence = "this machine must route servers' replies: none reaches a client";
     let fault_finding = Finding::fault("net.ipv6.conf.all.forwarding is 0: expected 1", consequence);
-    Some(fault_finding.with_sysctl(IPV6_FORWARDING_SYSCTL.to_owned(), "1", false))
+    Some(fault_finding.with_sysctl_remedy(IPV6_FORWARDING_SYSCTL.to_owned(), "1", false))
 }
 
 fn check_ipv4_forwarding(facts: &Facts) -> Vec<Finding> {
     if !stamps_ipv4_replies(facts) {
         return vec![];
     }
-    let Some((_, device_value)) = facts.device_and_all_sysctl("forwarding") else { return vec![] };
+    let Some((_, device_value)) = facts.all_and_device_sysctl_values("forwarding") else { return vec![] };
     if device_value != 0 {
         return vec![Finding::ok(format!("on at {}", facts.interface()))];
     }
@@ -74,11 +73,8 @@ fn check_ipv4_forwarding(facts: &Facts) -> Vec<Finding> {
     let consequence = "this machine must route servers' replies: none reaches a client";
     // `--fix` does not do this, because the machine would then also route other machines' packets.
     vec![
-        Finding::fault(format!("net.ipv4.conf.{interface_name}.forwarding is 0: expected 1"), consequence).with_sysctl(
-            device_sysctl_path(interface_name, "forwarding"),
-            "1",
-            false,
-        ),
+        Finding::fault(format!("net.ipv4.conf.{interface_name}.forwarding is 0: expected 1"), consequence)
+            .with_sysctl_remedy(device_sysctl_path(interface_name, "forwarding"), "1", false),
     ]
 }
 
@@ -86,7 +82,7 @@ pub fn check_send_redirects(facts: &Facts) -> Vec<Finding> {
     if !stamps_ipv4_replies(facts) {
         return vec![];
     }
-    let Some((all_value, device_value)) = facts.device_and_all_sysctl("send_redirects") else { return vec![] };
+    let Some((all_value, device_value)) = facts.all_and_device_sysctl_values("send_redirects") else { return vec![] };
     // Redirects are sent if either value is set (IN_DEV_TX_REDIRECTS()).
     if all_value == 0 && device_value == 0 {
         return vec![Finding::ok("off")];
@@ -99,7 +95,7 @@ pub fn check_send_redirects(facts: &Facts) -> Vec<Finding> {
     let nonzero_sysctls =
         ["all", interface_name].into_iter().zip([all_value, device_value]).filter(|(_, value)| *value != 0);
     vec![nonzero_sysctls.fold(Finding::fault(observation, consequence), |finding, (device, _)| {
-        finding.with_sysctl(device_sysctl_path(device, "send_redirects"), "0", true)
+        finding.with_sysctl_remedy(device_sysctl_path(device, "send_redirects"), "0", true)
     })]
 }
 

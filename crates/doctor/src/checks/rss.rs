@@ -82,10 +82,10 @@ pub fn check_port_hashing(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let flow_types = facts.services.iter().map(|service| FlowType::new(service.address.protocol, service.vip()));
     let flow_types: BTreeSet<FlowType> = flow_types.filter(|flow_type| *flow_type != FlowType::Tcp4).collect();
-    flow_types.into_iter().map(|flow_type| check_ports_of_flow_type(facts, device, flow_type)).collect()
+    flow_types.into_iter().map(|flow_type| check_flow_type_port_hashing(facts, device, flow_type)).collect()
 }
 
-fn check_ports_of_flow_type(facts: &Facts, device: &Device, flow_type: FlowType) -> Finding {
+fn check_flow_type_port_hashing(facts: &Facts, device: &Device, flow_type: FlowType) -> Finding {
     let (interface, name) = (facts.interface(), flow_type.ethtool_name());
     match device.port_hashing_by_flow_type.get(&flow_type) {
         None => Finding::unknown(format!("the driver does not report how it hashes {name}")),
@@ -119,7 +119,7 @@ fn with_zeroing_fix(facts: &Facts, finding: Finding, queues: &[String], attribut
     })
 }
 
-fn unknown_without_sysfs(device: &Device) -> Option<Vec<Finding>> {
+fn missing_sysfs_findings(device: &Device) -> Option<Vec<Finding>> {
     (!device.is_sysfs_visible).then(|| vec![Finding::unknown("/sys shows another network namespace (or none)")])
 }
 
@@ -127,7 +127,7 @@ pub fn check_rps(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let rps_queues = &device.rss_conflicts.rps_queues;
     if rps_queues.is_empty() {
-        return unknown_without_sysfs(device).unwrap_or_else(|| vec![Finding::ok("off")]);
+        return missing_sysfs_findings(device).unwrap_or_else(|| vec![Finding::ok("off")]);
     }
     let observation = format!("RPS is on for {} ({})", facts.interface(), rps_queues.join(", "));
     vec![with_zeroing_fix(facts, Finding::warning(observation, WRONG_CORE_CONSEQUENCE), rps_queues, "rps_cpus")]
@@ -137,7 +137,7 @@ pub fn check_rfs(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let rss_conflicts = &device.rss_conflicts;
     if !rss_conflicts.has_rfs() {
-        return unknown_without_sysfs(device).unwrap_or_else(|| vec![Finding::ok("off")]);
+        return missing_sysfs_findings(device).unwrap_or_else(|| vec![Finding::ok("off")]);
     }
     let observation = format!(
         "{} is on for {} (net.core.rps_sock_flow_entries {}, {})",

@@ -74,7 +74,7 @@ fn passing_facts(role: Role) -> Facts {
             pin_directory: Some("/sys/fs/bpf/coreward".into()),
             controllers: vec!["10.1.0.2:7400".parse().unwrap()],
             manage_timestamps: true,
-            is_load_cpu_time: true,
+            reports_cpu_time_as_load: true,
             steer: Steer::Affinity,
             xdp_mode: XdpMode::Auto,
             announcement_table: None,
@@ -119,7 +119,7 @@ fn passing_facts(role: Role) -> Facts {
         controller_answer: Some(Ok("10.1.0.2:7400".parse().unwrap())),
         services: vec![service_at(Protocol::Tcp)],
         servers_by_name: servers_with_address("10.1.1.2", true),
-        future_report_count: 0,
+        future_dated_report_count: 0,
         announcement: None,
         controller_facts: Some(ControllerFacts {
             listen_address: "10.1.0.2:7400".parse().unwrap(),
@@ -175,7 +175,7 @@ fn problems_after_change(role: Role, change: impl FnOnce(&mut Facts)) -> Vec<(&'
         .collect()
 }
 
-fn device_of(facts: &mut Facts) -> &mut Device {
+fn device_mut(facts: &mut Facts) -> &mut Device {
     facts.device.as_mut().unwrap()
 }
 
@@ -212,19 +212,19 @@ fn kernel_version_programs_and_jit_are_checked() {
 fn settings_that_override_rss_are_found() {
     let server_problems = |change: fn(&mut Facts)| problems_after_change(Role::Server, change);
     assert_eq!(
-        server_problems(|facts| device_of(facts).rss_conflicts.is_irqbalance_running = true),
+        server_problems(|facts| device_mut(facts).rss_conflicts.is_irqbalance_running = true),
         [("irqbalance", WARNING)]
     );
-    assert_eq!(server_problems(|facts| device_of(facts).rss_conflicts.flow_rule_count = 2), [("flow-rules", WARNING)]);
+    assert_eq!(server_problems(|facts| device_mut(facts).rss_conflicts.flow_rule_count = 2), [("flow-rules", WARNING)]);
     let add_rfs_flow_tables = |facts: &mut Facts| {
-        device_of(facts).rss_conflicts.rfs_queues = vec!["rx-0".to_owned(), "rx-1".to_owned()];
-        device_of(facts).rss_conflicts.accepts_flow_rules = true;
+        device_mut(facts).rss_conflicts.rfs_queues = vec!["rx-0".to_owned(), "rx-1".to_owned()];
+        device_mut(facts).rss_conflicts.accepts_flow_rules = true;
     };
     // The kernel ignores the queues' tables unless the machine has socket flow entries.
     assert_eq!(server_problems(add_rfs_flow_tables), []);
     let mut facts = passing_facts(Role::Server);
     add_rfs_flow_tables(&mut facts);
-    device_of(&mut facts).rss_conflicts.rps_sock_flow_entries = 32_768;
+    device_mut(&mut facts).rss_conflicts.rps_sock_flow_entries = 32_768;
     let finding = rss::check_rfs(&facts).remove(0);
     assert_eq!(finding.severity, WARNING);
     assert!(finding.observation.starts_with("accelerated RFS is on for eth7"), "{}", finding.observation);
@@ -237,22 +237,21 @@ fn settings_that_override_rss_are_found() {
 fn rss_key_and_hashed_fields_are_checked() {
     let server_problems = |change: fn(&mut Facts)| problems_after_change(Role::Server, change);
     let use_other_hash = |facts: &mut Facts| {
-        device_of(facts).rss_entries_and_transform = Err(RssProblem::UnsupportedHash("eth7 hashes by XOR".to_owned()))
+        device_mut(facts).rss_entries_and_transform = Err(RssProblem::UnsupportedHash("eth7 hashes by XOR".to_owned()))
     };
     assert_eq!(server_problems(use_other_hash), [("rss", WARNING)]);
     assert_eq!(
-        server_problems(
-            |facts| device_of(facts).rss_entries_and_transform = Err(RssProblem::NoIndirectionTable("none".to_owned()))
-        ),
+        server_problems(|facts| device_mut(facts).rss_entries_and_transform =
+            Err(RssProblem::NoIndirectionTable("none".to_owned()))),
         [("rss", WARNING)]
     );
     let hash_without_tcp_ports = |facts: &mut Facts| {
-        device_of(facts).port_hashing_by_flow_type =
+        device_mut(facts).port_hashing_by_flow_type =
             FlowType::ALL.into_iter().map(|flow_type| (flow_type, false)).collect();
     };
     assert_eq!(server_problems(hash_without_tcp_ports), []);
     let hash_without_udp_ports = |facts: &mut Facts| {
-        device_of(facts).port_hashing_by_flow_type.insert(FlowType::Udp4, false);
+        device_mut(facts).port_hashing_by_flow_type.insert(FlowType::Udp4, false);
         facts.services = vec![service_at(Protocol::Udp)];
     };
     assert_eq!(server_problems(hash_without_udp_ports), [("rss-ports", WARNING)]);
@@ -262,25 +261,25 @@ fn rss_key_and_hashed_fields_are_checked() {
 fn ipv6_services_need_hashes_over_ports() {
     let mut ipv6_facts = ipv6_server_facts("lo");
     assert_eq!(rss::check_port_hashing(&ipv6_facts)[0].severity, Severity::Ok);
-    device_of(&mut ipv6_facts).port_hashing_by_flow_type.insert(FlowType::Tcp6, false);
+    device_mut(&mut ipv6_facts).port_hashing_by_flow_type.insert(FlowType::Tcp6, false);
     let finding = &rss::check_port_hashing(&ipv6_facts)[0];
     assert_eq!((finding.severity, finding.observation.as_str()), (WARNING, "eth7 hashes tcp6 by addresses alone"));
     assert_eq!(finding.remedies[0].command, "ethtool -N eth7 rx-flow-hash tcp6 sdfn");
-    device_of(&mut ipv6_facts).port_hashing_by_flow_type.remove(&FlowType::Tcp6);
+    device_mut(&mut ipv6_facts).port_hashing_by_flow_type.remove(&FlowType::Tcp6);
     assert_eq!(rss::check_port_hashing(&ipv6_facts)[0].severity, Severity::Unknown);
 }
 
 #[test]
 fn symmetric_hash_is_unknown_if_the_driver_hides_it() {
     let mut facts = passing_facts(Role::Server);
-    device_of(&mut facts).rss_entries_and_transform = Ok((128, InputTransform::SymmetricOrXor));
+    device_mut(&mut facts).rss_entries_and_transform = Ok((128, InputTransform::SymmetricOrXor));
     let finding = rss::check_rss(&facts).remove(0);
     assert_eq!(finding.severity, Severity::Ok);
     assert!(finding.observation.contains("symmetric-or-xor"), "{}", finding.observation);
-    device_of(&mut facts).driver = "mlx5_core".to_owned();
+    device_mut(&mut facts).driver = "mlx5_core".to_owned();
     facts.kernel.release = "6.12.117+deb12-amd64".to_owned();
     assert_eq!(rss::check_rss(&facts).remove(0).severity, Severity::Ok, "reported, by a vendor's driver");
-    device_of(&mut facts).rss_entries_and_transform = Ok((128, InputTransform::None));
+    device_mut(&mut facts).rss_entries_and_transform = Ok((128, InputTransform::None));
     let finding = rss::check_rss(&facts).remove(0);
     assert_eq!(finding.severity, Severity::Unknown);
     assert!(finding.observation.contains("mlx5_core"), "{finding:?}");
@@ -293,8 +292,8 @@ fn symmetric_hash_is_unknown_if_the_driver_hides_it() {
 fn flow_director_is_reported_with_its_remedy() {
     let of = |driver: &str, moves| {
         let mut facts = passing_facts(Role::Server);
-        device_of(&mut facts).driver = driver.to_owned();
-        device_of(&mut facts).moves_open_connections = moves;
+        device_mut(&mut facts).driver = driver.to_owned();
+        device_mut(&mut facts).moves_open_connections = moves;
         rss::check_flow_director(&facts).remove(0)
     };
     for (driver, command) in [("ixgbe", "ethtool -K eth7 ntuple on"), ("i40e", "flow-director-atr off")] {
@@ -308,11 +307,11 @@ fn flow_director_is_reported_with_its_remedy() {
 
 #[test]
 fn vlan_tags_are_checked_only_with_vlans() {
-    let add_vlan = |facts: &mut Facts| device_of(facts).vlan_devices = vec!["eth7.5".to_owned()];
+    let add_vlan = |facts: &mut Facts| device_mut(facts).vlan_devices = vec!["eth7.5".to_owned()];
     assert_eq!(problems_after_change(Role::Lb, add_vlan), [("vlan-tags", FAULT)]);
     let keep_vlan_tags = |facts: &mut Facts| {
         add_vlan(facts);
-        device_of(facts).strips_vlan_tags = false;
+        device_mut(facts).strips_vlan_tags = false;
     };
     assert_eq!(problems_after_change(Role::Lb, keep_vlan_tags), []);
 }
@@ -321,7 +320,7 @@ fn vlan_tags_are_checked_only_with_vlans() {
 fn queue_counts_and_interrupts_are_checked() {
     let set_channels = |receive, receive_max| {
         move |facts: &mut Facts| {
-            device_of(facts).channels =
+            device_mut(facts).channels =
                 Some(QueueCounts { receive_queues: receive, max_receive_queues: receive_max, transmit_queues: receive })
         }
     };
@@ -331,7 +330,7 @@ fn queue_counts_and_interrupts_are_checked() {
     assert_eq!(problems_after_change(Role::Lb, set_channels(1, 1)), []);
     assert_eq!(problems_after_change(Role::Lb, set_channels(1, 4)), [("queues", WARNING)]);
     let share_cpus = |facts: &mut Facts| {
-        device_of(facts).interrupts_by_queue.insert(3, Interrupt { irq_number: 33, cpu: Some(0) });
+        device_mut(facts).interrupts_by_queue.insert(3, Interrupt { irq_number: 33, cpu: Some(0) });
     };
     assert_eq!(problems_after_change(Role::Server, share_cpus), [("interrupts", WARNING)]);
     let mut facts = passing_facts(Role::Server);
@@ -344,12 +343,12 @@ fn queue_counts_and_interrupts_are_checked() {
 #[test]
 fn driver_drops_are_reported() {
     let count_drops = |facts: &mut Facts| {
-        device_of(facts).xdp_send_errors = vec![("rx_queue_0_xdp_tx_errors".to_owned(), 12)];
+        device_mut(facts).xdp_send_errors = vec![("rx_queue_0_xdp_tx_errors".to_owned(), 12)];
     };
     assert_eq!(problems_after_change(Role::Lb, count_drops), [("xdp-send", FAULT)]);
     let mut facts = passing_facts(Role::Lb);
     count_drops(&mut facts);
-    device_of(&mut facts).driver = "veth".to_owned();
+    device_mut(&mut facts).driver = "veth".to_owned();
     let finding = super::device::check_xdp_send(&facts).remove(0);
     assert_eq!(finding.observation, "eth7 dropped frames that XDP sent: rx_queue_0_xdp_tx_errors 12");
     assert!(finding.remedies[0].command.starts_with("ip link set dev PEER xdp"), "{:?}", finding.remedies);
@@ -358,13 +357,13 @@ fn driver_drops_are_reported() {
 #[test]
 fn veth_peer_without_a_program_is_reported() {
     let remove_peer_program = |facts: &mut Facts| {
-        device_of(facts).driver = "veth".to_owned();
-        device_of(facts).veth_peer_has_xdp = Some(false);
+        device_mut(facts).driver = "veth".to_owned();
+        device_mut(facts).veth_peer_has_xdp = Some(false);
     };
     assert_eq!(problems_after_change(Role::Lb, remove_peer_program), [("xdp-send", FAULT)]);
     let use_generic_xdp = |facts: &mut Facts| {
         remove_peer_program(facts);
-        let xdp_state = &mut device_of(facts).xdp;
+        let xdp_state = &mut device_mut(facts).xdp;
         (xdp_state.generic_program_id, xdp_state.native_program_id) = (xdp_state.native_program_id, None);
     };
     assert_eq!(problems_after_change(Role::Lb, use_generic_xdp), []);
@@ -378,7 +377,7 @@ fn polling_threads_are_reported_only_if_cpu_time_is_the_load() {
     assert_eq!(problems_after_change(Role::Server, add_polling_thread), [("polling", WARNING)]);
     let use_published_load = |facts: &mut Facts| {
         add_polling_thread(facts);
-        facts.settings.is_load_cpu_time = false;
+        facts.settings.reports_cpu_time_as_load = false;
     };
     assert_eq!(problems_after_change(Role::Server, use_published_load), []);
 }
@@ -386,31 +385,31 @@ fn polling_threads_are_reported_only_if_cpu_time_is_the_load() {
 #[test]
 fn native_xdp_is_checked() {
     let lb = |change: fn(&mut Facts)| problems_after_change(Role::Lb, change);
-    assert_eq!(lb(|facts| device_of(facts).is_lro_enabled = true), [("lro", FAULT)]);
-    let without_native_support =
-        |facts: &mut Facts| device_of(facts).xdp = XdpState { supports_native: Some(false), ..XdpState::default() };
-    assert_eq!(lb(without_native_support), [("xdp", WARNING)]);
-    let with_generic_program = |facts: &mut Facts| {
-        device_of(facts).xdp = XdpState { supports_native: Some(false), ..XdpState::default() };
+    assert_eq!(lb(|facts| device_mut(facts).is_lro_enabled = true), [("lro", FAULT)]);
+    let remove_native_support =
+        |facts: &mut Facts| device_mut(facts).xdp = XdpState { supports_native: Some(false), ..XdpState::default() };
+    assert_eq!(lb(remove_native_support), [("xdp", WARNING)]);
+    let require_unsupported_native_xdp = |facts: &mut Facts| {
+        device_mut(facts).xdp = XdpState { supports_native: Some(false), ..XdpState::default() };
         facts.settings.xdp_mode = XdpMode::Native;
     };
-    assert_eq!(lb(with_generic_program), [("xdp", FAULT)]);
-    let require_native_xdp = |facts: &mut Facts| {
-        device_of(facts).xdp = XdpState { supports_native: Some(false), ..XdpState::default() };
+    assert_eq!(lb(require_unsupported_native_xdp), [("xdp", FAULT)]);
+    let use_generic_xdp = |facts: &mut Facts| {
+        device_mut(facts).xdp = XdpState { supports_native: Some(false), ..XdpState::default() };
         facts.settings.xdp_mode = XdpMode::Generic;
     };
-    assert_eq!(lb(require_native_xdp), []);
+    assert_eq!(lb(use_generic_xdp), []);
     let exceed_ena_queue_limit = |facts: &mut Facts| {
-        device_of(facts).driver = "ena".to_owned();
-        device_of(facts).channels = Some(QueueCounts { receive_queues: 4, max_receive_queues: 4, transmit_queues: 4 });
+        device_mut(facts).driver = "ena".to_owned();
+        device_mut(facts).channels = Some(QueueCounts { receive_queues: 4, max_receive_queues: 4, transmit_queues: 4 });
     };
     assert_eq!(lb(exceed_ena_queue_limit), [("xdp", WARNING)]);
     // A program is running in native mode, so the frames evidently fit.
-    assert_eq!(lb(|facts| device_of(facts).mtu = 9000), []);
+    assert_eq!(lb(|facts| device_mut(facts).mtu = 9000), []);
     let exceed_max_mtu = |facts: &mut Facts| {
-        device_of(facts).mtu = 9000;
-        device_of(facts).own_program_id = None;
-        device_of(facts).xdp.native_program_id = None;
+        device_mut(facts).mtu = 9000;
+        device_mut(facts).own_program_id = None;
+        device_mut(facts).xdp.native_program_id = None;
     };
     assert_eq!(lb(exceed_max_mtu), [("mtu", WARNING)]);
 }
@@ -430,7 +429,7 @@ fn servers_of_the_segment_need_an_address_in_its_network() {
 fn mtu_has_room_for_outer_headers_of_ipv6_packets() {
     let has_fault = |mtu: u32, vip: &str, server: &str| {
         let findings = problems_after_change(Role::Lb, |facts| {
-            device_of(facts).mtu = mtu;
+            device_mut(facts).mtu = mtu;
             facts.services[0].forwarding = Forwarding::Gue;
             facts.services[0].address.vip_and_port = vip.parse().unwrap();
             facts.servers_by_name = servers_with_address(server, false);
@@ -464,15 +463,15 @@ fn arp_sysctls_are_not_fixed_when_other_devices_have_addresses() {
 
 #[test]
 fn lb_stamping_requires_forwarding() {
-    let without_forwarding = |facts: &mut Facts| {
+    let disable_forwarding = |facts: &mut Facts| {
         for (path, value) in [("forwarding", "0"), ("send_redirects", "1"), ("rp_filter", "1")] {
             facts.sysctl_values.insert(format!("net/ipv4/conf/eth7/{path}"), value.to_owned());
         }
     };
     // This is irrelevant if servers send replies directly to clients.
-    assert_eq!(problems_after_change(Role::Lb, without_forwarding), []);
+    assert_eq!(problems_after_change(Role::Lb, disable_forwarding), []);
     let stamp_at_lb = |facts: &mut Facts| {
-        without_forwarding(facts);
+        disable_forwarding(facts);
         facts.services[0].is_stamped_by_lb = true;
     };
     assert_eq!(
@@ -505,15 +504,15 @@ fn slow_or_unsynchronised_clocks_are_found() {
     let server_problems = |change: fn(&mut Facts)| problems_after_change(Role::Server, change);
     assert_eq!(server_problems(|facts| facts.clock.clock_source = "hpet".to_owned()), [("clock-source", WARNING)]);
     assert_eq!(server_problems(|facts| facts.clock.is_synchronised = Some(false)), [("clock-sync", WARNING)]);
-    assert_eq!(server_problems(|facts| facts.future_report_count = 3), [("clock-sync", WARNING)]);
+    assert_eq!(server_problems(|facts| facts.future_dated_report_count = 3), [("clock-sync", WARNING)]);
     let use_random_offsets =
         |facts: &mut Facts| drop(facts.sysctl_values.insert("net/ipv4/tcp_timestamps".to_owned(), "1".to_owned()));
     assert_eq!(server_problems(use_random_offsets), []);
-    let unmanaged_timestamps = |facts: &mut Facts| {
+    let stop_managing_timestamps = |facts: &mut Facts| {
         use_random_offsets(facts);
         facts.settings.manage_timestamps = false;
     };
-    assert_eq!(problems_after_change(Role::Server, unmanaged_timestamps), [("tcp-timestamps", FAULT)]);
+    assert_eq!(problems_after_change(Role::Server, stop_managing_timestamps), [("tcp-timestamps", FAULT)]);
     // An agent sets the sysctl only for services that are stamped at the server.
     let stamp_at_lb = |facts: &mut Facts| {
         use_random_offsets(facts);

@@ -69,7 +69,7 @@ fn check_service_listeners(
 }
 
 pub fn check_polling_threads(facts: &Facts) -> Vec<Finding> {
-    if !facts.settings.is_load_cpu_time {
+    if !facts.settings.reports_cpu_time_as_load {
         return vec![];
     }
     if facts.polling_threads.is_empty() {

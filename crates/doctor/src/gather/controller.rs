@@ -29,7 +29,7 @@ pub(super) struct FleetFacts {
     pub controller_answer: Option<Result<SocketAddr, String>>,
     pub services: Vec<Service>,
     pub servers_by_name: BTreeMap<String, Server>,
-    pub future_report_count: u64,
+    pub future_dated_report_count: u64,
 }
 
 /// Queries the controllers in order, and returns the facts from the first answer. `name` is the name under which the
@@ -118,7 +118,7 @@ fn fleet_from_reply(reply: &FleetReply, controller: SocketAddr, server: Option<&
         controller_answer: Some(Ok(controller)),
         services: own_services.filter_map(to_service).collect(),
         servers_by_name: reply.servers.iter().filter_map(to_server).collect(),
-        future_report_count: reply.reports_ahead,
+        future_dated_report_count: reply.reports_ahead,
     }
 }
 

@@ -45,7 +45,7 @@ pub(super) fn gather_device(name: &str, settings: &Settings, rss: Option<Box<dyn
             .read_config()
             .map(|rss| (rss.indirection_table.entry_count(), rss.key.input_transform()))
             .map_err(|error| match error {
-                RssError::Unsupported(_) => RssProblem::NoIndirectionTable(error.to_string()),
+                RssError::NoIndirectionTable(_) => RssProblem::NoIndirectionTable(error.to_string()),
                 _ => RssProblem::UnsupportedHash(error.to_string()),
             }),
         is_sysfs_visible: sysfs::device_directory(name).is_some(),

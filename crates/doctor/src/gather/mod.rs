@@ -57,7 +57,7 @@ pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
         controller_answer: fleet_facts.controller_answer,
         services: gather_services(role, options.services, fleet_facts.services),
         servers_by_name: fleet_facts.servers_by_name,
-        future_report_count: fleet_facts.future_report_count,
+        future_dated_report_count: fleet_facts.future_dated_report_count,
         announcement: settings.announcement_table.map(announcement::gather_announcement),
         controller_facts: options.controller_facts,
         polling_threads: if role == Role::Server { polling::find_polling_threads() } else { Vec::new() },

@@ -56,7 +56,7 @@ fn parse_chains(ruleset: &Value) -> Vec<NetfilterChain> {
         let expressions = rule["expr"].as_array().map_or(&[][..], Vec::as_slice);
         chain.accepts_packets |=
             expressions.iter().any(|expression| contains_key(expression, &["accept", "jump", "goto", "vmap"]));
-        chain.exempts_packets |= expressions.iter().any(|expression| contains_key(expression, &["notrack"]));
+        chain.exempts_from_tracking |= expressions.iter().any(|expression| contains_key(expression, &["notrack"]));
         let qualified_table = format!("{} {}", to_text(&rule["family"]), to_text(&rule["table"]));
         let nat_rule = parse_nat_rule(expressions, &qualified_table);
         if nat_rule.changes_destination || !nat_rule.jump_targets.is_empty() {
@@ -137,9 +137,9 @@ fn add_protocol_condition(values: &[Value], conditions: &mut Vec<MatchCondition>
 }
 
 fn parse_protocol(value: &Value) -> Option<Protocol> {
-    [Protocol::Tcp, Protocol::Udp]
-        .into_iter()
-        .find(|protocol| value.as_str() == Some(protocol.name()) || value.as_u64() == Some(protocol.number().into()))
+    [Protocol::Tcp, Protocol::Udp].into_iter().find(|protocol| {
+        value.as_str() == Some(protocol.name()) || value.as_u64() == Some(protocol.iana_number().into())
+    })
 }
 
 fn parse_port_range(value: &Value) -> Option<RangeInclusive<u16>> {
@@ -225,7 +225,7 @@ mod tests {
                 ..new_chain("input", "input")
             }
         );
-        assert_eq!(of("raw"), NetfilterChain { exempts_packets: true, ..new_chain("raw", "prerouting") });
+        assert_eq!(of("raw"), NetfilterChain { exempts_from_tracking: true, ..new_chain("raw", "prerouting") });
         assert_eq!(of("own"), NetfilterChain { tracks_connections: true, ..new_chain("own", "") });
         let translating_rule = NatRule { changes_destination: true, ..NatRule::default() };
         assert_eq!(

@@ -53,13 +53,13 @@ impl CliOptions {
     pub(super) fn gather_settings(&self) -> anyhow::Result<GatheredSettings> {
         let role = match (&self.config_file, self.role) {
             (_, Some(role)) => role,
-            (Some(file), None) => role_of_file(file)?,
+            (Some(file), None) => detect_role(file)?,
             (None, None) => {
                 anyhow::bail!("neither a file nor a role: expected --config FILE, or --role lb, server or controller")
             }
         };
         let mut gathered_settings = match &self.config_file {
-            Some(file) => read_file(role, file)?,
+            Some(file) => gather_file_settings(role, file)?,
             None => default_settings(role),
         };
         if let Some(interface) = &self.interface_override {
@@ -83,7 +83,7 @@ impl CliOptions {
 }
 
 /// Detects the role of the daemon that uses this file, from a key that other roles' files do not have.
-fn role_of_file(file: &Path) -> anyhow::Result<Role> {
+fn detect_role(file: &Path) -> anyhow::Result<Role> {
     let text = std::fs::read_to_string(file).with_context(|| format!("{}", file.display()))?;
     let table: toml::Table = text.parse().with_context(|| format!("{}", file.display()))?;
     let role = if table.contains_key("store") || table.contains_key("etcd") {
@@ -108,7 +108,7 @@ fn default_settings(role: Role) -> GatheredSettings {
         pin_directory: None,
         controllers: Vec::new(),
         manage_timestamps: true,
-        is_load_cpu_time: true,
+        reports_cpu_time_as_load: true,
         steer: agent::Steer::default(),
         xdp_mode: XdpMode::default(),
         announcement_table: None,
@@ -124,7 +124,7 @@ fn default_settings(role: Role) -> GatheredSettings {
     }
 }
 
-fn read_file(role: Role, file: &Path) -> anyhow::Result<GatheredSettings> {
+fn gather_file_settings(role: Role, file: &Path) -> anyhow::Result<GatheredSettings> {
     match role {
         Role::Lb => read_lb_file(file),
         Role::Server => read_agent_file(file),
@@ -158,7 +158,7 @@ fn read_agent_file(file: &Path) -> anyhow::Result<GatheredSettings> {
         pin_directory: Some(config.pin_directory),
         controllers: config.controllers.addresses().to_vec(),
         manage_timestamps: config.manage_timestamps,
-        is_load_cpu_time: matches!(config.load, agent::Load::Cpu {}),
+        reports_cpu_time_as_load: matches!(config.load, agent::Load::Cpu {}),
         steer: config.steer,
         ..gathered_settings.settings
     };
@@ -229,14 +229,14 @@ fn free_space_problem(store: &Path, directory: &Path) -> Option<String> {
             Some(format!("the disk is full: {available} bytes are available, expected {needed_bytes}"))
         }
         // A quota becomes visible only when something is written.
-        Ok(_) => try_write(directory).err().map(|error| format!("{}: {error}", directory.display())),
+        Ok(_) => try_write_unnamed_file(directory).err().map(|error| format!("{}: {error}", directory.display())),
         Err(error) => Some(format!("{}: {error}", directory.display())),
     }
 }
 
 /// Tries to write an unnamed file in the directory, which the kernel deletes when it is closed. Succeeds without
 /// writing if the file system does not support unnamed files.
-fn try_write(directory: &Path) -> io::Result<()> {
+fn try_write_unnamed_file(directory: &Path) -> io::Result<()> {
     let open_result = File::options().write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(directory);
     let write_result = open_result.and_then(|mut file| file.write_all(&[0; 1 << 16]).and_then(|()| file.sync_all()));
     match write_result {
@@ -249,19 +249,24 @@ fn try_write(directory: &Path) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    fn role_of_text(text: &str) -> Result<Role, String> {
+    fn detect_role_in_text(text: &str) -> Result<Role, String> {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), text).unwrap();
-        role_of_file(file.path()).map_err(|error| format!("{error:#}"))
+        detect_role(file.path()).map_err(|error| format!("{error:#}"))
     }
 
     #[test]
-    fn file_kind_follows_from_its_keys() {
-        assert_eq!(role_of_text("listen = \"x\"\nstore = \"y\"\n[[server]]\nname = \"s1\"\n"), Ok(Role::Controller));
-        assert_eq!(role_of_text("server = \"s1\"\ninterface = \"eth0\"\n"), Ok(Role::Server));
-        assert_eq!(role_of_text("name = \"lb1\"\ninterface = \"eth0\"\n"), Ok(Role::Lb));
-        assert!(role_of_text("name = \"lb1\"\n").unwrap_err().contains("expected the file of a daemon, or --role"));
-        assert!(role_of_text("name = ").is_err());
+    fn role_follows_from_the_keys_of_the_file() {
+        assert_eq!(
+            detect_role_in_text("listen = \"x\"\nstore = \"y\"\n[[server]]\nname = \"s1\"\n"),
+            Ok(Role::Controller)
+        );
+        assert_eq!(detect_role_in_text("server = \"s1\"\ninterface = \"eth0\"\n"), Ok(Role::Server));
+        assert_eq!(detect_role_in_text("name = \"lb1\"\ninterface = \"eth0\"\n"), Ok(Role::Lb));
+        assert!(
+            detect_role_in_text("name = \"lb1\"\n").unwrap_err().contains("expected the file of a daemon, or --role")
+        );
+        assert!(detect_role_in_text("name = ").is_err());
     }
 
     #[test]

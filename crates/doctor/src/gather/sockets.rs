@@ -24,8 +24,9 @@ fn try_gather_sockets(service: &ServiceAddress) -> anyhow::Result<Sockets> {
         listeners::find_epoll_waiters(&socket_inodes)?.into_iter().map(|listener| (listener.inode, listener)).collect();
     let inodes_without_waiter =
         socket_inodes.iter().copied().filter(|inode| !listeners_by_inode.contains_key(inode)).collect();
-    listeners_by_inode
-        .extend(listeners::find_owners(&inodes_without_waiter)?.into_iter().map(|listener| (listener.inode, listener)));
+    listeners_by_inode.extend(
+        listeners::find_socket_owners(&inodes_without_waiter)?.into_iter().map(|listener| (listener.inode, listener)),
+    );
     let has_reuseport = listeners_by_inode.values().find_map(|listener| {
         let socket = listeners::duplicate_socket(listener).ok()?;
         getsockopt(&socket.as_fd(), sockopt::ReusePort).ok()

@@ -23,10 +23,10 @@ struct Etcd {
 
 impl Etcd {
     fn start() -> Self {
-        Self::start_with(|member, directory| member.command(std::slice::from_ref(member), directory))
+        Self::start_with_command(|member, directory| member.start_command(std::slice::from_ref(member), directory))
     }
 
-    fn start_with(start_command: impl FnOnce(&LocalMember, &Path) -> Command) -> Self {
+    fn start_with_command(start_command: impl FnOnce(&LocalMember, &Path) -> Command) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let member = LocalMember::single_member().unwrap();
         let process = start_command(&member, directory.path()).spawn();
@@ -61,8 +61,8 @@ fn lead_with_long_lease(cluster: &Arc<Cluster>, name: &str) -> Arc<Leadership> {
 
 fn lead_with_lease(cluster: &Arc<Cluster>, name: &str, lease: Duration) -> Arc<Leadership> {
     let candidate = candidate(name, lease);
-    let cluster_of_campaign = cluster.clone();
-    let campaign = async move { candidate.campaign(cluster_of_campaign, |_| {}).await };
+    let campaign_cluster = cluster.clone();
+    let campaign = async move { candidate.campaign(campaign_cluster, |_| {}).await };
     let campaign_with_timeout = async { tokio::time::timeout(Duration::from_secs(60), campaign).await };
     Arc::new(cluster.block_on(campaign_with_timeout).expect("no leader within a minute"))
 }
@@ -172,9 +172,9 @@ fn followers_read_the_record_of_the_leader() {
     let cluster = etcd.connect();
     let first_leadership = lead_with_long_lease(&cluster, "a");
     let (state_sender, state_receiver) = std::sync::mpsc::channel();
-    let cluster_of_second = cluster.clone();
+    let second_cluster = cluster.clone();
     let second_campaign = cluster.spawn(async move {
-        candidate("b", LONG_LEASE).campaign(cluster_of_second, move |state| state_sender.send(state).unwrap()).await
+        candidate("b", LONG_LEASE).campaign(second_cluster, move |state| state_sender.send(state).unwrap()).await
     });
     assert_eq!(state_receiver.recv_timeout(TIMEOUT).unwrap(), LeaderState::Leader("a".to_owned()));
     assert!(!second_campaign.is_finished());
@@ -240,7 +240,7 @@ impl TestAuthority {
 fn start_with_tls(files: CredentialFiles) -> Etcd {
     let CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } = files;
     let client_tls = ClientTls { ca_file: ca, certificate_file: certificate, key_file: key };
-    Etcd::start_with(|member, directory| {
+    Etcd::start_with_command(|member, directory| {
         member.secure_start_command(std::slice::from_ref(member), directory, &client_tls)
     })
 }

@@ -50,9 +50,9 @@ fn check_services_per_server(servers: &[ServerConfig], services: &[ServiceConfig
     for server in services.iter().flat_map(|service| &service.server_positions) {
         service_counts[*server] += 1;
     }
-    let maximum = intf::MAX_SERVICES_OF_SERVER;
-    for (server, count) in servers.iter().zip(service_counts).filter(|(_, count)| *count > maximum) {
-        let message = format!("server {:?} is in {count} services: expected at most {maximum}", server.name);
+    let max_services = intf::MAX_SERVICES_OF_SERVER;
+    for (server, count) in servers.iter().zip(service_counts).filter(|(_, count)| *count > max_services) {
+        let message = format!("server {:?} is in {count} services: expected at most {max_services}", server.name);
         reader.report(server.span.clone(), message);
     }
 }
@@ -172,18 +172,19 @@ impl ServiceChecker<'_> {
             self.reject_server_at_vip(address.vip_and_port.ip(), &service_entry.vip.span, reader);
         }
         let mixes_families = self.mixes_families(service_address, &server_positions);
-        let check_health = |table| health::parse_health_check(table, protocol, service_mode, mixes_families, reader);
-        let health_check = service_entry.health.as_ref().and_then(check_health);
+        let parse_health_table =
+            |table| health::parse_health_check(table, protocol, service_mode, mixes_families, reader);
+        let health_check = service_entry.health.as_ref().and_then(parse_health_table);
         let (name, address) = (&service_entry.name.value.as_ref()?.0, service_address?);
         let policy = service_entry.policy.value?;
         if service_mode.timestamps == TimestampOrigin::LoadBalancer {
-            check_ids_fit(name, server_positions.iter().map(|position| &self.servers[*position]), reader);
+            check_ids_fit_cookie(name, server_positions.iter().map(|position| &self.servers[*position]), reader);
         }
         Some(ServiceConfig {
             name: name.clone(),
             address,
             mode: service_mode,
-            other_balancer: transfer::other_balancer(service_entry, address, service_mode, reader),
+            other_balancer: transfer::parse_other_balancer(service_entry, address, service_mode, reader),
             policy: policy.0,
             slow_start: service_entry.slow_start.map_or(Duration::ZERO, |BoundedDuration(time)| time),
             buckets: service_entry.buckets.unwrap_or(self.buckets),
@@ -246,7 +247,7 @@ impl ServiceChecker<'_> {
 }
 
 /// Checks that the server ids fit into the cookies of LB-side stamping, in which ids have fewer bits.
-fn check_ids_fit<'a>(service_name: &str, pool: impl Iterator<Item = &'a ServerConfig>, reader: &mut Reader<'_>) {
+fn check_ids_fit_cookie<'a>(service_name: &str, pool: impl Iterator<Item = &'a ServerConfig>, reader: &mut Reader<'_>) {
     for (id, span) in
         pool.filter_map(|server| server.id.as_ref()).filter(|(id, _)| !lb_stamping::can_carry_server_id(*id))
     {

@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn difference_lists_servers_services_and_keys() {
+    fn changes_list_servers_services_and_keys() {
         let old = Source::from_text(
             "old",
             "load_ewma_alpha = 0.5\n[[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\n[[server]]\nname = \

@@ -27,9 +27,9 @@ config_struct! {
         /// place new connections by their own counts.
         pub table_lifetime: BoundedDuration<SECOND_NS, HOUR_NS> = BoundedDuration(DEFAULT_TABLE_LIFETIME),
         /// Weight of the newest report in a core's load.
-        pub load_ewma_alpha: SmoothingWeight = SmoothingWeight::PUBLISHED,
+        pub load_ewma_alpha: SmoothingWeight = SmoothingWeight::PAPER_VALUE,
         /// Default of the services' `buckets`.
-        pub buckets: BucketCount = BucketCount::PUBLISHED,
+        pub buckets: BucketCount = BucketCount::PAPER_VALUE,
         /// Longest life of a cookie.
         pub max_connection_lifetime: BoundedDuration<SECOND_NS, { 8760 * HOUR_NS }> =
             BoundedDuration(DEFAULT_MAX_CONNECTION_LIFETIME),

@@ -4,8 +4,8 @@ use std::net::Ipv6Addr;
 
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
-    BoundedDuration, FromToml, HOUR_NS, MILLISECOND_NS, MINUTE_NS, Number, Reader, Span, Spanned, config_struct,
-    parse_text, serde_json, string_enum,
+    BoundedDuration, BoundedInteger, FromToml, HOUR_NS, MILLISECOND_NS, MINUTE_NS, Reader, Span, Spanned,
+    config_struct, parse_text, serde_json, string_enum,
 };
 use coreward_model::consistency::{ServiceMode, TimestampOrigin};
 use coreward_model::health::{
@@ -24,15 +24,15 @@ config_struct! {
         /// Address of the check: "vip", or "server" for the server's own address.
         pub at: Option<Spanned<ProbeAddress>>,
         /// Port of the check; by default the service's port.
-        pub port: Option<Spanned<Number<1, 65535>>>,
+        pub port: Option<Spanned<BoundedInteger<1, 65535>>>,
         /// Longest time between two checks.
         pub interval: BoundedDuration<{ 100 * MILLISECOND_NS }, HOUR_NS> = BoundedDuration(DEFAULT_INTERVAL),
         /// Longest time until an answer.
         pub timeout: BoundedDuration<{ 10 * MILLISECOND_NS }, MINUTE_NS> = BoundedDuration(DEFAULT_TIMEOUT),
         /// Successes in a row that make a server up that was down.
-        pub rise: Number<1, 100> = Number(2),
+        pub rise: BoundedInteger<1, 100> = BoundedInteger(2),
         /// Failures in a row that make a server down.
-        pub fall: Number<1, 100> = Number(3),
+        pub fall: BoundedInteger<1, 100> = BoundedInteger(3),
         /// Fraction of the interval by which a check may be early, so that checks spread.
         pub jitter: Jitter = Jitter::new(0.1).expect("from 0 to 1"),
         /// http, https: path and query; by default "/".
@@ -43,7 +43,7 @@ config_struct! {
         pub expect: Option<Spanned<StatusRange>>,
         /// https: certificates of the authorities that may sign the server's certificate (PEM); by default the
         /// authorities that the load balancer's system trusts.
-        pub ca: Option<Spanned<Authorities>>,
+        pub ca: Option<Spanned<CertificateAuthorities>>,
         /// https: false accepts any certificate.
         pub verify: Option<Spanned<bool>>,
     }
@@ -147,9 +147,9 @@ impl FromToml for Host {
 
 /// Certificates of authorities, in PEM.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Authorities(String);
+pub struct CertificateAuthorities(String);
 
-impl FromToml for Authorities {
+impl FromToml for CertificateAuthorities {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parse_text(value, reader, |pem| {
             let certificates: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem.as_bytes()).collect();
@@ -197,7 +197,7 @@ pub fn parse_health_check(
         CheckKind::Http => Probe::Http(http_probe(health)),
         CheckKind::Https => Probe::Https(http_probe(health), certificate_verification(health, reader)),
     };
-    let to_count = |Number(count): Number<1, 100>| u32::try_from(count).unwrap_or(u32::MAX);
+    let to_count = |BoundedInteger(count): BoundedInteger<1, 100>| u32::try_from(count).unwrap_or(u32::MAX);
     Some(HealthCheck {
         probe,
         probe_address,
@@ -275,7 +275,7 @@ fn certificate_verification(health: &Health, reader: &mut Reader<'_>) -> Certifi
             reader.report(verify.span(), "`verify = false` with `ca`: expected one of the two");
             CertificateVerification::Off
         }
-        (_, Some(ca)) => CertificateVerification::Authorities(ca.get_ref().0.clone()),
+        (_, Some(ca)) => CertificateVerification::PemAuthorities(ca.get_ref().0.clone()),
         (_, None) => CertificateVerification::System,
     }
 }

@@ -34,7 +34,7 @@ fn one_vip_in_two_notations_is_a_duplicate() {
 }
 
 #[test]
-fn unreachable_vip_is_rejected_with_the_kind_of_its_address() {
+fn unusable_vip_is_rejected_with_the_reason() {
     for (vip, reason) in [
         ("[::]:80", "is the unspecified address"),
         ("[::1]:80", "is the loopback address"),
@@ -79,16 +79,16 @@ fn settings_that_ipv6_does_not_allow_are_rejected_at_their_line() {
 }
 
 #[test]
-fn ipv6_service_migrates_from_a_load_balancer_of_either_family() {
+fn ipv6_service_may_migrate_from_either_address_family() {
     for address in ["2001:db8::5", "10.2.0.5"] {
         let config = parse_service("[2001:db8::1]:80", &format!("migrate_from = {address:?}")).unwrap();
-        let previous_balancer = OtherBalancer { address: address.parse().unwrap(), is_handed_over: false };
+        let previous_balancer = OtherBalancer { address: address.parse().unwrap(), takes_new_connections: false };
         assert_eq!(config.services[0].other_balancer, Some(previous_balancer));
     }
 }
 
 #[test]
-fn servers_of_another_family_are_checked_at_their_own_address() {
+fn servers_of_another_address_family_are_checked_at_their_own_address() {
     let config = parse_service("[2001:db8::1]:80", "[service.health]").unwrap();
     assert_eq!(config.services[0].health_check.as_ref().unwrap().probe_address, ProbeAddress::Server);
     let server = "[[server]]\nname = \"s1\"\naddress = \"2001:db8::11\"\n";
@@ -114,7 +114,7 @@ fn server_may_have_an_ipv6_address() {
 }
 
 #[test]
-fn load_balancers_stamp_for_either_family() {
+fn lb_timestamps_are_allowed_for_either_address_family() {
     for vip in ["10.200.0.1:80", "[2001:db8::1]:80"] {
         assert_eq!(
             parse_service(vip, "timestamps = \"lb\"").unwrap().services[0].mode.timestamps,
@@ -125,7 +125,7 @@ fn load_balancers_stamp_for_either_family() {
 }
 
 #[test]
-fn outer_header_may_be_of_either_family() {
+fn outer_header_may_be_of_either_address_family() {
     for vip in ["10.200.0.1:80", "[2001:db8::1]:80"] {
         for address in ["10.2.0.11", "2001:db8::11"] {
             for forwarding in Forwarding::ALL {

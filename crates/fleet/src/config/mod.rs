@@ -107,7 +107,7 @@ pub struct OtherBalancer {
     pub address: IpAddr,
     /// Whether new connections go to the other load balancer (`migrate_to`). Otherwise the service came from it
     /// (`migrate_from`).
-    pub is_handed_over: bool,
+    pub takes_new_connections: bool,
 }
 
 #[derive(Debug, Clone)]

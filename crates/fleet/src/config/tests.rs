@@ -99,8 +99,11 @@ fn valid_file_is_parsed() {
 #[test]
 fn defaults_are_as_documented() {
     let config = parse_fleet("[[service]]\nname = \"w\"\nvip = \"10.0.0.1:80\"\n").unwrap();
-    assert_eq!((config.report_interval, config.load_ewma_alpha), (DEFAULT_REPORT_INTERVAL, SmoothingWeight::PUBLISHED));
-    assert_eq!(config.services[0].buckets, BucketCount::PUBLISHED);
+    assert_eq!(
+        (config.report_interval, config.load_ewma_alpha),
+        (DEFAULT_REPORT_INTERVAL, SmoothingWeight::PAPER_VALUE)
+    );
+    assert_eq!(config.services[0].buckets, BucketCount::PAPER_VALUE);
     assert!(config.services[0].server_positions.is_empty());
 }
 
@@ -444,12 +447,12 @@ fn racks_of_fleet_and_servers_are_parsed() {
         (config.allowed_racks, config.servers[0].allowed_racks.clone()),
         (rack_names(&["r1", "rack2"]), rack_names(&["r1"]))
     );
-    let without_racks = parse_fleet(&VALID_FLEET_TOML.replace("id = 7", "racks = []")).unwrap();
-    assert_eq!(without_racks.servers[0].allowed_racks, rack_names(&[]));
+    let config_without_racks = parse_fleet(&VALID_FLEET_TOML.replace("id = 7", "racks = []")).unwrap();
+    assert_eq!(config_without_racks.servers[0].allowed_racks, rack_names(&[]));
     // Without the fleet's list, any name is allowed.
-    let with_any_rack = parse_fleet(&VALID_FLEET_TOML.replace("id = 7", "racks = [\"r9\"]")).unwrap();
+    let config_with_any_rack = parse_fleet(&VALID_FLEET_TOML.replace("id = 7", "racks = [\"r9\"]")).unwrap();
     assert_eq!(
-        (with_any_rack.allowed_racks, with_any_rack.servers[0].allowed_racks.clone()),
+        (config_with_any_rack.allowed_racks, config_with_any_rack.servers[0].allowed_racks.clone()),
         (None, rack_names(&["r9"]))
     );
 }
@@ -563,7 +566,7 @@ fn service_migrates_either_to_or_from_another_load_balancer() {
     let migrating_text = VALID_FLEET_TOML.replacen("policy = \"pow2\"\n", "migrate_from = \"10.2.0.5\"\n", 1);
     let config = parse_fleet(&migrating_text).unwrap();
     assert_eq!(config.services[0].other_balancer, None);
-    let previous_balancer = OtherBalancer { address: [10, 2, 0, 5].into(), is_handed_over: false };
+    let previous_balancer = OtherBalancer { address: [10, 2, 0, 5].into(), takes_new_connections: false };
     assert_eq!(config.services[1].other_balancer, Some(previous_balancer));
     for (line, message) in INVALID_MIGRATIONS {
         assert_eq!(error_with_line(line), message);

@@ -10,7 +10,7 @@ use super::service::Service;
 use super::{OtherBalancer, ServerConfig, ServiceConfig};
 
 /// Returns a migrating service's other load balancer, or `None` without one. Mistakes are stored in the reader.
-pub fn other_balancer(
+pub fn parse_other_balancer(
     service: &Service,
     address: ServiceAddress,
     mode: ServiceMode,
@@ -48,7 +48,7 @@ pub fn other_balancer(
         let message = format!("`{key}` is the VIP {other_address}: expected the load balancer's own address");
         reader.report(migration_entry.span(), message);
     }
-    Some(OtherBalancer { address: other_address, is_handed_over: service.migrate_to.is_some() })
+    Some(OtherBalancer { address: other_address, takes_new_connections: service.migrate_to.is_some() })
 }
 
 /// Checks that each server stamps new connections of all its services or of none, as the kernel has only one setting.
@@ -58,22 +58,26 @@ pub fn check_uniform_stamping(
     service_entries: &[Spanned<Service>],
     reader: &mut Reader<'_>,
 ) {
-    let is_handed_over = |service: &ServiceConfig| service.other_balancer.is_some_and(|other| other.is_handed_over);
+    let is_handed_over =
+        |service: &ServiceConfig| service.other_balancer.is_some_and(|other| other.takes_new_connections);
     let stamped_services = || services.iter().filter(|service| service.mode.is_stamped_by_servers());
-    let mut first_kept_index: HashMap<usize, usize> = HashMap::new();
+    let mut first_kept_service_index: HashMap<usize, usize> = HashMap::new();
     for (service_index, kept_service) in services
         .iter()
         .enumerate()
         .filter(|(_, service)| service.mode.is_stamped_by_servers() && !is_handed_over(service))
     {
         for position in &kept_service.server_positions {
-            first_kept_index.entry(*position).or_insert(service_index);
+            first_kept_service_index.entry(*position).or_insert(service_index);
         }
     }
     for leaving_service in stamped_services().filter(|service| is_handed_over(service)) {
-        let to_kept_index = |position: &usize| Some((*first_kept_index.get(position)?, *position));
-        let shared_server =
-            leaving_service.server_positions.iter().filter_map(to_kept_index).min_by_key(|(kept_index, _)| *kept_index);
+        let to_kept_service = |position: &usize| Some((*first_kept_service_index.get(position)?, *position));
+        let shared_server = leaving_service
+            .server_positions
+            .iter()
+            .filter_map(to_kept_service)
+            .min_by_key(|(kept_index, _)| *kept_index);
         let shared_server = shared_server.map(|(kept_index, position)| (&services[kept_index], &servers[position]));
         let Some((kept_service, server)) = shared_server else { continue };
         let leaving_entry = service_entries.iter().find(|entry| entry.span() == leaving_service.span);

@@ -81,9 +81,9 @@ fn tcp_check_passes_if_a_connection_is_established() {
     let (_listener, address) = listen_on_loopback();
     assert_eq!(run_probe(Probe::Tcp, address), Ok(()));
     // A bound socket without a listener, so that no other test gets the port.
-    let unlistened_socket = tokio::net::TcpSocket::new_v4().unwrap();
-    unlistened_socket.bind((Ipv4Addr::LOCALHOST, 0).into()).unwrap();
-    assert_eq!(run_probe(Probe::Tcp, unlistened_socket.local_addr().unwrap()), Err(ProbeError::ConnectionRefused));
+    let non_listening_socket = tokio::net::TcpSocket::new_v4().unwrap();
+    non_listening_socket.bind((Ipv4Addr::LOCALHOST, 0).into()).unwrap();
+    assert_eq!(run_probe(Probe::Tcp, non_listening_socket.local_addr().unwrap()), Err(ProbeError::ConnectionRefused));
 }
 
 #[test]
@@ -113,17 +113,17 @@ fn http_check_passes_if_the_status_is_expected() {
     status.store(500, Ordering::Relaxed);
     let error = run_probe(Probe::Http(http_probe(None)), address).unwrap_err().to_string();
     assert!(error.starts_with("answers 500 Internal Server Error: expected 200-399"), "{error}");
-    let only_status_500 = HttpProbe { expected_status: StatusRange::new(500, 500).unwrap(), ..http_probe(None) };
-    assert_eq!(run_probe(Probe::Http(only_status_500), address), Ok(()));
+    let status_500_probe = HttpProbe { expected_status: StatusRange::new(500, 500).unwrap(), ..http_probe(None) };
+    assert_eq!(run_probe(Probe::Http(status_500_probe), address), Ok(()));
 }
 
 #[test]
 fn silent_server_times_out() {
     let (_listener, address) = listen_on_loopback();
-    let quick_check =
+    let short_timeout_check =
         HealthCheck { timeout: Duration::from_millis(50), ..(*health_check(Probe::Http(http_probe(None)))).clone() };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let prober = Prober::new(Arc::new(quick_check), address, None);
+    let prober = Prober::new(Arc::new(short_timeout_check), address, None);
     assert_eq!(
         runtime.block_on(prober.probe_server(address.ip())),
         Err(ProbeError::TimedOut(Duration::from_millis(50)))
@@ -145,10 +145,10 @@ fn error_names_an_answer_that_is_not_http() {
 /// Starts an HTTPS server with a certificate of a new authority. Returns its address and the authority's certificate.
 fn start_https_server() -> (SocketAddr, String) {
     let authority_key = rcgen::KeyPair::generate().unwrap();
-    let mut parameters = rcgen::CertificateParams::new(Vec::new()).unwrap();
-    parameters.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
-    let ca_certificate = parameters.self_signed(&authority_key).unwrap();
-    let ca_issuer = rcgen::Issuer::new(parameters, authority_key);
+    let mut certificate_parameters = rcgen::CertificateParams::new(Vec::new()).unwrap();
+    certificate_parameters.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    let ca_certificate = certificate_parameters.self_signed(&authority_key).unwrap();
+    let ca_issuer = rcgen::Issuer::new(certificate_parameters, authority_key);
     let server_key = rcgen::KeyPair::generate().unwrap();
     let certificate_names = vec!["www.example.org".to_owned(), "127.0.0.1".to_owned(), "2001:db8::1".to_owned()];
     let server_certificate =
@@ -175,7 +175,7 @@ fn https_certificate_is_verified() {
     let run_https_probe = |host: Option<&str>, verification: CertificateVerification| {
         run_probe(Probe::Https(http_probe(host), verification), address)
     };
-    let own_authority = CertificateVerification::Authorities(ca_certificate);
+    let own_authority = CertificateVerification::PemAuthorities(ca_certificate);
     assert_eq!(run_https_probe(None, own_authority.clone()), Ok(()));
     assert_eq!(run_https_probe(Some("www.example.org:8443"), own_authority.clone()), Ok(()));
     assert_eq!(run_https_probe(Some("[2001:db8::1]"), own_authority.clone()), Ok(()));
@@ -186,7 +186,7 @@ fn https_certificate_is_verified() {
         "{wrong_name_error}"
     );
     let (other_key, parameters) = (rcgen::KeyPair::generate().unwrap(), rcgen::CertificateParams::default());
-    let other_authority = CertificateVerification::Authorities(parameters.self_signed(&other_key).unwrap().pem());
+    let other_authority = CertificateVerification::PemAuthorities(parameters.self_signed(&other_key).unwrap().pem());
     let unknown_authority_error = run_https_probe(None, other_authority).unwrap_err().to_string();
     assert!(unknown_authority_error.starts_with("TLS: invalid peer certificate: "), "{unknown_authority_error}");
     assert_eq!(run_https_probe(Some("www.example.net"), CertificateVerification::Off), Ok(()));
@@ -230,11 +230,11 @@ fn checker_follows_the_http_status_of_the_server() {
     );
 
     // Unchanged checks continue, and removed ones are forgotten.
-    let count_before = verdict_and_count(1).unwrap().1;
+    let check_count_before = verdict_and_count(1).unwrap().1;
     checker.set_services(checked_service(&[1, 3]));
     wait_until("the third is known", || verdict_and_count(3).is_some());
     assert_eq!(verdict_and_count(2), None);
-    assert!(verdict_and_count(1).unwrap().1 >= count_before);
+    assert!(verdict_and_count(1).unwrap().1 >= check_count_before);
     status.store(200, Ordering::Relaxed);
     wait_until("it is up again", || matches!(verdict_and_count(1), Some((Some(HealthVerdict::Up), _))));
     checker.set_services(Vec::new());

@@ -30,7 +30,7 @@ pub(super) struct PendingRequest {
 }
 
 /// Sends a request and returns the answer. `token` authenticates the caller if it has no certificate.
-pub(super) async fn exchange(
+pub(super) async fn connect_and_send(
     url: &ControllerUrl,
     tls: Option<&HttpsConnector>,
     token: Option<&str>,

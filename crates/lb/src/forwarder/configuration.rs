@@ -79,7 +79,9 @@ impl Forwarder {
         let service_indexes: BTreeSet<u32> =
             configuration.services.iter().map(|service| service.index.get().into()).collect();
         self.refusals.retain_tables(|index| service_indexes.contains(&index));
-        configuration.services.extend(self.previous_services_of_refused(unusable_services, &configuration.services));
+        configuration
+            .services
+            .extend(self.previous_versions_of_refused_services(unusable_services, &configuration.services));
         let apply_result = self.configure(configuration_number, configuration);
         self.record_refused_services(generation, unusable_services, &apply_result);
     }
@@ -87,7 +89,7 @@ impl Forwarder {
     pub fn apply_and_report_change(&mut self, mut change: FleetChange, refused: &[UnusableService]) {
         let generation = change.configuration.generation;
         for service in &change.configuration.services {
-            self.refusals.accept(RefusalSubject::Service(service.index.get().into()));
+            self.refusals.clear_refusal(RefusalSubject::Service(service.index.get().into()));
         }
         for index in &change.removed_services {
             self.refusals.remove_service(index.get().into());
@@ -95,7 +97,7 @@ impl Forwarder {
         change
             .configuration
             .services
-            .extend(self.previous_services_of_refused(refused, &change.configuration.services));
+            .extend(self.previous_versions_of_refused_services(refused, &change.configuration.services));
         let change_result = self.try_apply_change(change);
         match &change_result {
             Err(error) if self.configuration.needs_complete => log_rejection("change", None, &format!("{error:#}")),
@@ -104,7 +106,7 @@ impl Forwarder {
     }
 
     /// Returns the previous configurations of those services whose new ones are unusable.
-    fn previous_services_of_refused(
+    fn previous_versions_of_refused_services(
         &self,
         unusable_services: &[UnusableService],
         new_services: &[Service],
@@ -113,7 +115,7 @@ impl Forwarder {
             let (previous_service, _) = self.services_by_index.get(&ServiceIndex::new(unusable_service.index)?)?;
             let is_address_free = new_services.iter().all(|other| other.address != previous_service.address);
             (previous_service.name == unusable_service.name && is_address_free)
-                .then(|| unusable_service.with_servers_of(previous_service))
+                .then(|| unusable_service.apply_servers_to(previous_service))
         };
         unusable_services.iter().filter_map(to_previous_service).collect()
     }
@@ -125,10 +127,10 @@ impl Forwarder {
         apply_result: &anyhow::Result<()>,
     ) {
         for service in unusable_services {
-            self.refusals.refuse(RefusalSubject::Service(service.index), service.to_refused_update(generation));
+            self.refusals.record_refusal(RefusalSubject::Service(service.index), service.to_refused_update(generation));
         }
         match apply_result {
-            Ok(()) => self.refusals.accept(RefusalSubject::WholeConfiguration),
+            Ok(()) => self.refusals.clear_refusal(RefusalSubject::WholeConfiguration),
             Err(error) => self.reject_configuration(generation, error),
         }
     }
@@ -137,21 +139,22 @@ impl Forwarder {
     pub fn reject_configuration(&mut self, generation: u64, error: &anyhow::Error) {
         let (service, table) = (String::new(), false);
         let reason = format!("{error:#}");
-        self.refusals.refuse(RefusalSubject::WholeConfiguration, RefusedUpdate { service, generation, reason, table });
+        self.refusals
+            .record_refusal(RefusalSubject::WholeConfiguration, RefusedUpdate { service, generation, reason, table });
     }
 
     pub fn record_table_outcome(&mut self, index: u32, generation: u64, install_result: &anyhow::Result<()>) {
         let configured_service = ServiceIndex::new(index).and_then(|index| self.services_by_index.get(&index));
-        let Err(error) = install_result else { return self.refusals.accept(RefusalSubject::Table(index)) };
+        let Err(error) = install_result else { return self.refusals.clear_refusal(RefusalSubject::Table(index)) };
         // The service's configuration was already rejected. The controller was informed of this, but still makes the
         // service's tables because other load balancers use them.
-        if configured_service.is_none() && self.refusals.is_refused(index) {
+        if configured_service.is_none() && self.refusals.is_service_refused(index) {
             return;
         }
         let service_name =
             configured_service.map_or_else(|| format!("index {index}"), |(service, _)| service.name.clone());
         let reason = format!("{error:#}");
-        self.refusals.refuse(
+        self.refusals.record_refusal(
             RefusalSubject::Table(index),
             RefusedUpdate { service: service_name, generation, reason, table: true },
         );
@@ -272,7 +275,7 @@ impl Forwarder {
     }
 
     /// Applies a configuration that an earlier daemon saved. The controller's next configuration must then be complete.
-    pub fn restore_saved(&mut self, configuration: FleetConfiguration) -> anyhow::Result<()> {
+    pub fn restore_saved_configuration(&mut self, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.configure(0, configuration)?;
         (self.configuration.confirmed_generation, self.configuration.number, self.configuration.is_unsaved) =
             (0, None, false);
@@ -389,12 +392,13 @@ impl Forwarder {
     /// unknown keeps the one from an earlier process, as servers do.
     fn set_connection_owners(&mut self) {
         let own_owner_number =
-            self.load_balancers.iter().find(|peer| peer.name == self.own_name).and_then(|peer| peer.owner);
+            self.load_balancers.iter().find(|peer| peer.name == self.own_name).and_then(|peer| peer.owner_number);
         if self.load_balancer.owner_number() != own_owner_number {
             self.load_balancer.set_owner_number(own_owner_number);
         }
         for owner in TableOwnerNumber::all() {
-            let peer = self.load_balancers.iter().find(|peer| peer.owner == Some(owner) && peer.name != self.own_name);
+            let peer =
+                self.load_balancers.iter().find(|peer| peer.owner_number == Some(owner) && peer.name != self.own_name);
             match peer {
                 None => self.load_balancer.remove_owner(owner),
                 Some(peer) if !peer.is_alive => self.load_balancer.set_owner_mac(owner, None),

@@ -28,7 +28,7 @@ pub struct RefusedUpdates(BTreeMap<RefusalSubject, RefusedUpdate>);
 
 impl RefusedUpdates {
     /// Records an unusable update. Logs it only if subject or reason is new, because tables arrive ten times a second.
-    pub fn refuse(&mut self, subject: RefusalSubject, refused_update: RefusedUpdate) {
+    pub fn record_refusal(&mut self, subject: RefusalSubject, refused_update: RefusedUpdate) {
         let has_same_reason = |previous_update: &RefusedUpdate| {
             previous_update.service == refused_update.service && previous_update.reason == refused_update.reason
         };
@@ -40,7 +40,7 @@ impl RefusedUpdates {
     }
 
     /// Records that the subject's newest update is usable.
-    pub fn accept(&mut self, subject: RefusalSubject) {
+    pub fn clear_refusal(&mut self, subject: RefusalSubject) {
         self.0.remove(&subject);
     }
 
@@ -58,7 +58,7 @@ impl RefusedUpdates {
         self.0.clear();
     }
 
-    pub fn is_refused(&self, index: u32) -> bool {
+    pub fn is_service_refused(&self, index: u32) -> bool {
         self.0.contains_key(&RefusalSubject::Service(index))
     }
 
@@ -80,23 +80,23 @@ mod tests {
             table,
         };
         let mut refusals = RefusedUpdates::default();
-        refusals.refuse(RefusalSubject::Service(1), new_refusal("web", 3, false));
-        refusals.refuse(RefusalSubject::Table(1), new_refusal("web", 8, true));
-        refusals.refuse(RefusalSubject::Table(1), new_refusal("web", 9, true));
-        refusals.refuse(RefusalSubject::Service(2), new_refusal("dns", 3, false));
+        refusals.record_refusal(RefusalSubject::Service(1), new_refusal("web", 3, false));
+        refusals.record_refusal(RefusalSubject::Table(1), new_refusal("web", 8, true));
+        refusals.record_refusal(RefusalSubject::Table(1), new_refusal("web", 9, true));
+        refusals.record_refusal(RefusalSubject::Service(2), new_refusal("dns", 3, false));
         assert_eq!(
             refusals.all_refused_updates(),
             [new_refusal("web", 3, false), new_refusal("dns", 3, false), new_refusal("web", 9, true)]
         );
-        refusals.accept(RefusalSubject::Service(1));
+        refusals.clear_refusal(RefusalSubject::Service(1));
         assert_eq!(refusals.all_refused_updates(), [new_refusal("dns", 3, false), new_refusal("web", 9, true)]);
         refusals.retain_tables(|index| index == 1);
         assert_eq!(refusals.all_refused_updates(), [new_refusal("web", 9, true)]);
         refusals.retain_tables(|_| false);
         assert_eq!(refusals.all_refused_updates(), []);
-        refusals.refuse(RefusalSubject::Service(2), new_refusal("dns", 3, false));
-        refusals.refuse(RefusalSubject::Table(2), new_refusal("dns", 3, true));
-        assert!(refusals.is_refused(2) && !refusals.is_refused(1));
+        refusals.record_refusal(RefusalSubject::Service(2), new_refusal("dns", 3, false));
+        refusals.record_refusal(RefusalSubject::Table(2), new_refusal("dns", 3, true));
+        assert!(refusals.is_service_refused(2) && !refusals.is_service_refused(1));
         refusals.remove_service(2);
         assert_eq!(refusals.all_refused_updates(), []);
     }

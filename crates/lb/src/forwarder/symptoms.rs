@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use coreward_dataplane::clock::monotonic;
 use coreward_dataplane::{ethtool, lb, veth};
-use coreward_model::recent::{GROWTH_WINDOW, RecentCounterSamples, do_most_handshakes_fail};
+use coreward_model::recent::{GROWTH_WINDOW, RecentCounterSamples, most_handshakes_fail};
 use coreward_model::tuple::Protocol;
 use coreward_wire::ServiceIndex;
 
@@ -98,7 +98,7 @@ impl Forwarder {
                 .entry(*index)
                 .or_default()
                 .record_and_get_growth(now, syn_and_established_counts);
-            if do_most_handshakes_fail(syn_count, other_packet_count) {
+            if most_handshakes_fail(syn_count, other_packet_count) {
                 self.symptoms.failing_services.insert(*index);
                 let symptom_name = format!("service {}: most new connections do not become established", service.name);
                 let description = format!(

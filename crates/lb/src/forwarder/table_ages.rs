@@ -76,7 +76,7 @@ impl Forwarder {
     }
 
     /// Chooses new candidates for services whose tables have expired, once a second.
-    pub(super) fn refresh_expired_tables(&mut self) {
+    pub(super) fn replace_expired_candidates(&mut self) {
         let now = monotonic();
         if now.saturating_sub(self.table_ages.last_choice_at) < CANDIDATE_CHOICE_INTERVAL {
             return;
@@ -85,9 +85,7 @@ impl Forwarder {
         let is_expired = |(service, index): &&(Service, lb::ServiceIndex)| {
             let may_choose = match self.load_balancer.table_generation(*index) {
                 None => may_choose_candidates(service),
-                Some(generation) => {
-                    generation == OWN_TABLE_GENERATION || policy::does_policy_read_loads(&service.policy)
-                }
+                Some(generation) => generation == OWN_TABLE_GENERATION || policy::policy_reads_loads(&service.policy),
             };
             may_choose && self.table_ages.exceeds_lifetime(service.index, self.load_based_table_lifetime, now)
         };
@@ -103,10 +101,10 @@ impl Forwarder {
         let server_ids: Vec<ServerId> = server_ids.into_iter().collect();
         let traffic_by_server =
             server_ids.iter().copied().zip(self.load_balancer.traffic_of_servers(&server_ids)).collect();
-        expired_services.into_iter().for_each(|index| self.refresh_expired_table(index, &traffic_by_server));
+        expired_services.into_iter().for_each(|index| self.replace_candidates_of_service(index, &traffic_by_server));
     }
 
-    fn refresh_expired_table(
+    fn replace_candidates_of_service(
         &mut self,
         service_index: ServiceIndex,
         traffic_by_server: &HashMap<ServerId, ServerTraffic>,
@@ -147,7 +145,7 @@ impl Forwarder {
         let opened_count = self.load_balancer.opened_connection_count(*lb_service_index);
         let previous_opened_count = self.table_ages.opened_count_by_expired_service.insert(service_index, opened_count);
         if previous_opened_count.is_none() {
-            log_expired(service, self.load_based_table_lifetime);
+            log_expired_table(service, self.load_based_table_lifetime);
         }
         opened_count.saturating_sub(previous_opened_count.unwrap_or(opened_count))
     }
@@ -164,13 +162,13 @@ impl Forwarder {
             return Ok(());
         }
         let eligible_servers = eligible_pool(service, |server| server.is_eligible, traffic_by_server);
-        let own_table = least_policy.compute_table(&eligible_servers, BucketCount::PUBLISHED, OWN_TABLE_GENERATION);
+        let own_table = least_policy.compute_table(&eligible_servers, BucketCount::PAPER_VALUE, OWN_TABLE_GENERATION);
         coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
             self.load_balancer.install_table(*lb_service_index, &own_table)
         })
     }
 
-    pub(super) fn expired_tables(&self) -> impl Iterator<Item = String> + '_ {
+    pub(super) fn expired_table_warnings(&self) -> impl Iterator<Item = String> + '_ {
         let expired_services =
             self.table_ages.services_with_expired_tables().filter_map(|index| self.services_by_index.get(&index));
         expired_services.map(|(service, _)| {
@@ -182,7 +180,7 @@ impl Forwarder {
     }
 }
 
-fn log_expired(service: &Service, lifetime: Duration) {
+fn log_expired_table(service: &Service, lifetime: Duration) {
     tracing::warn!(
         event = "table-expired",
         service = service.name,

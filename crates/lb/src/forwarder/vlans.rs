@@ -52,7 +52,7 @@ impl Forwarder {
     }
 
     /// Makes the driver leave VLAN tags in frames, if VLANs are in use. Logs problems of the VLAN devices.
-    pub(super) fn check_vlans(&mut self) {
+    pub(super) fn update_vlan_devices(&mut self) {
         let vlan_problems = if self.load_balancer.uses_vlans() { self.vlan_device_problems() } else { BTreeSet::new() };
         for problem in vlan_problems.difference(&self.vlan_device_problems) {
             tracing::warn!(

@@ -24,7 +24,7 @@ pub enum TableWord {
     /// Word `connection_stack.hand` of a partition.
     ClockHand(u32),
     /// One word of an entry, given by its byte offset in `struct connection`.
-    EntryWord(ConnectionIndex, usize),
+    EntryWordAtOffset(ConnectionIndex, usize),
 }
 
 /// Memory that holds the words of a connection table, with atomic operations.
@@ -103,7 +103,7 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
 
     /// Takes a free slot for a new connection and fills its entry, as `take_connection()` of
     /// `bpf/lb/connection_table.h` does. Fails if no slot is free, or if other operations were faster at each attempt.
-    pub fn take(
+    pub fn take_slot(
         &self,
         new_connection: &NewConnection,
         server: ServerId,
@@ -154,7 +154,7 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
 
     /// Writes an entry that no other thread accesses. The identity is written last, because it publishes the entry.
     fn fill_entry(&self, index: ConnectionIndex, new_connection: &NewConnection, server: ServerId, now: ClockTicks) {
-        let entry_word = |field_offset| TableWord::EntryWord(index, field_offset);
+        let entry_word = |field_offset| TableWord::EntryWordAtOffset(index, field_offset);
         let generation =
             (self.memory.load(entry_word(GENERATION_OFFSET)) & u64::from(intf::CONNECTION_GENERATION_MASK)) as u16;
         self.memory.store(entry_word(PACKETS_OFFSET), 1);
@@ -179,17 +179,20 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
     /// does. Returns `None` if the entry is free or has another connection.
     pub fn find(&self, hash: ConnectionHash, slot: u32, service: u16) -> Option<(ConnectionIndex, ServerId)> {
         let index = ConnectionIndex::new(hash.partition(self.size), slot);
-        let identity = EntryIdentity::from_word(self.memory.load(TableWord::EntryWord(index, IDENTITY_OFFSET)))?;
+        let identity =
+            EntryIdentity::from_word(self.memory.load(TableWord::EntryWordAtOffset(index, IDENTITY_OFFSET)))?;
         (identity.tag == hash.tag() && identity.service_slot == service).then_some((index, identity.server))
     }
 
     /// Counts a packet that is not a SYN, like `update_connection()` in BPF. Returns whether it starts the close.
-    pub fn update(&self, index: ConnectionIndex, bytes: u64, is_closing_packet: bool, now: ClockTicks) -> bool {
+    pub fn record_packet(&self, index: ConnectionIndex, bytes: u64, is_closing_packet: bool, now: ClockTicks) -> bool {
         self.add_to_entry_word(index, PACKETS_OFFSET, 1);
         self.add_to_entry_word(index, BYTES_OFFSET, bytes);
         self.set_last_seen(index, now);
-        let (flags_word, closing_flag) =
-            (TableWord::EntryWord(index, PORT_FLAGS_NEXT_OFFSET), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
+        let (flags_word, closing_flag) = (
+            TableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET),
+            u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT,
+        );
         let starts_closing = is_closing_packet && self.memory.load(flags_word) & closing_flag == 0;
         if starts_closing {
             self.memory.store(flags_word, self.memory.load(flags_word) | closing_flag);
@@ -198,9 +201,11 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
     }
 
     /// Records another SYN of a connection, like `reopen_connection()` in BPF. Returns whether it was closing.
-    pub fn reopen(&self, index: ConnectionIndex, now: ClockTicks) -> bool {
-        let (flags_word, closing_flag) =
-            (TableWord::EntryWord(index, PORT_FLAGS_NEXT_OFFSET), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
+    pub fn record_repeated_syn(&self, index: ConnectionIndex, now: ClockTicks) -> bool {
+        let (flags_word, closing_flag) = (
+            TableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET),
+            u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT,
+        );
         self.set_last_seen(index, now);
         let old_word = self.memory.load(flags_word);
         self.memory.store(flags_word, old_word & !closing_flag);
@@ -222,18 +227,19 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
     }
 
     /// Takes the entry away from its connection if it still has `identity`. If several callers try, only one succeeds.
-    /// That caller must [`push`](Self::push) the slot when no packet that read the identity is in flight any longer.
+    /// That caller must [`push_slot`](Self::push_slot) the slot when no packet that read the identity is in flight any
+    /// longer.
     pub fn release(&self, index: ConnectionIndex, identity: EntryIdentity) -> bool {
-        if !self.memory.compare_exchange(TableWord::EntryWord(index, IDENTITY_OFFSET), identity.to_word(), 0) {
+        if !self.memory.compare_exchange(TableWord::EntryWordAtOffset(index, IDENTITY_OFFSET), identity.to_word(), 0) {
             return false;
         }
         let generation = u64::from(identity.generation) + 1;
-        self.memory.store(TableWord::EntryWord(index, GENERATION_OFFSET), generation);
+        self.memory.store(TableWord::EntryWordAtOffset(index, GENERATION_OFFSET), generation);
         true
     }
 
     /// Puts the slot of an entry onto the stack of its partition, after [`release`](Self::release).
-    pub fn push(&self, index: ConnectionIndex) {
+    pub fn push_slot(&self, index: ConnectionIndex) {
         let stack_top = TableWord::StackTop(index.partition());
         loop {
             let stack_top_value = self.memory.load(stack_top);
@@ -305,29 +311,32 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
     // ---- parts of words ----
 
     fn load_entry_word(&self, index: ConnectionIndex, field_offset: usize) -> u64 {
-        self.memory.load(TableWord::EntryWord(index, field_offset))
+        self.memory.load(TableWord::EntryWordAtOffset(index, field_offset))
     }
 
     fn next_free(&self, index: ConnectionIndex) -> u32 {
-        (self.memory.load(TableWord::EntryWord(index, PORT_FLAGS_NEXT_OFFSET)) >> NEXT_FREE_SHIFT) as u32
+        (self.memory.load(TableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET)) >> NEXT_FREE_SHIFT) as u32
     }
 
     fn set_next_free(&self, index: ConnectionIndex, next_free: u32) {
-        self.memory.store(TableWord::EntryWord(index, PORT_FLAGS_NEXT_OFFSET), u64::from(next_free) << NEXT_FREE_SHIFT);
+        self.memory.store(
+            TableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET),
+            u64::from(next_free) << NEXT_FREE_SHIFT,
+        );
     }
 
     fn set_port_and_flags(&self, index: ConnectionIndex, low_half: u64) {
-        let port_flags_word = TableWord::EntryWord(index, PORT_FLAGS_NEXT_OFFSET);
+        let port_flags_word = TableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET);
         self.memory.store(port_flags_word, self.memory.load(port_flags_word) & !LOW_HALF_MASK | low_half);
     }
 
     fn set_last_seen(&self, index: ConnectionIndex, now: ClockTicks) {
-        let times_word = TableWord::EntryWord(index, TIMES_OFFSET);
+        let times_word = TableWord::EntryWordAtOffset(index, TIMES_OFFSET);
         self.memory.store(times_word, self.memory.load(times_word) & !LOW_HALF_MASK | u64::from(now.0));
     }
 
     fn add_to_entry_word(&self, index: ConnectionIndex, field_offset: usize, value: u64) {
-        let entry_word = TableWord::EntryWord(index, field_offset);
+        let entry_word = TableWord::EntryWordAtOffset(index, field_offset);
         self.memory.store(entry_word, self.memory.load(entry_word).wrapping_add(value));
     }
 }
@@ -355,7 +364,8 @@ impl RecentConnections {
     /// Returns the slot in which [`ConnectionTable::find`] may find the connection of a retransmitted SYN. Returns
     /// `None` if no recent SYN of the connection is recorded.
     pub fn find_slot(&self, hash: ConnectionHash) -> Option<u32> {
-        let recent_entry = self.0[hash.recent_syn_set_index()].iter().find(|entry| Self::is_entry_of(**entry, hash))?;
+        let recent_entry =
+            self.0[hash.recent_syn_set_index()].iter().find(|entry| Self::entry_matches(**entry, hash))?;
         Some(recent_entry & intf::CONNECTION_SLOT_MASK)
     }
 
@@ -364,14 +374,14 @@ impl RecentConnections {
         let mut shifted_entry = hash.tag() & !intf::CONNECTION_SLOT_MASK | index.slot();
         for way in &mut self.0[hash.recent_syn_set_index()] {
             let displaced_entry = std::mem::replace(way, shifted_entry);
-            if Self::is_entry_of(displaced_entry, hash) {
+            if Self::entry_matches(displaced_entry, hash) {
                 return;
             }
             shifted_entry = displaced_entry;
         }
     }
 
-    fn is_entry_of(entry: u32, hash: ConnectionHash) -> bool {
+    fn entry_matches(entry: u32, hash: ConnectionHash) -> bool {
         (entry ^ hash.tag()) & !intf::CONNECTION_SLOT_MASK == 0
     }
 }
@@ -405,7 +415,7 @@ impl HeapTableMemory {
         match table_word {
             TableWord::StackTop(partition) => &self.stack_tops[partition as usize],
             TableWord::ClockHand(partition) => &self.clock_hands[partition as usize],
-            TableWord::EntryWord(index, field_offset) => {
+            TableWord::EntryWordAtOffset(index, field_offset) => {
                 &self.entry_words
                     [index.position(self.size) as usize * WORDS_PER_ENTRY + field_offset / size_of::<u64>()]
             }
@@ -468,7 +478,7 @@ mod tests {
         let mut taken_slots = BTreeSet::new();
         let mut rejected_count = 0;
         for client in 0..8000 {
-            match table.take(&new_connection(client), server_of_client(client), ClockTicks(3)) {
+            match table.take_slot(&new_connection(client), server_of_client(client), ClockTicks(3)) {
                 Ok(index) => assert!(taken_slots.insert((index, client))),
                 Err(take_error) => {
                     assert_eq!(take_error, TakeSlotError::PartitionFull);
@@ -488,11 +498,11 @@ mod tests {
         for (index, client) in &taken_slots {
             let identity = table.connection(*index).unwrap().identity;
             assert!(table.release(*index, identity) && !table.release(*index, identity));
-            table.push(*index);
+            table.push_slot(*index);
             assert_eq!(table.find(new_connection(*client).hash, index.slot(), SERVICE_SLOT), None);
         }
         assert_eq!((0..4).map(|partition| table.free_slots(partition).len()).sum::<usize>(), 4096);
-        let retaken_index = table.take(&new_connection(1), server_of_client(1), ClockTicks(4)).unwrap();
+        let retaken_index = table.take_slot(&new_connection(1), server_of_client(1), ClockTicks(4)).unwrap();
         assert_eq!(table.connection(retaken_index).unwrap().identity.generation, 1);
     }
 
@@ -505,11 +515,11 @@ mod tests {
             table.find(syn.hash, recent_connections.find_slot(syn.hash)?, SERVICE_SLOT)
         };
         assert_eq!(find_by_syn(&recent_connections), None);
-        table.take(&self::new_connection(2), server_of_client(2), ClockTicks(10)).unwrap();
-        let index = table.take(&syn, server_of_client(1), ClockTicks(10)).unwrap();
+        table.take_slot(&self::new_connection(2), server_of_client(2), ClockTicks(10)).unwrap();
+        let index = table.take_slot(&syn, server_of_client(1), ClockTicks(10)).unwrap();
         recent_connections.remember(syn.hash, index);
-        table.update(index, 1500, false, ClockTicks(11));
-        table.update(index, 66, true, ClockTicks(12));
+        table.record_packet(index, 1500, false, ClockTicks(11));
+        table.record_packet(index, 66, true, ClockTicks(12));
         let connection = table.connection(index).unwrap();
         assert_eq!((connection.packet_count, connection.byte_count), (3, 74 + 1500 + 66));
         assert_eq!(
@@ -518,7 +528,7 @@ mod tests {
         );
         assert_eq!(connection.client, syn.client);
         assert_eq!(find_by_syn(&recent_connections), Some((index, server_of_client(1))));
-        table.reopen(index, ClockTicks(20));
+        table.record_repeated_syn(index, ClockTicks(20));
         let connection = table.connection(index).unwrap();
         assert_eq!(
             (connection.packet_count, connection.last_packet_at, connection.is_closing),

@@ -10,19 +10,19 @@ use coreward_intf as intf;
 /// A family of keyed permutations of the numbers below 2^bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KeyedPermutation {
-    bits: u32,
+    bit_count: u32,
 }
 
 /// Number of multiplications in a permutation. With two, the test
-/// `differences_of_permuted_values_are_uniformly_distributed` fails.
+/// `bit_flips_change_permuted_values_uniformly` fails.
 const ROUND_COUNT: u32 = 3;
 
 impl KeyedPermutation {
     /// Permutation of the kind and the number in a cookie.
-    pub const COOKIE: Self = Self { bits: intf::COOKIE_HIDDEN_BITS };
+    pub const COOKIE: Self = Self { bit_count: intf::COOKIE_HIDDEN_BITS };
 
     /// Permutation of the server's id in a cookie that the load balancer stamps.
-    pub const LB_STAMPED_COOKIE: Self = Self { bits: intf::LB_STAMPING_ID_BITS };
+    pub const LB_STAMPED_COOKIE: Self = Self { bit_count: intf::LB_STAMPING_ID_BITS };
 
     /// Returns the number that hides `plain_number` in a cookie of the connection with hash `hash`. Both numbers are
     /// below 2^bits.
@@ -45,24 +45,24 @@ impl KeyedPermutation {
     }
 
     fn mask(self) -> u64 {
-        (1 << self.bits) - 1
+        (1 << self.bit_count) - 1
     }
 
-    /// Returns the odd factor by which round `round` multiplies. Its bits above `bits` have no effect.
+    /// Returns the odd factor by which round `round` multiplies. Its bits above `bit_count` have no effect.
     fn round_factor(self, hash: u64, round: u32) -> u64 {
-        hash >> (self.bits * round) | 1
+        hash >> (self.bit_count * round) | 1
     }
 
     fn addend(self, hash: u64) -> u64 {
-        hash >> (u64::BITS - self.bits)
+        hash >> (u64::BITS - self.bit_count)
     }
 
     fn xor_shift_right(self, number: u64) -> u64 {
-        number ^ number >> (self.bits / 2)
+        number ^ number >> (self.bit_count / 2)
     }
 
     fn invert_xor_shift_right(self, number: u64) -> u64 {
-        self.xor_shift_right(number) ^ number >> (self.bits / 2 * 2)
+        self.xor_shift_right(number) ^ number >> (self.bit_count / 2 * 2)
     }
 }
 
@@ -87,9 +87,9 @@ mod tests {
         let mut rng = seeded_rng(1, 0);
         for permutation in PERMUTATIONS {
             for hash in [0, u64::MAX].into_iter().chain((0..20).map(|_| rng.next_u64())) {
-                for plain_number in 0..1 << permutation.bits {
+                for plain_number in 0..1 << permutation.bit_count {
                     let hidden_number = permutation.hide(hash, plain_number);
-                    assert!(hidden_number < 1 << permutation.bits, "{hidden_number}");
+                    assert!(hidden_number < 1 << permutation.bit_count, "{hidden_number}");
                     assert_eq!(permutation.reveal(hash, hidden_number), plain_number);
                 }
             }
@@ -98,12 +98,12 @@ mod tests {
 
     /// Two plain numbers, or two hidden ones, that differ in one bit lead to an unpredictable difference.
     #[test]
-    fn differences_of_permuted_values_are_uniformly_distributed() {
+    fn bit_flips_change_permuted_values_uniformly() {
         let mut rng = seeded_rng(4, 0);
         let draw_count = 1 << 19;
         for permutation in PERMUTATIONS {
-            let mut counts = vec![0u32; 1 << permutation.bits];
-            for bit in 0..permutation.bits {
+            let mut counts = vec![0u32; 1 << permutation.bit_count];
+            for bit in 0..permutation.bit_count {
                 for convert in [KeyedPermutation::hide, KeyedPermutation::reveal] {
                     counts.fill(0);
                     let number = rng.next_u64() as u32 & permutation.mask() as u32;
@@ -114,7 +114,7 @@ mod tests {
                         counts[difference as usize] += 1;
                     }
                     // By chance, 16 and 256 each are expected.
-                    let expected_count = draw_count >> permutation.bits;
+                    let expected_count = draw_count >> permutation.bit_count;
                     let max_count = counts.iter().max().unwrap();
                     assert!(*max_count < 30 + 2 * expected_count, "bit {bit} of {permutation:?}: {max_count}");
                 }
@@ -125,10 +125,10 @@ mod tests {
     /// A difference between hidden numbers that leads from one server to another is particular to its connection. In
     /// another connection it leads there only by chance, so probing one connection does not help with another.
     #[test]
-    fn differences_of_one_connection_do_not_hold_for_another() {
+    fn known_difference_does_not_reach_the_server_in_another_connection() {
         let mut rng = seeded_rng(2, 0);
         for permutation in PERMUTATIONS {
-            let number_count = 1 << permutation.bits;
+            let number_count = 1 << permutation.bit_count;
             let (first_number, second_number) = (number_count / 3, number_count / 5);
             let draw_count = 40_000;
             let known_difference = {
@@ -163,7 +163,7 @@ mod tests {
     /// numbers of another connection, these must not reveal a third one. The test compares their quotient modulo a
     /// prime (0), their quotient modulo 2^bits (1), and their XOR (2).
     #[test]
-    fn differences_of_one_connection_do_not_predict_another() {
+    fn known_differences_do_not_predict_those_of_another_connection() {
         let mut rng = seeded_rng(3, 0);
         for (permutation, bits, prime) in
             [(KeyedPermutation::COOKIE, 15, 32_749u64), (KeyedPermutation::LB_STAMPED_COOKIE, 11, 2_039)]

@@ -17,7 +17,7 @@ pub enum CoreAssignmentMode {
     Hybrid,
 }
 
-const ASSIGNMENT_NAMES: [(&str, CoreAssignmentMode); 3] = [
+const ASSIGNMENT_MODE_NAMES: [(&str, CoreAssignmentMode); 3] = [
     ("share", CoreAssignmentMode::CompleteShare),
     ("dedicated", CoreAssignmentMode::Dedicated),
     ("hybrid", CoreAssignmentMode::Hybrid),
@@ -32,14 +32,15 @@ impl FromStr for CoreAssignmentMode {
     type Err = UnknownAssignmentMode;
 
     fn from_str(name: &str) -> Result<Self, UnknownAssignmentMode> {
-        let entry = ASSIGNMENT_NAMES.iter().find(|(known_name, _)| *known_name == name);
+        let entry = ASSIGNMENT_MODE_NAMES.iter().find(|(known_name, _)| *known_name == name);
         entry.map(|(_, assignment)| *assignment).ok_or_else(|| UnknownAssignmentMode(name.to_owned()))
     }
 }
 
 impl fmt::Display for CoreAssignmentMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = ASSIGNMENT_NAMES.iter().find(|(_, known_mode)| known_mode == self).map_or("", |(name, _)| *name);
+        let name =
+            ASSIGNMENT_MODE_NAMES.iter().find(|(_, known_mode)| known_mode == self).map_or("", |(name, _)| *name);
         f.write_str(name)
     }
 }
@@ -95,7 +96,7 @@ pub struct CoreAllocator {
 const BOTH_SERVICES: [bool; 2] = [true, true];
 
 /// Returns the state of a core on which only `service` runs.
-fn state_with_only(service: u8) -> [bool; 2] {
+fn exclusive_state(service: u8) -> [bool; 2] {
     [service == 0, service == 1]
 }
 
@@ -145,8 +146,8 @@ impl CoreAllocator {
                     if hint == LoadHint::ScaleUp { (1 - service, service) } else { (service, 1 - service) };
                 let reserved_count = self.reserved_cores.0[usize::from(source_service)];
                 self.reassign_one_core(
-                    state_with_only(source_service),
-                    state_with_only(target_service),
+                    exclusive_state(source_service),
+                    exclusive_state(target_service),
                     reserved_count,
                     |core| load(0, core) + load(1, core),
                 )
@@ -158,16 +159,16 @@ impl CoreAllocator {
     /// Adjusts the number of service 0's own cores to its constant load, so that only bursts reach shared cores. The
     /// number is right if as many own cores are idle as shared cores serve requests of service 0.
     fn adjust_own_cores(&mut self, load: impl Fn(u8, u16) -> u32) -> Vec<AssignmentChange> {
-        let idle_own_count = self.cores_in_state(state_with_only(0)).filter(|core| load(0, *core) == 0).count();
+        let idle_own_count = self.cores_in_state(exclusive_state(0)).filter(|core| load(0, *core) == 0).count();
         let overflow_core_count = self.cores_in_state(BOTH_SERVICES).filter(|core| load(0, *core) > 0).count();
         let [reserved_count, other_reserved_count] = self.reserved_cores.0;
         if overflow_core_count > idle_own_count {
             // Service 1 always keeps a core.
-            self.reassign_one_core(BOTH_SERVICES, state_with_only(0), (other_reserved_count == 0).into(), |core| {
+            self.reassign_one_core(BOTH_SERVICES, exclusive_state(0), (other_reserved_count == 0).into(), |core| {
                 load(1, core)
             })
         } else if idle_own_count > overflow_core_count {
-            self.reassign_one_core(state_with_only(0), BOTH_SERVICES, reserved_count, |core| load(0, core))
+            self.reassign_one_core(exclusive_state(0), BOTH_SERVICES, reserved_count, |core| load(0, core))
         } else {
             Vec::new()
         }
@@ -208,22 +209,22 @@ mod tests {
 
     #[test]
     fn dedicated_core_moves_to_the_service_that_needs_more() {
-        let mut allocation = CoreAllocator::new(CoreAssignmentMode::Dedicated, 4, ReservedCores([1, 1]));
+        let mut allocator = CoreAllocator::new(CoreAssignmentMode::Dedicated, 4, ReservedCores([1, 1]));
         let load = |service: u8, core: u16| if service == 0 { u32::from(10 - core) } else { 0 };
-        let changes = allocation.apply_load_hint(0, LoadHint::ScaleUp, false, load);
+        let changes = allocator.apply_load_hint(0, LoadHint::ScaleUp, false, load);
         let expected = [
             AssignmentChange { service: 0, core: 3, is_running: true },
             AssignmentChange { service: 1, core: 3, is_running: false },
         ];
         assert_eq!(changes, expected, "the least loaded of the other's");
-        assert_eq!(allocation.apply_load_hint(0, LoadHint::ScaleUp, false, load), [], "the last one is reserved");
-        assert_eq!(allocation.apply_load_hint(1, LoadHint::ScaleUp, true, load), [], "service 0 needs what it has");
-        assert_eq!(allocation.apply_load_hint(0, LoadHint::ScaleDown, false, load).len(), 2);
-        assert!(allocation.is_running(1, 3) && allocation.is_running(1, 2) && !allocation.is_running(1, 0));
+        assert_eq!(allocator.apply_load_hint(0, LoadHint::ScaleUp, false, load), [], "the last one is reserved");
+        assert_eq!(allocator.apply_load_hint(1, LoadHint::ScaleUp, true, load), [], "service 0 needs what it has");
+        assert_eq!(allocator.apply_load_hint(0, LoadHint::ScaleDown, false, load).len(), 2);
+        assert!(allocator.is_running(1, 3) && allocator.is_running(1, 2) && !allocator.is_running(1, 0));
     }
 
     fn own_core_count(allocation: &CoreAllocator) -> usize {
-        allocation.cores_in_state(state_with_only(0)).count()
+        allocation.cores_in_state(exclusive_state(0)).count()
     }
 
     /// Returns a load of service 0 at up to three cores, the first ones. Service 1 has requests at all its own cores,
@@ -233,54 +234,57 @@ mod tests {
     }
 
     #[test]
-    fn own_cores_follow_the_constant_load() {
-        let mut allocation = CoreAllocator::new(CoreAssignmentMode::Hybrid, 6, ReservedCores([1, 1]));
+    fn hybrid_mode_adjusts_own_cores_to_the_constant_load() {
+        let mut allocator = CoreAllocator::new(CoreAssignmentMode::Hybrid, 6, ReservedCores([1, 1]));
         assert!(
-            !allocation.is_running(1, 0)
-                && allocation.is_running(0, 1)
-                && allocation.is_running(1, 4)
-                && !allocation.is_running(0, 5)
+            !allocator.is_running(1, 0)
+                && allocator.is_running(0, 1)
+                && allocator.is_running(1, 4)
+                && !allocator.is_running(0, 5)
         );
-        let core_taken = [AssignmentChange { service: 1, core: 4, is_running: false }];
+        let taken_core_change = [AssignmentChange { service: 1, core: 4, is_running: false }];
         assert_eq!(
-            allocation.apply_load_hint(0, LoadHint::ScaleUp, true, load_on_first_cores(3)),
-            core_taken,
+            allocator.apply_load_hint(0, LoadHint::ScaleUp, true, load_on_first_cores(3)),
+            taken_core_change,
             "least load of service 1"
         );
         assert_eq!(
-            allocation.apply_load_hint(0, LoadHint::ScaleDown, true, load_on_first_cores(3)),
-            [AssignmentChange { core: 3, ..core_taken[0] }]
+            allocator.apply_load_hint(0, LoadHint::ScaleDown, true, load_on_first_cores(3)),
+            [AssignmentChange { core: 3, ..taken_core_change[0] }]
         );
         assert_eq!(
-            allocation.apply_load_hint(0, LoadHint::ScaleDown, true, load_on_first_cores(3)),
+            allocator.apply_load_hint(0, LoadHint::ScaleDown, true, load_on_first_cores(3)),
             [],
             "cores 1 and 2 serve it, 3 and 4 idle"
         );
-        let core_returned = [AssignmentChange { service: 1, core: 3, is_running: true }];
-        assert_eq!(allocation.apply_load_hint(0, LoadHint::ScaleDown, false, load_on_first_cores(1)), core_returned);
-        (0..9).for_each(|_| drop(allocation.apply_load_hint(0, LoadHint::ScaleDown, false, load_on_first_cores(0))));
-        assert_eq!(own_core_count(&allocation), 1, "reserved");
-        (0..9).for_each(|_| drop(allocation.apply_load_hint(0, LoadHint::ScaleUp, false, load_on_first_cores(6))));
-        assert_eq!(own_core_count(&allocation), 5, "service 1 has its reserved one");
+        let returned_core_change = [AssignmentChange { service: 1, core: 3, is_running: true }];
+        assert_eq!(
+            allocator.apply_load_hint(0, LoadHint::ScaleDown, false, load_on_first_cores(1)),
+            returned_core_change
+        );
+        (0..9).for_each(|_| drop(allocator.apply_load_hint(0, LoadHint::ScaleDown, false, load_on_first_cores(0))));
+        assert_eq!(own_core_count(&allocator), 1, "reserved");
+        (0..9).for_each(|_| drop(allocator.apply_load_hint(0, LoadHint::ScaleUp, false, load_on_first_cores(6))));
+        assert_eq!(own_core_count(&allocator), 5, "service 1 has its reserved one");
     }
 
     #[test]
     fn service_without_reserved_cores_keeps_a_shared_one() {
-        let mut allocation = CoreAllocator::new(CoreAssignmentMode::Hybrid, 6, ReservedCores([1, 0]));
-        (0..9).for_each(|_| drop(allocation.apply_load_hint(0, LoadHint::ScaleUp, false, load_on_first_cores(6))));
-        assert_eq!(own_core_count(&allocation), 5, "service 1 has a shared one");
+        let mut allocator = CoreAllocator::new(CoreAssignmentMode::Hybrid, 6, ReservedCores([1, 0]));
+        (0..9).for_each(|_| drop(allocator.apply_load_hint(0, LoadHint::ScaleUp, false, load_on_first_cores(6))));
+        assert_eq!(own_core_count(&allocator), 5, "service 1 has a shared one");
     }
 
     #[test]
-    fn shared_cores_do_not_change() {
-        let mut allocation = CoreAllocator::new(CoreAssignmentMode::CompleteShare, 2, ReservedCores([1, 1]));
-        assert!(allocation.is_running(0, 1) && allocation.is_running(1, 0));
-        assert_eq!(allocation.apply_load_hint(0, LoadHint::ScaleUp, false, |_, _| 0), []);
+    fn complete_share_mode_changes_no_assignment() {
+        let mut allocator = CoreAllocator::new(CoreAssignmentMode::CompleteShare, 2, ReservedCores([1, 1]));
+        assert!(allocator.is_running(0, 1) && allocator.is_running(1, 0));
+        assert_eq!(allocator.apply_load_hint(0, LoadHint::ScaleUp, false, |_, _| 0), []);
     }
 
     #[test]
-    fn assignment_names_round_trip() {
-        for (name, _) in ASSIGNMENT_NAMES {
+    fn assignment_mode_names_round_trip() {
+        for (name, _) in ASSIGNMENT_MODE_NAMES {
             assert_eq!(name.parse::<CoreAssignmentMode>().unwrap().to_string(), name);
         }
         let error = "shared".parse::<CoreAssignmentMode>().unwrap_err().to_string();

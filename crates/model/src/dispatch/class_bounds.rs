@@ -16,7 +16,7 @@ pub struct ClassBoundedShortestQueue {
     class_bounds: ClassBounds,
     /// Cores ranked by outstanding requests, for each class. The ranks of cores at their bound have [`AT_BOUND_BIT`].
     core_ranks_by_class: Vec<TournamentTree<u32>>,
-    over_bound_count: u64,
+    over_bound_request_count: u64,
 }
 
 const AT_BOUND_BIT: u32 = 1 << 30;
@@ -63,15 +63,15 @@ impl ClassBoundedShortestQueue {
             outstanding_by_core: vec![0; usize::from(bounds.core_count)],
             core_ranks_by_class: vec![idle_ranks; bounds.bounds_by_class.len()],
             class_bounds: bounds,
-            over_bound_count: 0,
+            over_bound_request_count: 0,
         };
         (0..dispatcher.class_bounds.core_count).for_each(|core| dispatcher.update_rank(core));
         dispatcher
     }
 
     /// Returns the number of requests that arrived while every core of their class was at its bound.
-    pub fn over_bound_count(&self) -> u64 {
-        self.over_bound_count
+    pub fn over_bound_request_count(&self) -> u64 {
+        self.over_bound_request_count
     }
 
     fn update_rank(&mut self, core: u16) {
@@ -89,7 +89,7 @@ impl Dispatcher for ClassBoundedShortestQueue {
     fn place(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
         let class = usize::from(header.service).min(self.core_ranks_by_class.len() - 1);
         let (core, rank) = self.core_ranks_by_class[class].least();
-        self.over_bound_count += u64::from(rank & AT_BOUND_BIT != 0);
+        self.over_bound_request_count += u64::from(rank & AT_BOUND_BIT != 0);
         self.outstanding_by_core[usize::from(core)] += 1;
         self.update_rank(core);
         Some(core)
@@ -107,28 +107,28 @@ mod tests {
     use super::super::tests::header;
     use super::*;
 
-    fn placed_core(dispatcher: &mut ClassBoundedShortestQueue, class: u8) -> u16 {
+    fn place_request(dispatcher: &mut ClassBoundedShortestQueue, class: u8) -> u16 {
         dispatcher.place(0, &header(class, 1)).unwrap()
     }
 
     #[test]
     fn low_class_stays_off_reserved_cores() {
         let mut dispatcher = ClassBoundedShortestQueue::new(ClassBounds::with_reserved_cores(3, 2, 1, 2, 0));
-        let low_class_cores: Vec<_> = (0..6).map(|_| placed_core(&mut dispatcher, 1)).collect();
+        let low_class_cores: Vec<_> = (0..6).map(|_| place_request(&mut dispatcher, 1)).collect();
         assert_eq!(low_class_cores, [1, 2, 1, 2, 1, 2], "also above the bound, which is counted");
-        assert_eq!(dispatcher.over_bound_count(), 2);
-        assert_eq!((0..3).map(|_| placed_core(&mut dispatcher, 0)).collect::<Vec<_>>(), [0, 0, 0]);
-        assert_eq!(dispatcher.over_bound_count(), 3, "core 0 had its two");
+        assert_eq!(dispatcher.over_bound_request_count(), 2);
+        assert_eq!((0..3).map(|_| place_request(&mut dispatcher, 0)).collect::<Vec<_>>(), [0, 0, 0]);
+        assert_eq!(dispatcher.over_bound_request_count(), 3, "core 0 had its two");
         dispatcher.record_completion(2, &header(1, 1));
         dispatcher.record_completion(2, &header(1, 1));
-        assert_eq!(placed_core(&mut dispatcher, 0), 2, "a high class goes everywhere");
+        assert_eq!(place_request(&mut dispatcher, 0), 2, "a high class goes everywhere");
     }
 
     #[test]
     fn low_classes_use_idle_reserved_cores_below_their_bound() {
         let mut dispatcher = ClassBoundedShortestQueue::new(ClassBounds::with_reserved_cores(2, 2, 1, 4, 1));
         assert_eq!(
-            [placed_core(&mut dispatcher, 1), placed_core(&mut dispatcher, 1), placed_core(&mut dispatcher, 1)],
+            [place_request(&mut dispatcher, 1), place_request(&mut dispatcher, 1), place_request(&mut dispatcher, 1)],
             [0, 1, 1]
         );
     }

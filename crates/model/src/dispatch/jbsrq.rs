@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     fn dispatcher(cores: u16, depth: u16) -> JoinBoundedShortestRankedQueue {
-        JoinBoundedShortestRankedQueue::new(cores, 2, Lambda::PUBLISHED, depth.try_into().unwrap())
+        JoinBoundedShortestRankedQueue::new(cores, 2, Lambda::PAPER_VALUE, depth.try_into().unwrap())
     }
 
     /// Sends a request of `service` to core `core` of two, by disabling the other core for a moment.
@@ -196,7 +196,7 @@ mod tests {
             [SERVICE_2, SERVICE_1, PRIORITY_3].map(|service| jbsrq.ranks().rank(service, core))
         };
         let depth = NonZeroU16::new(3).unwrap();
-        let mut jbsrq = JoinBoundedShortestRankedQueue::new(2, 3, Lambda::PUBLISHED, depth);
+        let mut jbsrq = JoinBoundedShortestRankedQueue::new(2, 3, Lambda::PAPER_VALUE, depth);
         for (service, core) in [(SERVICE_2, 0), (SERVICE_2, 0), (SERVICE_1, 1), (SERVICE_2, 1), (SERVICE_2, 1)] {
             submit_to_core(&mut jbsrq, service, core);
         }
@@ -255,7 +255,7 @@ mod tests {
             config.capacity = 4;
             config.groups[0].ranking = if deadline { Ranking::EarliestDeadline } else { Ranking::StrictPriority };
             config.selection = if pifo { Selection::Pifo } else { Selection::FirstEligible };
-            let ranks = JoinBoundedShortestRankedQueue::new(2, 3, Lambda::PUBLISHED, 2.try_into().unwrap()).ranks;
+            let ranks = JoinBoundedShortestRankedQueue::new(2, 3, Lambda::PAPER_VALUE, 2.try_into().unwrap()).ranks;
             let mut with_shortcut = JoinBoundedShortestRankedQueue::with_ranks(ranks.clone(), &config).unwrap();
             config.groups[0].parameters.rate_limit = Some(RateLimit { token_interval: 0, burst: 1 });
             let mut without_shortcut = JoinBoundedShortestRankedQueue::with_ranks(ranks, &config).unwrap();

@@ -13,9 +13,9 @@ pub enum LoadHint {
 
 /// Interval between two checks of a load monitor, in the caller's unit of time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Epoch(NonZeroU64);
+pub struct EpochLength(NonZeroU64);
 
-impl Epoch {
+impl EpochLength {
     /// Returns an epoch of length `length`.
     pub const fn new(length: NonZeroU64) -> Self {
         Self(length)
@@ -38,7 +38,7 @@ impl Epoch {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ScaleUpCondition {
     /// Interval between two checks.
-    pub epoch: Epoch,
+    pub epoch_length: EpochLength,
 }
 
 /// Condition for scaling down, which holds if the queue at the NIC stays within a threshold in some consecutive epochs.
@@ -46,7 +46,7 @@ pub struct ScaleUpCondition {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ScaleDownCondition {
     /// Interval between two checks.
-    pub epoch: Epoch,
+    pub epoch_length: EpochLength,
     /// Maximum number of waiting requests in an epoch that counts as calm.
     pub max_calm_queue_length: u64,
     /// Number of consecutive calm epochs that cause a hint, where 0 counts as 1.
@@ -75,12 +75,12 @@ struct CheckTimes {
 }
 
 impl CheckTimes {
-    fn new(now: u64, epoch: Epoch) -> Self {
+    fn new(now: u64, epoch: EpochLength) -> Self {
         Self { previous_check_time: now, next_check_time: now.saturating_add(epoch.0.get()) }
     }
 
     /// Returns the time of the previous check, if a check is due at `now`. Missed checks are not repeated.
-    fn take_due_check(&mut self, now: u64, epoch: Epoch) -> Option<u64> {
+    fn take_due_check(&mut self, now: u64, epoch: EpochLength) -> Option<u64> {
         if now < self.next_check_time {
             return None;
         }
@@ -94,12 +94,12 @@ impl CheckTimes {
 impl LoadMonitor {
     /// Enables scaling up, or changes its condition. The first check is one epoch after `now`.
     pub fn enable_scale_up(&mut self, now: u64, condition: ScaleUpCondition) {
-        self.scale_up = Some((condition, CheckTimes::new(now, condition.epoch)));
+        self.scale_up = Some((condition, CheckTimes::new(now, condition.epoch_length)));
     }
 
     /// Enables scaling down, or changes its condition. The first check is one epoch after `now`.
     pub fn enable_scale_down(&mut self, now: u64, condition: ScaleDownCondition) {
-        self.scale_down = Some((condition, CheckTimes::new(now, condition.epoch)));
+        self.scale_down = Some((condition, CheckTimes::new(now, condition.epoch_length)));
         (self.peak_queue_length, self.calm_epoch_count) = (0, 0);
     }
 
@@ -123,26 +123,26 @@ impl LoadMonitor {
     /// `oldest_arrival_time` is the arrival of the request that has waited longest, if any waits. `peak_queue_length`
     /// is the maximum number of waiting requests since the previous call. `now` must not decrease.
     pub fn check(&mut self, now: u64, oldest_arrival_time: Option<u64>, peak_queue_length: u64) -> Option<LoadHint> {
-        let needs_more = self.check_scale_up(now, oldest_arrival_time);
-        let needs_fewer = self.check_scale_down(now, peak_queue_length);
-        if self.is_hint_in_flight || !(needs_more || needs_fewer) {
+        let needs_more_cores = self.check_scale_up(now, oldest_arrival_time);
+        let needs_fewer_cores = self.check_scale_down(now, peak_queue_length);
+        if self.is_hint_in_flight || !(needs_more_cores || needs_fewer_cores) {
             return None;
         }
         self.is_hint_in_flight = true;
         self.calm_epoch_count = 0;
-        Some(if needs_more { LoadHint::ScaleUp } else { LoadHint::ScaleDown })
+        Some(if needs_more_cores { LoadHint::ScaleUp } else { LoadHint::ScaleDown })
     }
 
     fn check_scale_up(&mut self, now: u64, oldest_arrival_time: Option<u64>) -> bool {
         let Some((condition, checks)) = &mut self.scale_up else { return false };
-        let Some(previous_check_time) = checks.take_due_check(now, condition.epoch) else { return false };
+        let Some(previous_check_time) = checks.take_due_check(now, condition.epoch_length) else { return false };
         oldest_arrival_time.is_some_and(|arrival_time| arrival_time <= previous_check_time)
     }
 
     fn check_scale_down(&mut self, now: u64, peak_queue_length: u64) -> bool {
         let Some((condition, checks)) = &mut self.scale_down else { return false };
         self.peak_queue_length = self.peak_queue_length.max(peak_queue_length);
-        if checks.take_due_check(now, condition.epoch).is_none() {
+        if checks.take_due_check(now, condition.epoch_length).is_none() {
             return false;
         }
         let is_calm = std::mem::take(&mut self.peak_queue_length) <= condition.max_calm_queue_length;
@@ -170,17 +170,17 @@ mod tests {
 
     use super::*;
 
-    fn epoch(length: u64) -> Epoch {
-        Epoch::new(NonZeroU64::new(length).unwrap())
+    fn epoch_length(length: u64) -> EpochLength {
+        EpochLength::new(NonZeroU64::new(length).unwrap())
     }
 
     fn monitor(up_epoch_length: u64, down_epoch_length: u64, threshold: u64, calm_epochs: u32) -> LoadMonitor {
         let mut monitor = LoadMonitor::default();
-        monitor.enable_scale_up(0, ScaleUpCondition { epoch: epoch(up_epoch_length) });
+        monitor.enable_scale_up(0, ScaleUpCondition { epoch_length: epoch_length(up_epoch_length) });
         monitor.enable_scale_down(
             0,
             ScaleDownCondition {
-                epoch: epoch(down_epoch_length),
+                epoch_length: epoch_length(down_epoch_length),
                 max_calm_queue_length: threshold,
                 required_calm_epochs: calm_epochs,
             },
@@ -203,11 +203,11 @@ mod tests {
     }
 
     #[test]
-    fn monitors_have_separate_switches_and_epochs() {
+    fn each_monitor_is_enabled_separately_with_its_own_epochs() {
         let mut monitor = LoadMonitor::default();
         assert_eq!((monitor.next_check_time(), monitor.check(1000, Some(0), 9)), (None, None));
         let condition = ScaleDownCondition {
-            epoch: Epoch::power_of_two(6).unwrap(),
+            epoch_length: EpochLength::power_of_two(6).unwrap(),
             max_calm_queue_length: 2,
             required_calm_epochs: 1,
         };
@@ -215,14 +215,14 @@ mod tests {
         assert_eq!(monitor.next_check_time(), Some(1064));
         assert_eq!(monitor.check(1063, Some(0), 3), None);
         assert_eq!(monitor.check(1064, None, 0), None, "3 waited in this epoch");
-        monitor.enable_scale_up(1064, ScaleUpCondition { epoch: Epoch::power_of_two(4).unwrap() });
+        monitor.enable_scale_up(1064, ScaleUpCondition { epoch_length: EpochLength::power_of_two(4).unwrap() });
         assert_eq!(monitor.next_check_time(), Some(1080));
         monitor.disable(LoadHint::ScaleUp);
         assert_eq!(monitor.check(1128, Some(0), 2), Some(LoadHint::ScaleDown));
         monitor.rearm();
         monitor.disable(LoadHint::ScaleDown);
         assert_eq!((monitor.next_check_time(), monitor.check(2000, Some(0), 0)), (None, None));
-        assert_eq!((Epoch::power_of_two(0), Epoch::power_of_two(64)), (Some(epoch(1)), None));
+        assert_eq!((EpochLength::power_of_two(0), EpochLength::power_of_two(64)), (Some(epoch_length(1)), None));
     }
 
     #[test]
@@ -255,16 +255,17 @@ mod tests {
             for (now, (arrivals, departures, rearms)) in (1u64..).zip(steps) {
                 // Requests that arrive at the time of a check are taken to arrive just after it.
                 queue.drain(..departures.min(queue.len()));
-                let needs_more = now % up == 0 && queue.iter().any(|request| queue_at_previous_check.contains(request));
+                let needs_more_cores =
+                    now % up == 0 && queue.iter().any(|request| queue_at_previous_check.contains(request));
                 if now % up == 0 {
                     queue_at_previous_check.clone_from(&queue);
                 }
-                let mut needs_fewer = false;
+                let mut needs_fewer_cores = false;
                 if now % down == 0 {
                     calm_epoch_count = if epoch_peak <= threshold { calm_epoch_count + 1 } else { 0 };
-                    needs_fewer = calm_epoch_count >= calm_epochs;
+                    needs_fewer_cores = calm_epoch_count >= calm_epochs;
                 }
-                let expected = expected_hint(is_hint_in_flight, needs_more, needs_fewer);
+                let expected = expected_hint(is_hint_in_flight, needs_more_cores, needs_fewer_cores);
                 let oldest_arrival_time = queue.front().map(|(arrival_time, _)| *arrival_time);
                 prop_assert_eq!(monitor.check(now, oldest_arrival_time, epoch_peak), expected);
                 if expected.is_some() {

@@ -32,11 +32,11 @@ pub use jbsrq::{JoinBoundedShortestRankedQueue, SubmitEffects};
 pub use jlq::JoinLightestQueue;
 pub use jsq::JoinShortestQueue;
 pub use least::{Key, TournamentTree};
-pub use load_monitor::{Epoch, LoadHint, LoadMonitor, ScaleDownCondition, ScaleUpCondition};
+pub use load_monitor::{EpochLength, LoadHint, LoadMonitor, ScaleDownCondition, ScaleUpCondition};
 pub use ranks::{FeedbackError, Lambda, LambdaOutOfRange, RankArrays, RankRule, RankedService};
 pub use repair::{LearnedServiceTime, StallDetector, expired_request_indexes};
 pub use rss::{RssDispatcher, assign_buckets_to_cores};
-pub use spread::{RandomCore, RoundRobinCore};
+pub use spread::{RandomDispatcher, RoundRobinDispatcher};
 pub use stealing::{LongestQueueStealing, Steal};
 pub use weight::RoundedServiceTime;
 

@@ -20,7 +20,7 @@ const RANK_OF_ONE_REQUEST: u32 = 1000;
 
 impl Lambda {
     /// Factor that RingLeader's evaluation uses (NSDI'23, Sect. 7.1).
-    pub const PUBLISHED: Lambda = Lambda(200);
+    pub const PAPER_VALUE: Lambda = Lambda(200);
 
     /// Returns the factor `value` rounded to thousandths. Fails when `value` is not from 0 to 1.
     pub fn new(value: f64) -> Result<Self, LambdaOutOfRange> {
@@ -246,7 +246,7 @@ mod tests {
     const QUEUE_DEPTH: NonZeroU16 = NonZeroU16::new(4).unwrap();
 
     fn services_with_priorities(priorities: &[u8]) -> Vec<RankedService> {
-        priorities.iter().map(|&priority| RankedService { priority, lambda: Lambda::PUBLISHED }).collect()
+        priorities.iter().map(|&priority| RankedService { priority, lambda: Lambda::PAPER_VALUE }).collect()
     }
 
     /// Assigns `count` requests of `service` to core `core` of two.
@@ -309,7 +309,7 @@ mod tests {
     fn lambda_out_of_range_is_rejected() {
         assert_eq!(Lambda::new(1.5).unwrap_err().to_string(), "lambda 1.5: expected a number from 0 to 1");
         assert!(Lambda::new(f64::NAN).is_err());
-        assert_eq!(Lambda::new(0.2), Ok(Lambda::PUBLISHED));
+        assert_eq!(Lambda::new(0.2), Ok(Lambda::PAPER_VALUE));
     }
 
     proptest! {

@@ -21,13 +21,13 @@ pub fn expired_request_indexes(ages: &[u32], queued_datagrams: usize, timeout: u
 pub struct StallDetector {
     response_count: u64,
     /// Last time at which the worker had no work, or had answered.
-    last_progress: Duration,
+    last_progress_at: Duration,
 }
 
 impl StallDetector {
     /// Returns a detector that starts at `now`, when the worker has sent `response_count` responses.
     pub fn new(now: Duration, response_count: u64) -> Self {
-        Self { response_count, last_progress: now }
+        Self { response_count, last_progress_at: now }
     }
 
     /// Returns whether datagrams have waited, without a new response of the worker, for at least `stall_after`.
@@ -41,7 +41,7 @@ impl StallDetector {
         if response_count != self.response_count || queued_datagrams == 0 {
             *self = Self::new(now, response_count);
         }
-        now.saturating_sub(self.last_progress) >= stall_after
+        now.saturating_sub(self.last_progress_at) >= stall_after
     }
 }
 
@@ -52,7 +52,7 @@ pub struct LearnedServiceTime {
 }
 
 /// Weight of one check in the average, so that 7 checks with responses replace half of it.
-const CHECK_AVERAGE_WEIGHT: f64 = 0.1;
+const NEWEST_CHECK_WEIGHT: f64 = 0.1;
 
 impl LearnedServiceTime {
     /// Returns an average that starts with the expected service time `time`.
@@ -65,8 +65,7 @@ impl LearnedServiceTime {
         if count > 0 {
             let check_mean_ns = sum_ns as f64 / count as f64;
             self.mean_ns = Some(
-                self.mean_ns
-                    .map_or(check_mean_ns, |mean_ns| mean_ns + CHECK_AVERAGE_WEIGHT * (check_mean_ns - mean_ns)),
+                self.mean_ns.map_or(check_mean_ns, |mean_ns| mean_ns + NEWEST_CHECK_WEIGHT * (check_mean_ns - mean_ns)),
             );
         }
     }

@@ -63,9 +63,9 @@ mod tests {
     #[test]
     fn indirection_table_selects_the_core() {
         let mut rss = RssDispatcher::new(IndirectionTable::new(&[2, 0, 1, 0]).unwrap());
-        let mut core_of_hash = |flow_hash| rss.place(0, &DispatchHeader { flow_hash, ..header(0, 1) });
+        let mut core_for_hash = |flow_hash| rss.place(0, &DispatchHeader { flow_hash, ..header(0, 1) });
         assert_eq!(
-            [core_of_hash(0), core_of_hash(1), core_of_hash(6), core_of_hash(7)],
+            [core_for_hash(0), core_for_hash(1), core_for_hash(6), core_for_hash(7)],
             [Some(2), Some(0), Some(1), Some(0)]
         );
     }

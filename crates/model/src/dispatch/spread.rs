@@ -5,18 +5,18 @@ use super::{DispatchHeader, Dispatcher};
 
 /// Dispatcher that selects a uniformly random core by a hash of the request's header.
 #[derive(Debug, Clone)]
-pub struct RandomCore {
+pub struct RandomDispatcher {
     core_count: u16,
 }
 
-impl RandomCore {
+impl RandomDispatcher {
     /// Returns a dispatcher for `core_count` cores.
     pub fn new(core_count: u16) -> Self {
         Self { core_count }
     }
 }
 
-impl Dispatcher for RandomCore {
+impl Dispatcher for RandomDispatcher {
     #[inline]
     fn place(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
         Some(scale_hash(header.request_hash, self.core_count))
@@ -33,19 +33,19 @@ pub(super) fn scale_hash(hash: u32, count: u16) -> u16 {
 
 /// Dispatcher that selects the cores in turn.
 #[derive(Debug, Clone)]
-pub struct RoundRobinCore {
+pub struct RoundRobinDispatcher {
     core_count: u16,
     next_core: u16,
 }
 
-impl RoundRobinCore {
+impl RoundRobinDispatcher {
     /// Returns a dispatcher for `core_count` cores.
     pub fn new(core_count: u16) -> Self {
         Self { core_count, next_core: 0 }
     }
 }
 
-impl Dispatcher for RoundRobinCore {
+impl Dispatcher for RoundRobinDispatcher {
     #[inline]
     fn place(&mut self, _now: u64, _header: &DispatchHeader) -> Option<u16> {
         let core = self.next_core;
@@ -63,8 +63,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn random_reaches_all_cores_equally() {
-        let mut random = RandomCore::new(3);
+    fn random_dispatcher_reaches_all_cores_equally() {
+        let mut random = RandomDispatcher::new(3);
         let mut counts = [0; 3];
         for hash in (0..=u32::MAX).step_by(1 << 20) {
             counts[usize::from(random.place(0, &DispatchHeader { request_hash: hash, ..header(0, 1) }).unwrap())] += 1;
@@ -74,7 +74,7 @@ mod tests {
 
     #[test]
     fn round_robin_visits_all_cores_in_turn() {
-        let mut round_robin = RoundRobinCore::new(3);
+        let mut round_robin = RoundRobinDispatcher::new(3);
         let placed_cores: Vec<_> = (0..5).map(|_| round_robin.place(0, &header(0, 1)).unwrap()).collect();
         assert_eq!(placed_cores, [0, 1, 2, 0, 1]);
     }

@@ -24,7 +24,7 @@ fn server_goes_down_and_up_after_its_thresholds() {
 }
 
 #[test]
-fn first_failure_keeps_the_server_up() {
+fn server_without_verdict_goes_down_after_the_fall_threshold() {
     let no_verdict = None;
     assert_eq!(
         verdicts_after_each_result(&[false, false, false], thresholds(2, 3)),
@@ -46,7 +46,10 @@ fn observer_verdicts(verdicts: &[(u8, HealthVerdict)]) -> BTreeMap<u8, HealthVer
     verdicts.iter().copied().collect()
 }
 
-fn majority_of(observers: &[BTreeMap<u8, HealthVerdict>], previous_verdict: HealthVerdict) -> Vec<(u8, HealthVerdict)> {
+fn majority_verdicts_or(
+    observers: &[BTreeMap<u8, HealthVerdict>],
+    previous_verdict: HealthVerdict,
+) -> Vec<(u8, HealthVerdict)> {
     let observers: Vec<_> = observers.iter().collect();
     majority_verdicts(&observers, |_| previous_verdict).into_iter().collect()
 }
@@ -57,22 +60,25 @@ fn majority_of_observers_decides_and_a_tie_keeps_the_verdict() {
     let a = observer_verdicts(&[(1, Up), (2, Down)]);
     let b = observer_verdicts(&[(1, Up), (2, Up)]);
     for previous_verdict in [Up, Down] {
-        assert_eq!(majority_of(&[a.clone(), b.clone()], previous_verdict), [(1, Up), (2, previous_verdict)]);
-        assert_eq!(majority_of(&[a.clone(), a.clone(), b.clone()], previous_verdict), [(1, Up), (2, Down)]);
+        assert_eq!(majority_verdicts_or(&[a.clone(), b.clone()], previous_verdict), [(1, Up), (2, previous_verdict)]);
+        assert_eq!(majority_verdicts_or(&[a.clone(), a.clone(), b.clone()], previous_verdict), [(1, Up), (2, Down)]);
     }
-    assert_eq!(majority_of(&[], Up), []);
+    assert_eq!(majority_verdicts_or(&[], Up), []);
 }
 
 #[test]
-fn load_balancer_that_finds_no_server_up_is_overruled() {
+fn observer_that_finds_no_server_up_is_ignored() {
     use HealthVerdict::{Down, Up};
     let cut_off_observer = observer_verdicts(&[(1, Down), (2, Down), (3, Down)]);
     let working_observer = observer_verdicts(&[(1, Up), (2, Down), (3, Up)]);
     assert_eq!(
-        majority_of(&[cut_off_observer.clone(), cut_off_observer.clone(), working_observer], Up),
+        majority_verdicts_or(&[cut_off_observer.clone(), cut_off_observer.clone(), working_observer], Up),
         [(1, Up), (2, Down), (3, Up)]
     );
-    assert_eq!(majority_of(&[cut_off_observer.clone(), cut_off_observer], Up), [(1, Down), (2, Down), (3, Down)]);
+    assert_eq!(
+        majority_verdicts_or(&[cut_off_observer.clone(), cut_off_observer], Up),
+        [(1, Down), (2, Down), (3, Down)]
+    );
 }
 
 proptest! {
@@ -134,9 +140,9 @@ proptest! {
         prop_assume!(observers.iter().any(|verdict_by_target| {
             verdict_by_target.values().any(|verdict| *verdict == HealthVerdict::Up)
         }));
-        let expected = majority_of(&observers, to_verdict(!down_before));
+        let expected = majority_verdicts_or(&observers, to_verdict(!down_before));
         observers.push((0..8).map(|target| (target, HealthVerdict::Down)).collect());
-        prop_assert_eq!(majority_of(&observers, to_verdict(!down_before)), expected);
+        prop_assert_eq!(majority_verdicts_or(&observers, to_verdict(!down_before)), expected);
     }
 }
 

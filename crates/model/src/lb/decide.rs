@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use coreward_intf as intf;
 
-use super::decision::{Decision, Identification};
+use super::decision::{Decision, NewIdentification};
 use super::encapsulation::set_macs;
 use super::flow::{FlowEntryNeed, FragmentKey};
 use super::ip_packet::{FragmentPart, IpPacket, NOT_A_SERVICE, ParseEndCounter};
@@ -41,14 +41,14 @@ impl LoadBalancer {
         let outcome = decision.outcome(service_slot);
         if decision.forwards() {
             let frame_bytes = frame.len() as u64;
-            if let Identification::PreviousServerId(previous_server_id) = decision.identification {
+            if let NewIdentification::PreviousServerId(previous_server_id) = decision.identification {
                 packet::set_identification(frame, previous_server_id);
             }
             if let Some((tsecr, value)) = &decision.new_tsecr {
                 packet::set_tsecr(frame, tsecr, *value);
             }
             let slot_and_server = outcome.service_slot.zip(outcome.server);
-            if let Err(drop_counter) = self.emit(frame, &decision, slot_and_server, now_ns) {
+            if let Err(drop_counter) = self.rewrite_for_forwarding(frame, &decision, slot_and_server, now_ns) {
                 self.count_connections(&decision, slot_and_server);
                 return Decision { counter: drop_counter, ..decision }.outcome(service_slot);
             }
@@ -61,7 +61,7 @@ impl LoadBalancer {
     }
 
     /// Rewrites a frame for the service's forwarding method. Fails with the packet's counter if the packet is dropped.
-    fn emit(
+    fn rewrite_for_forwarding(
         &mut self,
         frame: &mut Vec<u8>,
         decision: &Decision,
@@ -102,14 +102,12 @@ impl LoadBalancer {
         let sender = FrameSource { mac: packet::source_mac(frame), frame_bytes: frame.len() as u64 };
         match (ip_packet.protocol, ip_packet.fragment_part) {
             (PROTOCOL_ICMPV6, _) if frame_fields.protocol != PROTOCOL_ICMPV6 => Err(NOT_A_SERVICE),
-            (packet::PROTOCOL_ICMP | PROTOCOL_ICMPV6, _) if is_icmp_of_its_family(&ip_packet) => {
+            (packet::PROTOCOL_ICMP | PROTOCOL_ICMPV6, _) if icmp_version_matches_ip_version(&ip_packet) => {
                 self.decide_icmp_error(&ip_packet, sender, now_ns, out_service_slot)
             }
             (packet::PROTOCOL_ICMP, _) => Err(NOT_A_SERVICE),
             (protocol, _) if !self.is_balanced_protocol(protocol) => Err(NOT_A_SERVICE),
-            (UDP_PROTOCOL_NUMBER, FragmentPart::LaterFragment) => {
-                self.decide_later_fragment(&ip_packet, out_service_slot)
-            }
+            (UDP_PROTOCOL_NUMBER, FragmentPart::Later) => self.decide_later_fragment(&ip_packet, out_service_slot),
             (UDP_PROTOCOL_NUMBER, _) => self.decide_datagram(&ip_packet, &sender, now_ns, out_service_slot),
             (_, FragmentPart::Whole) => self.decide_segment(&ip_packet, &sender, now_ns, out_service_slot),
             (_, _) => Err(intf::LB_COUNTER_DROP_FRAGMENT),
@@ -125,7 +123,7 @@ impl LoadBalancer {
         out_service_slot: &mut Option<usize>,
     ) -> Result<Decision, ParseEndCounter> {
         let ports = packet::parse_ports(ip_packet, intf::LB_COUNTER_DROP_MALFORMED_UDP)?;
-        let service_slot = self.service_slot_at(ip_packet.vip, ports.1, UDP_PROTOCOL_NUMBER)?;
+        let service_slot = self.find_service_slot(ip_packet.vip, ports.1, UDP_PROTOCOL_NUMBER)?;
         *out_service_slot = Some(service_slot);
         let packet = packet::parse_udp(ip_packet, ports)?;
         let decision = self.decide(service_slot, &packet, sender, now_ns);
@@ -142,7 +140,7 @@ impl LoadBalancer {
         out_service_slot: &mut Option<usize>,
     ) -> Result<Decision, ParseEndCounter> {
         let ports = packet::parse_ports(ip_packet, intf::LB_COUNTER_DROP_MALFORMED_TCP)?;
-        let service_slot = self.service_slot_at(ip_packet.vip, ports.1, TCP_PROTOCOL_NUMBER)?;
+        let service_slot = self.find_service_slot(ip_packet.vip, ports.1, TCP_PROTOCOL_NUMBER)?;
         *out_service_slot = Some(service_slot);
         let packet = packet::parse_tcp(ip_packet, ports)?;
         Ok(self.decide(service_slot, &packet, sender, now_ns))
@@ -156,7 +154,7 @@ impl LoadBalancer {
             || protocol == UDP_PROTOCOL_NUMBER && has_udp_service()
     }
 
-    pub(super) fn service_slot_at(&self, vip: IpAddr, port: u16, protocol: u8) -> Result<usize, ParseEndCounter> {
+    pub(super) fn find_service_slot(&self, vip: IpAddr, port: u16, protocol: u8) -> Result<usize, ParseEndCounter> {
         self.service_slots_by_address.get(&(vip, port, protocol)).copied().ok_or(NOT_A_SERVICE)
     }
 
@@ -171,7 +169,7 @@ impl LoadBalancer {
     ) -> Result<Decision, ParseEndCounter> {
         const DELIVERED_COUNTER: intf::lb_counter = intf::LB_COUNTER_ICMP_ERROR;
         let quote = packet::parse_quote(ip_packet)?;
-        let service_slot = self.service_slot_at(quote.vip.ip(), quote.vip.port(), quote.protocol)?;
+        let service_slot = self.find_service_slot(quote.vip.ip(), quote.vip.port(), quote.protocol)?;
         *out_service_slot = Some(service_slot);
         let tuple = FourTuple::new(quote.client, quote.vip).expect("of one packet");
         let protocol = if quote.protocol == UDP_PROTOCOL_NUMBER { Protocol::Udp } else { Protocol::Tcp };
@@ -290,7 +288,7 @@ impl LoadBalancer {
 
     /// Decides on a packet of a connection that has no state on this load balancer. `slot_and_source` is the service's
     /// slot and the packet's source.
-    pub(super) fn decide_unknown(&mut self, slot_and_source: (usize, IpAddr), now_ns: u64) -> Decision {
+    pub(super) fn decide_unknown_connection(&mut self, slot_and_source: (usize, IpAddr), now_ns: u64) -> Decision {
         match self.service(slot_and_source.0).other_balancer() {
             Some(other_balancer) => self.decide_other_balancer(slot_and_source.0, other_balancer),
             None => {
@@ -393,15 +391,17 @@ impl LoadBalancer {
                 ) {
                     IndexLookup::Decided(decision, None) => decision,
                     IndexLookup::Decided(decision, Some(index)) => decision.with_closes_connection(
-                        self.connection_table_state.update(index, sender.frame_bytes, packet.is_closing()),
+                        self.connection_table_state.record_packet(index, sender.frame_bytes, packet.is_closing()),
                     ),
                     IndexLookup::UnknownConnection => self
-                        .decide_unknown((service_slot, packet.client.ip()), now_ns)
+                        .decide_unknown_connection((service_slot, packet.client.ip()), now_ns)
                         .with_event(intf::LB_EVENT_CONNECTION_UNKNOWN),
-                    IndexLookup::UnknownServer => self.decide_unknown((service_slot, packet.client.ip()), now_ns),
+                    IndexLookup::UnknownServer => {
+                        self.decide_unknown_connection((service_slot, packet.client.ip()), now_ns)
+                    }
                 }
             }
-            _ => self.decide_unknown((service_slot, packet.client.ip()), now_ns),
+            _ => self.decide_unknown_connection((service_slot, packet.client.ip()), now_ns),
         }
     }
 
@@ -459,7 +459,7 @@ impl LoadBalancer {
         }
         let entry = FlowEntry { previous_server, ..FlowEntry::of(server) };
         self.services[service_slot].as_mut().expect("in the directory").has_flows = true;
-        self.with_flow_entry(
+        self.insert_flow_entry(
             service_slot,
             packet,
             entry,
@@ -499,7 +499,7 @@ impl LoadBalancer {
         }
         let (choice, decision) = self.decide_by_bucket(service_slot, packet);
         match choice.filter(|_| decision.forwards()) {
-            Some(choice) => self.with_flow_entry(service_slot, packet, choice, FlowEntryNeed::Hint, decision),
+            Some(choice) => self.insert_flow_entry(service_slot, packet, choice, FlowEntryNeed::Hint, decision),
             None => decision,
         }
     }
@@ -525,14 +525,14 @@ impl LoadBalancer {
         let decision = self.decide_by_rule(service_slot, packet, placement_counter(opens_flow));
         match (decision.server.filter(|_| opens_flow), flow_entry) {
             (Some(server), _) => {
-                self.with_flow_entry(service_slot, packet, FlowEntry::of(server), FlowEntryNeed::Needed, decision)
+                self.insert_flow_entry(service_slot, packet, FlowEntry::of(server), FlowEntryNeed::Needed, decision)
             }
             (None, Some(entry)) => self.deliver_to(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE),
             (None, None) => decision,
         }
     }
 
-    fn with_flow_entry(
+    fn insert_flow_entry(
         &mut self,
         service_slot: usize,
         packet: &Packet,
@@ -574,7 +574,7 @@ impl LoadBalancer {
 }
 
 /// Returns whether an ICMP packet is IPv4, and an ICMPv6 packet IPv6.
-fn is_icmp_of_its_family(packet: &IpPacket<'_>) -> bool {
+fn icmp_version_matches_ip_version(packet: &IpPacket<'_>) -> bool {
     packet.vip.is_ipv6() == (packet.protocol == PROTOCOL_ICMPV6)
 }
 

@@ -2,13 +2,13 @@
 
 use coreward_intf as intf;
 
-use super::packet::Tsecr;
+use super::packet::TimestampField;
 use super::{MacAddress, Outcome, XdpVerdict};
 use crate::ServerId;
 
 /// New value of the identification field in the IP header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Identification {
+pub(super) enum NewIdentification {
     Unchanged,
     /// Id of the bucket's previous server, or `NO_SERVER`.
     PreviousServerId(u16),
@@ -20,9 +20,9 @@ pub(super) struct Decision {
     pub counter: intf::lb_counter,
     pub destination_mac: MacAddress,
     pub server: Option<ServerId>,
-    pub identification: Identification,
+    pub identification: NewIdentification,
     /// TSecr that is replaced, and its new value.
-    pub new_tsecr: Option<(Tsecr, u32)>,
+    pub new_tsecr: Option<(TimestampField, u32)>,
     pub extra_event: Option<intf::lb_event>,
     /// Whether the placement rule selected the server of a new connection.
     pub opens_connection: bool,
@@ -36,7 +36,7 @@ impl Decision {
             counter,
             destination_mac: [0; 6],
             server: None,
-            identification: Identification::Unchanged,
+            identification: NewIdentification::Unchanged,
             new_tsecr: None,
             extra_event: None,
             opens_connection: false,
@@ -48,7 +48,7 @@ impl Decision {
         Self { destination_mac, ..Self::from_counter(counter) }
     }
 
-    pub fn with_tsecr(self, tsecr: Tsecr, value: u32) -> Self {
+    pub fn with_tsecr(self, tsecr: TimestampField, value: u32) -> Self {
         Self { new_tsecr: Some((tsecr, value)), ..self }
     }
 
@@ -60,7 +60,7 @@ impl Decision {
         Self { closes_connection, ..self }
     }
 
-    pub fn with_identification(self, identification: Identification) -> Self {
+    pub fn with_identification(self, identification: NewIdentification) -> Self {
         Self { identification, ..self }
     }
 
@@ -73,7 +73,7 @@ impl Decision {
     }
 
     pub fn with_previous_server(self, previous_server_id: u16) -> Self {
-        Self { identification: Identification::PreviousServerId(previous_server_id), ..self }
+        Self { identification: NewIdentification::PreviousServerId(previous_server_id), ..self }
     }
 
     pub fn forwards(&self) -> bool {

@@ -34,7 +34,7 @@ pub enum HandshakeState {
     /// The client has sent a packet after the SYN-ACK.
     Open,
     /// Unstamped SYN-ACK without a later packet from the client (`HALF_OPEN_FLOW`), with bits of the SYN-ACK's TSval.
-    HalfOpen(u16),
+    HalfOpenSince(u16),
     /// The client has answered a stamped SYN-ACK of another server (`STAMPED_FLOW`).
     Stamped,
 }
@@ -42,17 +42,17 @@ pub enum HandshakeState {
 impl HandshakeState {
     /// Returns the state after an unstamped SYN-ACK with TSval `tsval`.
     pub(super) fn half_open(tsval: u32) -> Self {
-        Self::HalfOpen((tsval >> intf::HALF_OPEN_TIME_SHIFT) as u16)
+        Self::HalfOpenSince((tsval >> intf::HALF_OPEN_TIME_SHIFT) as u16)
     }
 
     pub(super) fn is_half_open(self) -> bool {
-        matches!(self, Self::HalfOpen(_))
+        matches!(self, Self::HalfOpenSince(_))
     }
 
     /// Returns whether a client that sends `tsecr` may have received the SYN-ACK of this half-open connection. The
     /// SYN-ACK had no cookie in its TSval, so only the time can be compared.
     pub(super) fn is_answered_by(self, tsecr: u32) -> bool {
-        let Self::HalfOpen(time) = self else { return false };
+        let Self::HalfOpenSince(time) = self else { return false };
         let time_difference = (tsecr >> intf::HALF_OPEN_TIME_SHIFT).wrapping_sub(time.into());
         let tolerance = intf::HALF_OPEN_TIME_TOLERANCE;
         time_difference.wrapping_add(tolerance) & intf::HALF_OPEN_TIME_MASK <= 2 * tolerance
@@ -62,7 +62,7 @@ impl HandshakeState {
         match u32::from(field) {
             intf::STAMPED_FLOW => Self::Stamped,
             field if field & intf::HALF_OPEN_FLOW_MASK == intf::HALF_OPEN_FLOW => {
-                Self::HalfOpen((field & intf::HALF_OPEN_TIME_MASK) as u16)
+                Self::HalfOpenSince((field & intf::HALF_OPEN_TIME_MASK) as u16)
             }
             _ => Self::Open,
         }
@@ -103,7 +103,7 @@ impl FlowEntry {
     /// Returns handshake state and previous server as one field of `struct flow_table_entry`.
     pub(super) fn encode_state_field(self) -> u16 {
         match (self.handshake, self.previous_server) {
-            (HandshakeState::HalfOpen(time), _) => intf::HALF_OPEN_FLOW as u16 | time,
+            (HandshakeState::HalfOpenSince(time), _) => intf::HALF_OPEN_FLOW as u16 | time,
             (HandshakeState::Stamped, _) => intf::STAMPED_FLOW as u16,
             (HandshakeState::Open, Some(previous_server)) => previous_server.get(),
             (HandshakeState::Open, None) => intf::NO_SERVER as u16,
@@ -144,7 +144,7 @@ impl FlowKey {
     }
 }
 
-fn service_slot_of_use(use_word: u64) -> u64 {
+fn service_slot_in_use_word(use_word: u64) -> u64 {
     use_word >> intf::FLOW_SERVICE_SHIFT & 0xffff
 }
 
@@ -152,7 +152,7 @@ fn age_ticks(use_word: u64, now: ClockTicks) -> u64 {
     (now.0.wrapping_sub(use_word as u32) as i32).max(0) as u64
 }
 
-fn is_use_idle(use_word: u64, now: ClockTicks) -> bool {
+fn is_flow_idle(use_word: u64, now: ClockTicks) -> bool {
     let idle_limit_ticks =
         if use_word >> intf::FLOW_UDP_SHIFT & 1 == 1 { intf::FLOW_IDLE_UDP_TICKS } else { intf::FLOW_IDLE_TCP_TICKS };
     age_ticks(use_word, now) > u64::from(idle_limit_ticks)
@@ -178,7 +178,7 @@ impl FlowTable {
     pub fn find(&mut self, key: FlowKey, now: ClockTicks) -> Option<FlowEntry> {
         let (flow_words, use_words) = self.flow_set_mut(key);
         let position = flow_words.iter().position(|flow_word| flow_word >> intf::FLOW_TAG_SHIFT == key.tag())?;
-        if is_use_idle(use_words[position], now) {
+        if is_flow_idle(use_words[position], now) {
             return None;
         }
         use_words[position] = use_words[position] & !u64::from(u32::MAX) | u64::from(now.0);
@@ -192,12 +192,14 @@ impl FlowTable {
         let replacement_rank = |position: usize| {
             let (flow_word, use_word) = (flow_words[position], use_words[position]);
             let is_flow = flow_word >> intf::FLOW_TAG_SHIFT == key.tag();
-            let is_replaceable = flow_word == 0 || is_use_idle(use_word, now);
+            let is_replaceable = flow_word == 0 || is_flow_idle(use_word, now);
             let is_hint = use_word >> intf::FLOW_HINT_SHIFT & 1 == 1;
-            let is_own_service = service_slot_of_use(use_word) == key.service_slot;
+            let is_own_service = service_slot_in_use_word(use_word) == key.service_slot;
             let same_service_count = use_words
                 .iter()
-                .filter(|other_use_word| service_slot_of_use(**other_use_word) == service_slot_of_use(use_word))
+                .filter(|other_use_word| {
+                    service_slot_in_use_word(**other_use_word) == service_slot_in_use_word(use_word)
+                })
                 .count();
             let is_half_open =
                 HandshakeState::from_state_field((flow_word >> intf::FLOW_PREVIOUS_SHIFT) as u16).is_half_open();
@@ -231,7 +233,7 @@ impl FlowTable {
             let flows_of_service = flow_words
                 .iter_mut()
                 .zip(use_words)
-                .filter(|(_, use_word)| service_slot_of_use(**use_word) == service_slot as u64);
+                .filter(|(_, use_word)| service_slot_in_use_word(**use_word) == service_slot as u64);
             flows_of_service.for_each(|(flow_word, _)| *flow_word = 0);
         }
     }

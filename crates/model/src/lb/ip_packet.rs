@@ -35,7 +35,7 @@ pub(super) enum FragmentPart {
     Whole,
     /// The first of several fragments, which has the transport header.
     First,
-    LaterFragment,
+    Later,
 }
 
 /// An IP packet or a fragment of one.

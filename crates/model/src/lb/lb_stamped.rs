@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use coreward_intf as intf;
 
-use super::decision::{Decision, Identification};
+use super::decision::{Decision, NewIdentification};
 use super::flow::{FlowEntryNeed, HandshakeState};
 use super::ip_packet::{FragmentPart, ParseEndCounter};
 use super::packet::{self, Packet, RST, SYN};
@@ -185,11 +185,11 @@ impl LoadBalancer {
     fn parse_reply(&self, frame: &[u8]) -> Option<(usize, Result<Packet, ParseEndCounter>)> {
         packet::read_frame_fields(frame).filter(|frame_fields| frame_fields.destination_mac == self.own_mac)?;
         let ip_packet = packet::parse_ip(frame).ok()?;
-        if ip_packet.protocol != Protocol::Tcp.number() || ip_packet.fragment_part != FragmentPart::Whole {
+        if ip_packet.protocol != Protocol::Tcp.iana_number() || ip_packet.fragment_part != FragmentPart::Whole {
             return None;
         }
         let ports = packet::parse_ports(&ip_packet, intf::LB_COUNTER_DROP_MALFORMED_TCP).ok()?;
-        let service_slot = self.service_slot_at(ip_packet.client, ports.0, ip_packet.protocol).ok()?;
+        let service_slot = self.find_service_slot(ip_packet.client, ports.0, ip_packet.protocol).ok()?;
         if !self.is_lb_stamped(service_slot) {
             return None;
         }
@@ -257,7 +257,7 @@ impl LoadBalancer {
             milliseconds,
             now_ms,
         );
-        let keys = self.keys.for_tsval(milliseconds.wrapping_sub(offset_ms), self.lb_stamping.switch_ms);
+        let keys = self.keys.keys_for_tsval(milliseconds.wrapping_sub(offset_ms), self.lb_stamping.switch_ms);
         lb_stamping::stamp_tsval(
             &keys,
             &self.lb_stamping.time_key(service_slot),
@@ -291,7 +291,7 @@ impl LoadBalancer {
             }
             return match self.decide_by_bucket(service_slot, packet) {
                 (None, _) if is_syn => self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
-                (_, decision) => decision.with_identification(Identification::Unchanged),
+                (_, decision) => decision.with_identification(NewIdentification::Unchanged),
             };
         };
         let tuple = packet.tuple();

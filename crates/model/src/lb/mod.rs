@@ -179,13 +179,13 @@ impl Service {
     }
 
     /// Returns whether a server of the placement table can take a new connection.
-    fn can_take_new_connections(&self, id: ServerId) -> bool {
+    fn is_eligible_with_mac(&self, id: ServerId) -> bool {
         self.server(id).is_some_and(|server| server.mac.is_some() && server.is_eligible)
     }
 
     /// Returns whether a server that was found without the placement table takes new connections.
     fn takes_new_connections(&self, id: ServerId) -> bool {
-        self.can_take_new_connections(id) && !self.is_down(id)
+        self.is_eligible_with_mac(id) && !self.is_down(id)
     }
 
     fn is_down(&self, id: ServerId) -> bool {
@@ -298,11 +298,11 @@ impl LoadBalancer {
             }
         }
         let stateful_slots_now = self.stateful_slots();
-        let no_longer_stateful: Vec<usize> = stateful_slots_before
+        let formerly_stateful_slots: Vec<usize> = stateful_slots_before
             .into_iter()
             .filter(|service_slot| !stateful_slots_now.contains(service_slot))
             .collect();
-        self.connection_table_state.free_service_entries(&no_longer_stateful);
+        self.connection_table_state.free_service_entries(&formerly_stateful_slots);
         let service_slots: Vec<usize> =
             services.iter().map(|(address, mode)| self.allocate_slot(*address, *mode)).collect();
         self.service_slots_by_address.clear();
@@ -310,7 +310,7 @@ impl LoadBalancer {
         for ((address, _), service_slot) in services.iter().zip(&service_slots) {
             let vip_socket = address.vip_and_port;
             self.service_slots_by_address
-                .insert((vip_socket.ip(), vip_socket.port(), address.protocol.number()), *service_slot);
+                .insert((vip_socket.ip(), vip_socket.port(), address.protocol.iana_number()), *service_slot);
             self.vips.insert(vip_socket.ip());
         }
         service_slots
@@ -382,8 +382,8 @@ impl LoadBalancer {
     }
 
     /// Sets this load balancer's own number among the owners of connection tables.
-    pub fn set_own_number(&mut self, owner: Option<TableOwnerNumber>) {
-        self.connection_table_state.own_number = owner;
+    pub fn set_owner_number(&mut self, owner: Option<TableOwnerNumber>) {
+        self.connection_table_state.owner_number = owner;
     }
 
     /// Sets the maximum number of connection table entries of one source prefix, or `None` for no limit.
@@ -442,7 +442,7 @@ impl LoadBalancer {
     }
 
     /// Returns the address of the service in slot `service_slot`, if there is one.
-    pub fn address_of_service(&self, service_slot: usize) -> Option<ServiceAddress> {
+    pub fn service_address(&self, service_slot: usize) -> Option<ServiceAddress> {
         self.services.get(service_slot)?.as_ref().map(|service| service.address)
     }
 

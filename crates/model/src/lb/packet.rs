@@ -54,7 +54,7 @@ pub(super) fn read_frame_fields(frame: &[u8]) -> Option<FrameFields> {
 
 fn fragment_part(packet: &[u8]) -> FragmentPart {
     match u16_at(packet, 6) {
-        field if field & FRAGMENT_OFFSET_MASK != 0 => FragmentPart::LaterFragment,
+        field if field & FRAGMENT_OFFSET_MASK != 0 => FragmentPart::Later,
         field if field & MORE_FRAGMENTS_FLAG != 0 => FragmentPart::First,
         _ => FragmentPart::Whole,
     }
@@ -106,22 +106,26 @@ pub(super) struct Packet {
     pub protocol: Protocol,
     pub tcp_flags: u8,
     /// TSecr of the packet, if it has a timestamp option.
-    pub tsecr: Option<Tsecr>,
+    pub tsecr: Option<TimestampField>,
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Tsecr {
+pub(super) struct TimestampField {
     pub value: u32,
     /// Offset of the TCP header in the frame, and offset of TSecr in the TCP header.
     transport_offset: usize,
-    tsecr_offset: usize,
+    field_offset: usize,
 }
 
-impl Tsecr {
+impl TimestampField {
     /// Returns the TSval of the frame, which precedes TSecr, with its position.
-    pub fn preceding_tsval(self, frame: &[u8]) -> Tsecr {
-        let tsecr_offset = self.tsecr_offset - 4;
-        Tsecr { value: u32_at(frame, self.transport_offset + tsecr_offset), tsecr_offset, ..self }
+    pub fn preceding_tsval(self, frame: &[u8]) -> TimestampField {
+        let tsval_offset = self.field_offset - 4;
+        TimestampField {
+            value: u32_at(frame, self.transport_offset + tsval_offset),
+            field_offset: tsval_offset,
+            ..self
+        }
     }
 }
 
@@ -140,8 +144,8 @@ pub(super) fn parse_tcp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Pack
     let parsed_packet = parse_tcp_header(packet, ports)?;
     let flags = parsed_packet.tcp_flags;
     // Only a SYN opens a connection, and clients send no SYN-ACK. All other packets have ACK, except a bare RST.
-    let is_possible = if flags & SYN != 0 { flags & (ACK | FIN | RST) == 0 } else { flags & (ACK | RST) != 0 };
-    is_possible.then_some(parsed_packet).ok_or(intf::LB_COUNTER_DROP_MALFORMED_TCP)
+    let are_flags_possible = if flags & SYN != 0 { flags & (ACK | FIN | RST) == 0 } else { flags & (ACK | RST) != 0 };
+    are_flags_possible.then_some(parsed_packet).ok_or(intf::LB_COUNTER_DROP_MALFORMED_TCP)
 }
 
 /// Parses a TCP packet from a server, and returns it as a client's packet of the same connection.
@@ -161,11 +165,12 @@ fn parse_tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, 
         return Err(MALFORMED);
     }
     let options = &segment[TCP_HEADER_BYTES..header_bytes];
-    let tsecr = timestamp_option_offset(options).map_err(|MalformedOptions| MALFORMED)?.map(|option_offset| Tsecr {
-        value: u32_at(options, option_offset + 6),
-        transport_offset: packet.transport_offset,
-        tsecr_offset: TCP_HEADER_BYTES + option_offset + 6,
-    });
+    let tsecr =
+        timestamp_option_offset(options).map_err(|MalformedOptions| MALFORMED)?.map(|option_offset| TimestampField {
+            value: u32_at(options, option_offset + 6),
+            transport_offset: packet.transport_offset,
+            field_offset: TCP_HEADER_BYTES + option_offset + 6,
+        });
     let (client, vip) = (SocketAddr::new(packet.client, ports.0), SocketAddr::new(packet.vip, ports.1));
     Ok(Packet { client, vip, protocol: Protocol::Tcp, tcp_flags: flags, tsecr })
 }
@@ -210,7 +215,7 @@ fn parse_quote_ipv4(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCount
     if quoted_packet.len() < header_bytes + MIN_QUOTED_PAYLOAD_BYTES {
         return Err(MALFORMED);
     }
-    if ipv4_address_at(quoted_packet, 12) != packet.vip || fragment_part(quoted_packet) == FragmentPart::LaterFragment {
+    if ipv4_address_at(quoted_packet, 12) != packet.vip || fragment_part(quoted_packet) == FragmentPart::Later {
         return Err(NOT_A_SERVICE);
     }
     let quoted_segment = &quoted_packet[header_bytes..];
@@ -218,7 +223,7 @@ fn parse_quote_ipv4(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCount
         protocol: quoted_packet[9],
         client: SocketAddr::new(ipv4_address_at(quoted_packet, 16), u16_at(quoted_segment, 2)),
         vip: SocketAddr::new(packet.vip, u16_at(quoted_segment, 0)),
-        tsval: if quoted_packet[9] == Protocol::Tcp.number() { quoted_tsval(quoted_segment) } else { None },
+        tsval: if quoted_packet[9] == Protocol::Tcp.iana_number() { quoted_tsval(quoted_segment) } else { None },
     })
 }
 
@@ -239,13 +244,13 @@ fn updated_checksum(checksum: u16, old: u16, new: u16) -> u16 {
 }
 
 /// Sets TSecr (or TSval, if `tsecr` is the position of TSval) to `value`, and updates the TCP checksum.
-pub(super) fn set_tsecr(frame: &mut [u8], tsecr: &Tsecr, value: u32) {
-    let (value_offset, checksum_offset) = (tsecr.transport_offset + tsecr.tsecr_offset, tsecr.transport_offset + 16);
+pub(super) fn set_tsecr(frame: &mut [u8], tsecr: &TimestampField, value: u32) {
+    let (value_offset, checksum_offset) = (tsecr.transport_offset + tsecr.field_offset, tsecr.transport_offset + 16);
     for half_offset in [0, 2] {
         let (old_half, new_half) =
             (u16_at(frame, value_offset + half_offset), (value >> (16 - 8 * half_offset)) as u16);
         // At an odd offset both bytes count in the other half of the checksum's words (RFC 1071, Sect. 2 B).
-        let is_odd_offset = !tsecr.tsecr_offset.is_multiple_of(2);
+        let is_odd_offset = !tsecr.field_offset.is_multiple_of(2);
         let in_checksum_order = |value_half: u16| if is_odd_offset { value_half.swap_bytes() } else { value_half };
         let new_checksum =
             updated_checksum(u16_at(frame, checksum_offset), in_checksum_order(old_half), in_checksum_order(new_half));
@@ -277,8 +282,8 @@ pub(super) fn traffic_class(frame: &[u8]) -> u8 {
 /// decision reads them.
 pub(super) fn client_and_ports(frame: &[u8]) -> (IpAddr, [u8; 4]) {
     let packet = parse_ip(frame).expect("a packet that is forwarded");
-    let has_ports = ![PROTOCOL_ICMP, PROTOCOL_ICMPV6].contains(&packet.protocol)
-        && packet.fragment_part != FragmentPart::LaterFragment;
+    let has_ports =
+        ![PROTOCOL_ICMP, PROTOCOL_ICMPV6].contains(&packet.protocol) && packet.fragment_part != FragmentPart::Later;
     let ports = packet.payload.get(..4).filter(|_| has_ports).and_then(|ports| ports.try_into().ok());
     (packet.client, ports.unwrap_or_default())
 }

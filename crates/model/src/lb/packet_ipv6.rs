@@ -93,7 +93,7 @@ fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionHeaderChainEnd, Pars
         }
         // An atomic fragment is a whole packet, whose fragment bits are 0 except the reserved ones (RFC 6946).
         if header_number == FRAGMENT_HEADER && field & !0x6 != 0 {
-            let fragment_part = if field & !0x7 == 0 { FragmentPart::First } else { FragmentPart::LaterFragment };
+            let fragment_part = if field & !0x7 == 0 { FragmentPart::First } else { FragmentPart::Later };
             let identification = packet.get(offset - 4..offset).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;
             let identification = u32::from_be_bytes(identification.try_into().expect("four bytes"));
             return Ok(ExtensionHeaderChainEnd {
@@ -126,7 +126,8 @@ pub(super) fn parse_quote(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEn
         return Err(MALFORMED);
     }
     let protocol = quoted_packet[6];
-    if ipv6_address_at(quoted_packet, 8) != packet.vip || !Protocol::ALL.map(Protocol::number).contains(&protocol) {
+    if ipv6_address_at(quoted_packet, 8) != packet.vip || !Protocol::ALL.map(Protocol::iana_number).contains(&protocol)
+    {
         return Err(NOT_A_SERVICE);
     }
     let quoted_segment = &quoted_packet[IPV6_HEADER_BYTES..];
@@ -134,7 +135,7 @@ pub(super) fn parse_quote(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEn
         protocol,
         client: SocketAddr::new(ipv6_address_at(quoted_packet, 24), u16_at(quoted_segment, 2)),
         vip: SocketAddr::new(packet.vip, u16_at(quoted_segment, 0)),
-        tsval: if protocol == Protocol::Tcp.number() { quoted_tsval(quoted_segment) } else { None },
+        tsval: if protocol == Protocol::Tcp.iana_number() { quoted_tsval(quoted_segment) } else { None },
     })
 }
 

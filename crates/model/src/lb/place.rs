@@ -4,7 +4,7 @@
 use coreward_intf as intf;
 
 use super::{FlowEntry, Service};
-use crate::placement::{PlacementRule, PlacementState, PlacementTable, mix_hash, two_draws};
+use crate::placement::{PlacementRule, PlacementState, PlacementTable, draw_two_below, mix_hash};
 use crate::rss::ToeplitzTables;
 use crate::{FourTuple, ServerId};
 
@@ -20,7 +20,7 @@ pub(super) struct InstalledTable {
 
 impl InstalledTable {
     pub fn new(placement_table: PlacementTable) -> Self {
-        let toeplitz_tables = placement_table.groups.iter().map(|key| key.tables()).collect();
+        let toeplitz_tables = placement_table.groups.iter().map(|key| key.toeplitz_tables()).collect();
         Self { state: PlacementState::for_table(&placement_table), toeplitz_tables, placement_table }
     }
 
@@ -29,7 +29,7 @@ impl InstalledTable {
     }
 
     /// Returns whether the rule can select different servers for the same packet.
-    fn has_state(&self) -> bool {
+    fn has_stateful_rule(&self) -> bool {
         matches!(self.placement_table.rule, PlacementRule::LeastAssigned | PlacementRule::RoundRobin)
     }
 
@@ -108,10 +108,10 @@ impl Service {
         let bytes = tuple.bytes();
         let hash = placement.toeplitz_hash(0, tuple);
         let key = RecentPlacements::entry_key(hash, placement.placement_table.generation, service_slot);
-        let mut recent_placements = recent_placements.filter(|_| placement.has_state());
+        let mut recent_placements = recent_placements.filter(|_| placement.has_stateful_rule());
         if let Some(recent_placements) = &mut recent_placements
             && let Some(id) = recent_placements.find_server(hash, key)
-            && self.can_take_new_connections(id)
+            && self.is_eligible_with_mac(id)
         {
             return Some(id);
         }
@@ -119,11 +119,11 @@ impl Service {
         let selected_server = placement.placement_table.select_and_count_server(
             &mut placement.state,
             |group| placement.toeplitz_tables[group].hash(&bytes),
-            |id| self.can_take_new_connections(id),
+            |id| self.is_eligible_with_mac(id),
         );
         self.round_robin_counter = placement.state.round_robin_counter;
         let id = selected_server
-            .filter(|id| self.can_take_new_connections(*id))
+            .filter(|id| self.is_eligible_with_mac(*id))
             .or_else(|| self.choose_fallback(&placement.placement_table, hash))?;
         if let Some(recent_placements) = recent_placements {
             *recent_placements.entry_mut(hash) = key | u64::from(id.get());
@@ -133,9 +133,9 @@ impl Service {
 
     /// Returns the next member that can take a connection, starting from a member drawn by the hash.
     fn choose_fallback(&self, table: &PlacementTable, hash: u32) -> Option<ServerId> {
-        let (start, _) = two_draws(mix_hash(hash), table.members.len() as u32);
+        let (start, _) = draw_two_below(mix_hash(hash), table.members.len() as u32);
         let fallback_members =
             table.members.iter().cycle().skip(start as usize).take(MAX_FALLBACK_MEMBERS.min(table.members.len()));
-        fallback_members.map(|member| member.server).find(|id| self.can_take_new_connections(*id))
+        fallback_members.map(|member| member.server).find(|id| self.is_eligible_with_mac(*id))
     }
 }

@@ -26,7 +26,7 @@ pub struct TokenBucket {
 
 impl TokenBucket {
     /// Takes a token from the bucket, or returns false if it has none.
-    pub fn take(&mut self, rate: TokenRate, now_ns: u64) -> bool {
+    pub fn take_token(&mut self, rate: TokenRate, now_ns: u64) -> bool {
         let start = self.paid_until_ns.max(now_ns);
         if start - now_ns > rate.burst_ns {
             return false;
@@ -56,15 +56,15 @@ pub struct BroadcastRates {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TokenBucketSelector {
     /// The bucket that limits one service's broadcasts for one reason. The service is given by its slot.
-    Service(usize, BroadcastReason),
+    ServiceSlot(usize, BroadcastReason),
     /// The bucket that limits all broadcasts of the load balancer for one reason.
     Total(BroadcastReason),
     /// Every eighth of the buckets that limit sources, counted from this index.
-    Sources(usize),
+    EveryEighthSourceFrom(usize),
 }
 
 impl TokenBucketSelector {
-    /// Returns the indexes of the buckets that [`Sources(first)`](Self::Sources) selects.
+    /// Returns the indexes of the buckets that [`EveryEighthSourceFrom(first)`](Self::EveryEighthSourceFrom) selects.
     pub fn source_bucket_indexes(first_index: usize) -> impl Iterator<Item = usize> {
         (first_index % 8..intf::BROADCAST_SHARDS as usize).step_by(8)
     }
@@ -101,21 +101,23 @@ impl BroadcastLimiter {
         let source_bucket =
             ConnectionHash::new(key, service as u16, keyed_source).low_half() as usize % self.per_source.len();
         let (reason, rates) = (reason as usize, rates[reason as usize]);
-        let is_source_within_rate = self.per_source[source_bucket].take(rates.per_source, now_ns);
+        let is_source_within_rate = self.per_source[source_bucket].take_token(rates.per_source, now_ns);
         // A source above its rate leaves half of the burst to other sources.
         let rate_for_shared_buckets =
             |rate: TokenRate| TokenRate { burst_ns: rate.burst_ns >> u32::from(!is_source_within_rate), ..rate };
-        self.per_service[service][reason].take(rate_for_shared_buckets(rates.per_service), now_ns)
-            && self.total[reason].take(rate_for_shared_buckets(rates.total), now_ns)
+        self.per_service[service][reason].take_token(rate_for_shared_buckets(rates.per_service), now_ns)
+            && self.total[reason].take_token(rate_for_shared_buckets(rates.total), now_ns)
     }
 
     pub fn set_paid_until(&mut self, buckets: TokenBucketSelector, paid_until_ns: u64) {
         let bucket = TokenBucket { paid_until_ns };
         match buckets {
-            TokenBucketSelector::Service(service, reason) => self.per_service[service][reason as usize] = bucket,
+            TokenBucketSelector::ServiceSlot(service, reason) => self.per_service[service][reason as usize] = bucket,
             TokenBucketSelector::Total(reason) => self.total[reason as usize] = bucket,
-            TokenBucketSelector::Sources(first_index) => TokenBucketSelector::source_bucket_indexes(first_index)
-                .for_each(|index| self.per_source[index] = bucket),
+            TokenBucketSelector::EveryEighthSourceFrom(first_index) => {
+                TokenBucketSelector::source_bucket_indexes(first_index)
+                    .for_each(|index| self.per_source[index] = bucket)
+            }
         }
     }
 }
@@ -130,7 +132,7 @@ mod tests {
     fn bucket_allows_a_burst_and_then_the_rate() {
         let rate = TokenRate { interval_ns: 10, burst_ns: 20 };
         let mut bucket = TokenBucket::default();
-        let tokens_taken = |bucket: &mut TokenBucket, now| (0..5).filter(|_| bucket.take(rate, now)).count();
+        let tokens_taken = |bucket: &mut TokenBucket, now| (0..5).filter(|_| bucket.take_token(rate, now)).count();
         assert_eq!(tokens_taken(&mut bucket, 1000), 3);
         assert_eq!(tokens_taken(&mut bucket, 1009), 0);
         assert_eq!(tokens_taken(&mut bucket, 1010), 1);
@@ -179,15 +181,15 @@ mod tests {
     fn broadcasts_of_other_reasons_and_services_keep_their_rate() {
         let sources = |reason| (0..60).map(move |n| (Ipv4Addr::new(192, 0, 2, n), 0, reason)).collect::<Vec<_>>();
         // By chance, 1.5 of 100 sources share a bucket with one of 60 among 4,096 (8 at five standard deviations).
-        let accepted_of_another_reason =
+        let accepted_count_for_other_reason =
             accepted_genuine_packets(&sources(intf::LIMITED_UNKNOWN_COOKIE), (0, intf::LIMITED_ICMP_ERROR));
-        assert!(accepted_of_another_reason >= 92, "{accepted_of_another_reason}");
-        let accepted_of_another_service =
+        assert!(accepted_count_for_other_reason >= 92, "{accepted_count_for_other_reason}");
+        let accepted_count_for_other_service =
             accepted_genuine_packets(&sources(intf::LIMITED_ICMP_ERROR), (1, intf::LIMITED_ICMP_ERROR));
-        assert!(accepted_of_another_service >= 92, "{accepted_of_another_service}");
-        let accepted_of_the_same_service =
+        assert!(accepted_count_for_other_service >= 92, "{accepted_count_for_other_service}");
+        let accepted_count_for_same_service =
             accepted_genuine_packets(&sources(intf::LIMITED_ICMP_ERROR), (0, intf::LIMITED_ICMP_ERROR));
-        assert!(accepted_of_the_same_service < 50, "{accepted_of_the_same_service}");
+        assert!(accepted_count_for_same_service < 50, "{accepted_count_for_same_service}");
     }
 
     #[test]

@@ -35,7 +35,7 @@ pub enum TableOwner {
 #[derive(Debug)]
 pub(super) struct ConnectionTableState {
     pub key: CookieKey,
-    pub own_number: Option<TableOwnerNumber>,
+    pub owner_number: Option<TableOwnerNumber>,
     pub owners: [TableOwner; intf::MAX_OWNERS as usize],
     pub clock: ClockTicks,
     pub last_sweep: ClockTicks,
@@ -63,7 +63,7 @@ impl ConnectionTableState {
         connection_table.initialise();
         Self {
             key: CookieKey { k0: 0, k1: 0 },
-            own_number: None,
+            owner_number: None,
             owners: Default::default(),
             clock: ClockTicks::default(),
             last_sweep: ClockTicks::default(),
@@ -101,7 +101,7 @@ impl ConnectionTableState {
         let released_connections: Vec<&Connection> =
             connections.iter().filter(is_unchanged).filter(release_entry).collect();
         for connection in released_connections {
-            self.connection_table.push(connection.index);
+            self.connection_table.push_slot(connection.index);
             *self.source_entry_count_mut(connection.client.ip()) -= 1;
         }
     }
@@ -116,8 +116,8 @@ impl ConnectionTableState {
         }
     }
 
-    pub fn update(&self, index: ConnectionIndex, bytes: u64, is_closing_packet: bool) -> bool {
-        self.connection_table.update(index, bytes, is_closing_packet, self.clock)
+    pub fn record_packet(&self, index: ConnectionIndex, bytes: u64, is_closing_packet: bool) -> bool {
+        self.connection_table.record_packet(index, bytes, is_closing_packet, self.clock)
     }
 }
 
@@ -138,7 +138,7 @@ impl LoadBalancer {
         now_ns: u64,
     ) -> IndexLookup {
         let (owner, entry_slot) = decode_cookie_index(cookie_index);
-        if self.connection_table_state.own_number != Some(owner) {
+        if self.connection_table_state.owner_number != Some(owner) {
             return IndexLookup::Decided(
                 self.forward_to_owner((service_slot, tuple.client().ip()), owner, source_mac, now_ns),
                 None,
@@ -162,7 +162,7 @@ impl LoadBalancer {
     ) -> Decision {
         let owners = self.connection_table_state.owners;
         match owners[usize::from(owner.get())] {
-            TableOwner::Unknown => self.decide_unknown(slot_and_source, now_ns),
+            TableOwner::Unknown => self.decide_unknown_connection(slot_and_source, now_ns),
             TableOwner::Reachable(mac) if !owners.contains(&TableOwner::Reachable(source_mac)) => {
                 Decision::forward(intf::LB_COUNTER_TO_OWNER, mac)
             }
@@ -197,15 +197,16 @@ impl LoadBalancer {
         &mut self,
         service_slot: usize,
         hash: ConnectionHash,
-        tsecr: packet::Tsecr,
+        tsecr: packet::TimestampField,
     ) -> Option<Decision> {
         let recent_slot = self.connection_table_state.recent_connections.find_slot(hash)?;
         let (index, id) = self.connection_table_state.connection_table.find(hash, recent_slot, service_slot as u16)?;
-        let owner = self.connection_table_state.own_number?;
+        let owner = self.connection_table_state.owner_number?;
         if !self.service(service_slot).takes_new_connections(id) {
             return None;
         }
-        let was_closing = self.connection_table_state.connection_table.reopen(index, self.connection_table_state.clock);
+        let was_closing =
+            self.connection_table_state.connection_table.record_repeated_syn(index, self.connection_table_state.clock);
         self.connection_table_state.recent_connections.remember(hash, index);
         let decision =
             self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION).with_opens_connection(was_closing);
@@ -217,7 +218,7 @@ impl LoadBalancer {
         &mut self,
         service_slot: usize,
         packet: &Packet,
-        tsecr: packet::Tsecr,
+        tsecr: packet::TimestampField,
         bytes: u64,
     ) -> Decision {
         let hash = self.connection_hash(service_slot, &packet.tuple());
@@ -226,14 +227,14 @@ impl LoadBalancer {
         }
         let decision = self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION);
         let decision = if tsecr.value == 0 { decision } else { decision.with_tsecr(tsecr, 0) };
-        let own_number = self.connection_table_state.own_number;
-        let (Some(server), Some(owner)) = (decision.server(), own_number) else { return decision };
+        let owner_number = self.connection_table_state.owner_number;
+        let (Some(server), Some(owner)) = (decision.server(), owner_number) else { return decision };
         if !self.connection_table_state.may_take_entry(packet.client.ip()) {
             return decision.with_event(intf::LB_EVENT_CONNECTION_SOURCE_LIMITED);
         }
         let new_connection =
             NewConnection { hash, service_slot: service_slot as u16, client: packet.client, frame_bytes: bytes };
-        let (index, decision) = match self.connection_table_state.connection_table.take(
+        let (index, decision) = match self.connection_table_state.connection_table.take_slot(
             &new_connection,
             server,
             self.connection_table_state.clock,

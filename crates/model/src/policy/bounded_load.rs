@@ -40,13 +40,14 @@ impl Policy for BoundedLoadPolicy {
 
     fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let shares = pool.new_connection_shares();
-        let below_bound = positions_below_bound(
+        let positions_with_room = positions_below_bound(
             &LoadMetric::Connections.server_loads(pool),
             &LoadMetric::Connections.comparison_shares(pool),
         );
-        let servers_on_ring: Vec<(ServerId, f64)> = below_bound.iter().map(|position| shares[*position]).collect();
+        let servers_on_ring: Vec<(ServerId, f64)> =
+            positions_with_room.iter().map(|position| shares[*position]).collect();
         let ring_positions = weighted_ring_table(&servers_on_ring, buckets.get() as usize);
-        let positions: Vec<usize> = ring_positions.into_iter().map(|position| below_bound[position]).collect();
+        let positions: Vec<usize> = ring_positions.into_iter().map(|position| positions_with_room[position]).collect();
         table_by_bucket(pool, buckets, generation, self.hash_key.clone(), &positions)
     }
 }
@@ -82,7 +83,7 @@ mod tests {
             BucketCount::new(BUCKET_COUNT as u64).unwrap(),
             1,
         );
-        (0..BUCKET_COUNT as u32).map(|bucket| table.candidates_of(0, bucket)[0].server.get()).collect()
+        (0..BUCKET_COUNT as u32).map(|bucket| table.bucket_candidates(0, bucket)[0].server.get()).collect()
     }
 
     #[test]

@@ -107,9 +107,9 @@ impl BucketLoads {
         {
             let bucket_loads = &self.loads_by_bucket[bucket as usize * server_count..][..server_count];
             let ranked_core = |((source, load), server): ((u32, &f64), &&PoolServer)| {
-                std::iter::once(RankedCore { load: *load, core: reached_core_of(server, key, bucket), source })
+                std::iter::once(RankedCore { load: *load, core: reached_core(server, key, bucket), source })
             };
-            least_cores.find((0..).zip(bucket_loads).zip(servers).map(ranked_core));
+            least_cores.refill((0..).zip(bucket_loads).zip(servers).map(ranked_core));
         }
     }
 
@@ -137,9 +137,9 @@ fn for_each_reached_core(
     match (server.loads.as_ref().and_then(ServerLoads::cores), queues) {
         // Each bucket reaches one entry, so this loop gives the result of `core_and_load` without its divisions.
         (Some(cores), Some(queues)) if queues.len() <= buckets.get() as usize => {
-            let load_beyond_reports = server.mean_load(neutral_load);
+            let unreported_core_load = server.mean_load(neutral_load);
             for (bucket, queue) in (0..buckets.get() as usize).zip(queues.iter().cycle()) {
-                visit_core(bucket, *queue, cores.get(usize::from(*queue)).copied().unwrap_or(load_beyond_reports));
+                visit_core(bucket, *queue, cores.get(usize::from(*queue)).copied().unwrap_or(unreported_core_load));
             }
         }
         _ => (0..buckets.get()).for_each(|bucket| {
@@ -150,7 +150,7 @@ fn for_each_reached_core(
 }
 
 /// Returns the core that connections of a bucket reach at a server of the group with RSS key `key`.
-pub fn reached_core_of(server: &PoolServer, key: &RssKey, bucket: u32) -> ServerCore {
+pub fn reached_core(server: &PoolServer, key: &RssKey, bucket: u32) -> ServerCore {
     let rss = server.rss.as_ref().filter(|rss| rss.key == *key);
     ServerCore { server: server.id, core: rss.map_or(0, |rss| reached_queue(rss, bucket)) }
 }

@@ -58,7 +58,7 @@ enum ConnectionCost {
     /// The cost follows from the cores' deficits and the smoothed number of connections per interval.
     Deficit { smoothed_opened_count: Option<f64> },
     /// The cost is a fixed share of the mean load of an open connection.
-    Share(f64),
+    MeanLoadShare(f64),
 }
 
 /// Policy `crossrss-plus`.
@@ -76,8 +76,8 @@ impl CrossRssPlusPolicy {
     }
 
     /// Returns the policy with a fixed cost, which is `share` of an open connection's mean load. 0 gives `crossrss`.
-    pub fn with_share(seed: u64, share: f64) -> Self {
-        Self::with_cost(seed, ConnectionCost::Share(share))
+    pub fn with_fixed_cost_share(seed: u64, share: f64) -> Self {
+        Self::with_cost(seed, ConnectionCost::MeanLoadShare(share))
     }
 
     fn with_cost(seed: u64, connection_cost: ConnectionCost) -> Self {
@@ -93,7 +93,7 @@ impl CrossRssPlusPolicy {
 impl ConnectionCost {
     fn connection_cost(&mut self, pool: &Pool, cache: &mut PolicyCache) -> f64 {
         match self {
-            ConnectionCost::Share(share) => *share * pool.load_per_connection(),
+            ConnectionCost::MeanLoadShare(share) => *share * pool.load_per_connection(),
             ConnectionCost::Deficit { smoothed_opened_count } => {
                 let Some(opened_connections) = pool.opened_connections else {
                     return DEFAULT_COST_SHARE * pool.load_per_connection();
@@ -107,7 +107,7 @@ impl ConnectionCost {
                     }
                 };
                 *smoothed_opened_count = Some(smoothed_count);
-                let load_to_assign = if pool.counts_requests {
+                let load_to_assign = if pool.counts_placements_as_requests {
                     pool.total_load()
                 } else {
                     DEFICIT_FILL_FACTOR * total_deficit(pool, cache)
@@ -182,7 +182,7 @@ impl RecentLoads {
             *loads = recent_server.smoothed_loads.clone();
             self.servers.push(recent_server);
         }
-        Cow::Owned(pool.with_loads_of(smoothed_servers))
+        Cow::Owned(pool.with_server_loads(smoothed_servers))
     }
 }
 

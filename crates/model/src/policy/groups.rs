@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::bucket_loads::{BucketLoads, core_and_load, reached_core_of};
+use super::bucket_loads::{BucketLoads, core_and_load, reached_core};
 use super::normalized_load::NormalizedLoad;
 use super::policy_cache::{CachedGroup, PolicyCache};
 use super::rack_aggregate::RackAggregate;
@@ -20,12 +20,12 @@ pub struct RssGroup<'a> {
     pub servers: Vec<&'a PoolServer>,
     /// Servers that only share the group's table, because their RSS is unknown or their group is not kept. Their load
     /// is the mean of their cores for every bucket.
-    pub without_core_loads: Vec<&'a PoolServer>,
+    pub servers_without_core_loads: Vec<&'a PoolServer>,
 }
 
 impl<'a> RssGroup<'a> {
     fn all_servers(&self) -> impl Iterator<Item = &'a PoolServer> {
-        self.servers.iter().chain(&self.without_core_loads).copied()
+        self.servers.iter().chain(&self.servers_without_core_loads).copied()
     }
 
     fn has_group_key(&self, server: &PoolServer) -> bool {
@@ -34,32 +34,38 @@ impl<'a> RssGroup<'a> {
 }
 
 /// Returns the eligible servers by RSS key, in at most `MAX_RSS_GROUPS` groups. The largest group is first, and groups
-/// of one size are in the order of their lowest ids. Other servers are in the first group's `without_core_loads`.
-/// `fallback_key` is the key of a pool without known RSS.
+/// of one size are in the order of their lowest ids. Other servers are in the first group's
+/// `servers_without_core_loads`. `fallback_key` is the key of a pool without known RSS.
 pub fn rss_groups<'a>(pool: &'a Pool, fallback_key: &RssKey) -> Vec<RssGroup<'a>> {
     let mut groups: Vec<RssGroup<'a>> = Vec::new();
-    let mut without_known_group = Vec::new();
+    let mut servers_without_group = Vec::new();
     for server in pool.eligible_servers() {
         let Some(rss) = &server.rss else {
-            without_known_group.push(server);
+            servers_without_group.push(server);
             continue;
         };
         match groups.iter_mut().find(|group| group.key == rss.key) {
             Some(group) => group.servers.push(server),
-            None => {
-                groups.push(RssGroup { key: rss.key.clone(), servers: vec![server], without_core_loads: Vec::new() })
-            }
+            None => groups.push(RssGroup {
+                key: rss.key.clone(),
+                servers: vec![server],
+                servers_without_core_loads: Vec::new(),
+            }),
         }
     }
     // The sort is stable, so groups of one size stay in the order of their first id.
     groups.sort_by_key(|group| std::cmp::Reverse(group.servers.len()));
     let kept_group_count = groups.len().min(coreward_intf::MAX_RSS_GROUPS as usize);
-    without_known_group.extend(groups.drain(kept_group_count..).flat_map(|group| group.servers));
+    servers_without_group.extend(groups.drain(kept_group_count..).flat_map(|group| group.servers));
     if groups.is_empty() {
-        groups.push(RssGroup { key: fallback_key.clone(), servers: Vec::new(), without_core_loads: Vec::new() });
+        groups.push(RssGroup {
+            key: fallback_key.clone(),
+            servers: Vec::new(),
+            servers_without_core_loads: Vec::new(),
+        });
     }
-    without_known_group.sort_by_key(|server| server.id);
-    groups[0].without_core_loads = without_known_group;
+    servers_without_group.sort_by_key(|server| server.id);
+    groups[0].servers_without_core_loads = servers_without_group;
     groups
 }
 
@@ -246,12 +252,12 @@ struct ReachableCores<'a> {
 impl<'a> ReachableCores<'a> {
     fn new(pool: &'a Pool, buckets: BucketCount) -> Self {
         let mut aggregated_servers = Vec::new();
-        let mut aggregated = pool.eligible_servers().filter(|server| has_aggregated_loads(server)).peekable();
-        if aggregated.peek().is_some() {
+        let mut servers_in_racks = pool.eligible_servers().filter(|server| has_aggregated_loads(server)).peekable();
+        if servers_in_racks.peek().is_some() {
             let highest_id = pool.servers.last().map_or(0, |server| usize::from(server.id.get()));
             aggregated_servers.resize(highest_id + 1, None);
         }
-        for server in aggregated {
+        for server in servers_in_racks {
             aggregated_servers[usize::from(server.id.get())] = Some(server);
         }
         Self {
@@ -285,14 +291,14 @@ impl<'a> ReachableCores<'a> {
 
     fn offer_rack_cores(&self, rack_cores: &RackCores<'_, '_>, bucket: u32, least_cores: &mut LeastCoreList) {
         // The rack may not know yet that a server takes no new connections, or only some.
-        let server_taking_part = |core: &ServerCore| {
+        let participating_server = |core: &ServerCore| {
             let server = self.aggregated_servers.get(usize::from(core.server.get())).copied().flatten();
             server.filter(|server| self.pool.takes_part_in_bucket(server, bucket))
         };
         if let Some(rack_aggregate) = rack_cores.least_cores {
             let ranked_cores = rack_aggregate.least_cores(bucket);
             let mut usable_cores =
-                ranked_cores.iter().filter(|ranked_core| server_taking_part(&ranked_core.core).is_some());
+                ranked_cores.iter().filter(|ranked_core| participating_server(&ranked_core.core).is_some());
             if usable_cores.clone().count() >= least_cores.max_core_count || rack_aggregate.is_complete(ranked_cores) {
                 usable_cores.all(|ranked_core| least_cores.offer(ranked_core.load, ranked_core.load, ranked_core.core));
                 return;
@@ -300,7 +306,7 @@ impl<'a> ReachableCores<'a> {
         }
         for list in &rack_cores.candidate_lists {
             for (core, load) in list.bucket(bucket) {
-                let Some(server) = server_taking_part(core) else { continue };
+                let Some(server) = participating_server(core) else { continue };
                 if !least_cores.offer(self.normalized_load.compared_value(server.server_class(), *load), *load, *core) {
                     break;
                 }
@@ -341,7 +347,7 @@ impl<'a> ReachableCores<'a> {
             least_cores.offer(
                 compared_value,
                 *load,
-                reached_core_of(local_servers.servers[position], &local_servers.group.key, bucket),
+                reached_core(local_servers.servers[position], &local_servers.group.key, bucket),
             );
             largest_accepted_value = least_cores.largest_accepted_value();
         }
@@ -404,7 +410,7 @@ mod tests {
     }
 
     /// Returns the fraction of all connections that the last server gets.
-    fn fraction_of_last_server(pool: &Pool, rule: PlacementRule, per_bucket: usize) -> f64 {
+    fn last_server_connection_fraction(pool: &Pool, rule: PlacementRule, per_bucket: usize) -> f64 {
         const CONNECTION_COUNT: u32 = 20_000;
         let (key, mut cache) = (RssKey::new(&[1; 40]).unwrap(), PolicyCache::default());
         let buckets = BucketCount::new(1024).unwrap();
@@ -423,16 +429,17 @@ mod tests {
     fn server_with_its_own_rss_key_in_slow_start_gets_its_share() {
         for (rule, per_bucket) in [(PlacementRule::Table, 1), (PlacementRule::LeastAssigned, 3)] {
             assert!(
-                fraction_of_last_server(&pool_with_ungrouped_server(true, 1.0), rule, per_bucket) > 0.99,
+                last_server_connection_fraction(&pool_with_ungrouped_server(true, 1.0), rule, per_bucket) > 0.99,
                 "{rule:?}"
             );
             for ramp in [0.0, 0.25, 0.5] {
-                let fraction = fraction_of_last_server(&pool_with_ungrouped_server(true, ramp), rule, per_bucket);
+                let fraction =
+                    last_server_connection_fraction(&pool_with_ungrouped_server(true, ramp), rule, per_bucket);
                 assert!((fraction - ramp).abs() < 0.05, "{rule:?}: {fraction} of {ramp}");
             }
         }
         let fraction =
-            fraction_of_last_server(&pool_with_ungrouped_server(false, 0.25), PlacementRule::LeastAssigned, 3);
+            last_server_connection_fraction(&pool_with_ungrouped_server(false, 0.25), PlacementRule::LeastAssigned, 3);
         assert!(fraction < 0.25, "without loads: {fraction}");
     }
 }

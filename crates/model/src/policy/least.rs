@@ -230,19 +230,19 @@ mod tests {
     #[test]
     fn every_server_of_a_small_pool_is_a_candidate_of_each_bucket() {
         let table =
-            LeastPolicy::new(1).compute_table(&pool_with_connections(&[40, 3, 20], 2), BucketCount::PUBLISHED, 1);
+            LeastPolicy::new(1).compute_table(&pool_with_connections(&[40, 3, 20], 2), BucketCount::PAPER_VALUE, 1);
         for bucket in 0..128 {
-            let servers: Vec<u16> = table.candidates_of(0, bucket).iter().map(|c| c.server.get()).collect();
+            let servers: Vec<u16> = table.bucket_candidates(0, bucket).iter().map(|c| c.server.get()).collect();
             assert_eq!(servers, [2, 3, 1]);
         }
         // Server 3 is ahead by 17 connections, of which each of the two load balancers counts 9.
         let load_difference =
-            table.candidates_of(0, 0)[1].fixed_point_load - table.candidates_of(0, 0)[0].fixed_point_load;
+            table.bucket_candidates(0, 0)[1].fixed_point_load - table.bucket_candidates(0, 0)[0].fixed_point_load;
         assert_eq!(load_difference.div_ceil(table.assignment_cost), 9);
     }
 
     #[test]
-    fn candidates_of_a_large_pool_are_sampled_evenly_and_anew_for_each_table() {
+    fn candidates_of_a_large_pool_are_sampled_evenly_for_each_table() {
         let mut policy = LeastPolicy::new(3);
         let large_pool = pool_with_connections(&[5; 400], 1);
         let tables =
@@ -254,18 +254,18 @@ mod tests {
         assert!(candidate_counts[1..].iter().all(|count| (15..=75).contains(count)), "{candidate_counts:?}");
         for bucket in 0..2048 {
             let mut bucket_servers: Vec<u16> =
-                tables[0].candidates_of(0, bucket).iter().map(|c| c.server.get()).collect();
+                tables[0].bucket_candidates(0, bucket).iter().map(|c| c.server.get()).collect();
             bucket_servers.dedup();
             assert_eq!(bucket_servers.len(), 8);
         }
         let unsampled_table =
             LeastPolicy::without_sampling(3).compute_table(&large_pool, BucketCount::new(1).unwrap(), 1);
-        assert_eq!(unsampled_table.candidates_of(0, 0).len(), 400);
+        assert_eq!(unsampled_table.bucket_candidates(0, 0).len(), 400);
     }
 
     fn connections_after_placing(policy: &mut LeastPolicy, servers: &[PoolServer], connections: u32) -> Vec<u32> {
         let pool = Pool::new(servers.to_vec(), 1).with_opened_connections(connections.into());
-        let table = policy.compute_table(&pool, BucketCount::PUBLISHED, 1);
+        let table = policy.compute_table(&pool, BucketCount::PAPER_VALUE, 1);
         let mut state = PlacementState::for_table(&table);
         let mut open_connections: Vec<u32> = servers.iter().map(|server| server.open_connections).collect();
         for hash in 0..connections {
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn each_metric_selects_the_server_with_least_of_it() {
+    fn each_metric_selects_the_server_with_its_lowest_value() {
         let server = |id: u64, packets: f64, bytes: f64, load: f64| PoolServer {
             open_connections: 10,
             traffic: Some(TrafficRates { packets_per_second: packets, bytes_per_second: bytes }),
@@ -306,20 +306,20 @@ mod tests {
         for (metric, least) in [(LoadMetric::Packets, 1), (LoadMetric::Bytes, 2), (LoadMetric::Cpu, 3)] {
             let table = LeastPolicy::with_metric(metric, 1).compute_table(
                 &Pool::new(servers.to_vec(), 1),
-                BucketCount::PUBLISHED,
+                BucketCount::PAPER_VALUE,
                 1,
             );
-            assert!((0..128).all(|bucket| table.candidates_of(0, bucket)[0].server.get() == least), "{metric:?}");
+            assert!((0..128).all(|bucket| table.bucket_candidates(0, bucket)[0].server.get() == least), "{metric:?}");
             assert!(table.assignment_cost > 1);
         }
         // Thirty connections bring 150 packets a second, five each.
         let table = LeastPolicy::with_metric(LoadMetric::Packets, 1).compute_table(
             &Pool::new(servers.to_vec(), 1),
-            BucketCount::PUBLISHED,
+            BucketCount::PAPER_VALUE,
             1,
         );
         let load_difference =
-            table.candidates_of(0, 0)[1].fixed_point_load - table.candidates_of(0, 0)[0].fixed_point_load;
+            table.bucket_candidates(0, 0)[1].fixed_point_load - table.bucket_candidates(0, 0)[0].fixed_point_load;
         assert_eq!(load_difference / table.assignment_cost, 8);
     }
 

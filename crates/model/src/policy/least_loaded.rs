@@ -68,7 +68,7 @@ impl LeastLoadedCores {
 
     /// Searches the least of all cores again. Each iterator is in ascending order, so the search leaves it at the first
     /// core that is too heavily loaded.
-    pub fn find<I: Iterator<Item = RankedCore>>(&mut self, ascending_lists: impl Iterator<Item = I>) {
+    pub fn refill<I: Iterator<Item = RankedCore>>(&mut self, ascending_lists: impl Iterator<Item = I>) {
         self.0.clear();
         for ascending_list in ascending_lists {
             for new_core in ascending_list {
@@ -125,7 +125,7 @@ mod tests {
                 let all_cores: Vec<RankedCore> =
                     loads.iter().enumerate().map(|(index, load)| ranked_core(index, *load)).collect();
                 if least_cores.ranked_cores().len() < usize::from(MAX_CANDIDATES) {
-                    least_cores.find(all_cores.iter().map(|core| std::iter::once(*core)));
+                    least_cores.refill(all_cores.iter().map(|core| std::iter::once(*core)));
                     prop_assert_eq!(least_cores.ranked_cores().len(), MAX_KEPT_CORES);
                 }
                 assert_kept_cores_are_the_least(&least_cores, all_cores)?;
@@ -154,7 +154,7 @@ mod tests {
                     rack_lists[rack].iter().take_while(insert_core).count();
                 }
                 if least_cores.ranked_cores().len() < usize::from(MAX_CANDIDATES) {
-                    least_cores.find(rack_lists.iter().map(|list| list.iter().copied()));
+                    least_cores.refill(rack_lists.iter().map(|list| list.iter().copied()));
                     prop_assert_eq!(least_cores.ranked_cores().len(), MAX_KEPT_CORES);
                 }
                 assert_kept_cores_are_the_least(&least_cores, rack_lists.concat())?;

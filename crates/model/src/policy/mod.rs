@@ -37,7 +37,7 @@ pub use hash::modulo_table;
 pub use least::LeastPolicy;
 pub use load_metric::{LoadMetric, TelemetryLevel};
 pub use loads::{HistogramBins, LoadBin, LoadHistogram, ServerClass, ServerLoads};
-pub use maglev::{PUBLISHED_TABLE_SIZE as MAGLEV_PUBLISHED_SIZE, maglev_table};
+pub use maglev::{PAPER_TABLE_SIZE as MAGLEV_PAPER_SIZE, maglev_table};
 pub use pool::{Pool, PoolServer, TrafficRates};
 pub use rack::{CandidateList, MAX_CANDIDATES, RackSummary, SummarizedServer};
 pub use weight::{ServerCapacity, ServerCapacityOutOfRange, ServerWeight, ServerWeightOutOfRange};
@@ -146,7 +146,7 @@ pub fn load_independent_policy_names() -> Vec<&'static str> {
 
 /// Returns the telemetry that a policy needs from load balancers, or `Nothing` for an unknown name. It includes the
 /// telemetry by which the reports of servers are checked.
-pub fn telemetry_level_of_policy(name: &str) -> TelemetryLevel {
+pub fn required_telemetry_level(name: &str) -> TelemetryLevel {
     let required_telemetry = |policy: Box<dyn Policy>| {
         let telemetry_for_checks =
             if policy.reads_loads() { TelemetryLevel::Connections } else { TelemetryLevel::Nothing };
@@ -156,7 +156,7 @@ pub fn telemetry_level_of_policy(name: &str) -> TelemetryLevel {
 }
 
 /// Returns whether the policy's tables depend on loads or counts and so expire, or false for an unknown name.
-pub fn does_policy_read_loads(name: &str) -> bool {
+pub fn policy_reads_loads(name: &str) -> bool {
     policy_by_name(name, 0).is_ok_and(|policy| policy.reads_loads())
 }
 

@@ -19,7 +19,7 @@ pub struct PolicyCache {
     pub(super) groups: Vec<CachedGroup>,
     local_histograms: LocalHistograms,
     rack_histograms: RackHistograms,
-    consistent_choice: CachedConsistentServers,
+    cached_consistent_servers: CachedConsistentServers,
 }
 
 /// Cache of one group of servers with the same RSS key.
@@ -53,12 +53,12 @@ impl PolicyCache {
         let is_unchanged = |(known_weights, known_buckets): &(Vec<(ServerId, u32)>, BucketCount)| {
             *known_buckets == buckets && known_weights.iter().copied().eq(weights())
         };
-        if !self.consistent_choice.weights_and_buckets.as_ref().is_some_and(is_unchanged) {
+        if !self.cached_consistent_servers.weights_and_buckets.as_ref().is_some_and(is_unchanged) {
             let weights: Vec<(ServerId, u32)> = weights().collect();
-            self.consistent_choice.servers_by_bucket = weighted_rendezvous_table(&weights, buckets);
-            self.consistent_choice.weights_and_buckets = Some((weights, buckets));
+            self.cached_consistent_servers.servers_by_bucket = weighted_rendezvous_table(&weights, buckets);
+            self.cached_consistent_servers.weights_and_buckets = Some((weights, buckets));
         }
-        self.consistent_choice.servers_by_bucket.clone()
+        self.cached_consistent_servers.servers_by_bucket.clone()
     }
 }
 
@@ -86,16 +86,16 @@ struct CountedServer {
 
 impl LocalHistograms {
     fn update(&mut self, pool: &Pool) {
-        let mut previously_counted = std::mem::take(&mut self.counted_servers).into_iter().peekable();
+        let mut previous_servers = std::mem::take(&mut self.counted_servers).into_iter().peekable();
         for server in pool.eligible_servers() {
             let Some(cores) = server.loads.as_ref().and_then(ServerLoads::cores) else { continue };
             while let Some(removed_server) =
-                previously_counted.next_if(|counted_server| counted_server.server < server.id)
+                previous_servers.next_if(|counted_server| counted_server.server < server.id)
             {
                 self.remove_server(&removed_server);
             }
             let current = CountedServer { server: server.id, class: server.server_class(), core_loads: cores.clone() };
-            match previously_counted.next_if(|counted_server| counted_server.server == server.id) {
+            match previous_servers.next_if(|counted_server| counted_server.server == server.id) {
                 Some(unchanged_server)
                     if unchanged_server.class == current.class && unchanged_server.core_loads == current.core_loads => {
                 }
@@ -107,7 +107,7 @@ impl LocalHistograms {
             }
             self.counted_servers.push(current);
         }
-        previously_counted.for_each(|removed_server| self.remove_server(&removed_server));
+        previous_servers.for_each(|removed_server| self.remove_server(&removed_server));
     }
 
     fn remove_server(&mut self, counted_server: &CountedServer) {
@@ -177,7 +177,7 @@ mod tests {
             let mut servers: Vec<Option<PoolServer>> = initial_servers.into_iter().map(Some).collect();
             servers.resize(12, None);
             let (mut plus_policy, mut uncached_policy) = (CrossRssPlusPolicy::new(7), CrossRssPlusPolicy::new(7));
-            let mut published_policy = CrossRssPolicy::new(7);
+            let mut crossrss_policy = CrossRssPolicy::new(7);
             for (generation, (changed_servers, buckets, opened_connections)) in (1..).zip(changes) {
                 changed_servers.into_iter().for_each(|(position, server)| servers[position] = server);
                 let with_id = |(position, server): (usize, &Option<PoolServer>)| {
@@ -189,7 +189,7 @@ mod tests {
                 let table_without_cache = uncached_policy.compute_table(&pool, buckets, generation);
                 prop_assert_eq!(plus_policy.compute_table(&pool, buckets, generation), table_without_cache);
                 let table_without_cache = CrossRssPolicy::new(7).compute_table(&pool, buckets, generation);
-                prop_assert_eq!(published_policy.compute_table(&pool, buckets, generation), table_without_cache);
+                prop_assert_eq!(crossrss_policy.compute_table(&pool, buckets, generation), table_without_cache);
             }
         }
     }

@@ -54,7 +54,7 @@ pub struct Pool {
     pub(super) racks: Vec<Arc<RackSummary>>,
     pub(super) load_balancer_count: u32,
     pub(super) opened_connections: Option<u64>,
-    pub(super) counts_requests: bool,
+    pub(super) counts_placements_as_requests: bool,
     pub(super) is_new_interval: bool,
     /// Index in `servers` by server id, or an empty list before the first look-up.
     position_by_id: Vec<Option<u16>>,
@@ -85,7 +85,7 @@ impl Pool {
             racks: Vec::new(),
             load_balancer_count,
             opened_connections: None,
-            counts_requests: false,
+            counts_placements_as_requests: false,
             is_new_interval: true,
             position_by_id: Vec::new(),
             is_each_server_in_one_rack: true,
@@ -94,17 +94,34 @@ impl Pool {
     }
 
     /// Returns this pool with other servers, as of the same time.
-    pub fn replace_servers(self, servers: Vec<PoolServer>) -> Self {
-        let Self { load_balancer_count, opened_connections, counts_requests, is_new_interval, racks, .. } = self;
-        let pool =
-            Self { opened_connections, counts_requests, is_new_interval, ..Self::new(servers, load_balancer_count) };
+    pub fn with_servers(self, servers: Vec<PoolServer>) -> Self {
+        let Self {
+            load_balancer_count,
+            opened_connections,
+            counts_placements_as_requests: counts_requests,
+            is_new_interval,
+            racks,
+            ..
+        } = self;
+        let pool = Self {
+            opened_connections,
+            counts_placements_as_requests: counts_requests,
+            is_new_interval,
+            ..Self::new(servers, load_balancer_count)
+        };
         pool.with_rack_summaries(racks)
     }
 
     /// Returns the pool at the time of the next table, with the values that [`Pool::new`] would give it.
     pub fn for_next_table(self, load_balancer_count: u32) -> Self {
         let load_balancer_count = load_balancer_count.max(1);
-        Self { load_balancer_count, opened_connections: None, counts_requests: false, is_new_interval: true, ..self }
+        Self {
+            load_balancer_count,
+            opened_connections: None,
+            counts_placements_as_requests: false,
+            is_new_interval: true,
+            ..self
+        }
     }
 
     /// Replaces a server, but keeps its loads from racks. A server that is not in the pool is ignored.
@@ -205,8 +222,8 @@ impl Pool {
 
     /// Returns the pool with each "connection" counting as one request. This is for UDP services that place each
     /// datagram on its own, where no request is left at the next table.
-    pub fn counting_requests(self) -> Self {
-        Self { counts_requests: true, ..self }
+    pub fn counting_placements_as_requests(self) -> Self {
+        Self { counts_placements_as_requests: true, ..self }
     }
 
     /// Returns all servers of the pool, by id.
@@ -220,7 +237,7 @@ impl Pool {
     }
 
     /// Returns a pool like this one with `servers` and their loads.
-    pub(super) fn with_loads_of(&self, servers: Vec<PoolServer>) -> Self {
+    pub(super) fn with_server_loads(&self, servers: Vec<PoolServer>) -> Self {
         Self { servers, racks: self.racks.clone(), position_by_id: Vec::new(), totals: OnceLock::new(), ..*self }
     }
 
@@ -388,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn capacity_is_configured_or_the_core_count_or_the_mean() {
+    fn unconfigured_capacity_is_the_core_count_or_the_mean() {
         let server = |id: u64, capacity: Option<f64>, cores: usize| PoolServer {
             capacity: capacity.map(|capacity| ServerCapacity::new(capacity).unwrap()),
             loads: (cores > 0).then(|| vec![0.0; cores].into()),

@@ -69,7 +69,7 @@ mod tests {
     use crate::policy::{PoolServer, ServerWeight, TrafficRates};
 
     fn members_by_metric(metric: LoadMetric, servers: Vec<PoolServer>) -> Vec<(u16, u32)> {
-        let table = PowerOfTwoPolicy::new(metric, 1).compute_table(&Pool::new(servers, 1), BucketCount::PUBLISHED, 1);
+        let table = PowerOfTwoPolicy::new(metric, 1).compute_table(&Pool::new(servers, 1), BucketCount::PAPER_VALUE, 1);
         table.members.iter().map(|member| (member.server.get(), member.fixed_point_load)).collect()
     }
 

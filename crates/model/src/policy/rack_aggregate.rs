@@ -97,7 +97,7 @@ impl RackAggregate {
                 .iter()
                 .enumerate()
                 .flat_map(|(position, rack)| lists_of_key(rack, key).map(move |list| (position, list)));
-            least_cores.find(lists_by_rack.map(|(position, list)| ranked_cores(position, list, bucket)));
+            least_cores.refill(lists_by_rack.map(|(position, list)| ranked_cores(position, list, bucket)));
         }
     }
 

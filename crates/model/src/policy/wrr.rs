@@ -86,7 +86,7 @@ mod tests {
         assert_eq!(shares_by_capacity(&pool), [4.0, 4.0, 4.0, 32.0]);
 
         let pool = Pool::new(vec![server_with_loads, server(2, None, Some(4))], 1);
-        let table = WeightedRoundRobinPolicy::new(1).compute_table(&pool, BucketCount::PUBLISHED, 1);
+        let table = WeightedRoundRobinPolicy::new(1).compute_table(&pool, BucketCount::PAPER_VALUE, 1);
         assert_eq!(table.members.iter().map(|member| member.server.get()).collect::<Vec<_>>(), [1, 2, 1]);
     }
 }

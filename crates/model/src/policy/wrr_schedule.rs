@@ -62,15 +62,15 @@ fn interleaved_positions(weights: &[u32]) -> Vec<usize> {
     }
     let total_turns: u64 = weights.iter().copied().map(u64::from).sum();
     // 1 / d, and a turn's time in turns of the whole list, as a dividend (at most 2^14 * 2^15 * 2^14) and a divisor.
-    let parts_of_turn = (2 * weights.len() as u64).saturating_sub(2);
+    let parts_per_turn = (2 * weights.len() as u64).saturating_sub(2);
     let turn_fraction =
-        |position: usize, parts: u64| (parts * total_turns, u64::from(weights[position]) * parts_of_turn);
+        |position: usize, parts: u64| (parts * total_turns, u64::from(weights[position]) * parts_per_turn);
     let earliest_turn = |position: usize, turn_index: u64| {
-        let (dividend, divisor) = turn_fraction(position, turn_index * parts_of_turn + 1);
+        let (dividend, divisor) = turn_fraction(position, turn_index * parts_per_turn + 1);
         dividend.div_ceil(divisor)
     };
     let latest_turn = |position: usize, turn_index: u64| {
-        let (dividend, divisor) = turn_fraction(position, (turn_index + 1) * parts_of_turn - 1);
+        let (dividend, divisor) = turn_fraction(position, (turn_index + 1) * parts_per_turn - 1);
         dividend / divisor
     };
 
@@ -97,18 +97,18 @@ mod tests {
 
     use super::*;
 
-    fn turns_of_weights(weights: &[u32]) -> Vec<usize> {
+    fn turns_for_weights(weights: &[u32]) -> Vec<usize> {
         let shares: Vec<f64> = weights.iter().copied().map(f64::from).collect();
         super::evenly_spread_turns(&shares)
     }
 
     #[test]
-    fn turns_of_equal_weights_alternate_and_of_unequal_weights_interleave() {
-        assert_eq!(turns_of_weights(&[10, 10, 10]), [0, 1, 2]);
-        assert_eq!(turns_of_weights(&[4, 2, 2]), [0, 1, 0, 2]);
-        assert_eq!(turns_of_weights(&[5, 1, 1]), [0, 0, 1, 0, 0, 2, 0]);
-        assert_eq!(turns_of_weights(&[3]), [0]);
-        assert_eq!(turns_of_weights(&[]), Vec::<usize>::new());
+    fn equal_weights_alternate_and_unequal_weights_interleave() {
+        assert_eq!(turns_for_weights(&[10, 10, 10]), [0, 1, 2]);
+        assert_eq!(turns_for_weights(&[4, 2, 2]), [0, 1, 0, 2]);
+        assert_eq!(turns_for_weights(&[5, 1, 1]), [0, 0, 1, 0, 0, 2, 0]);
+        assert_eq!(turns_for_weights(&[3]), [0]);
+        assert_eq!(turns_for_weights(&[]), Vec::<usize>::new());
         // The third server has half a share.
         let turns_with_half_share = super::evenly_spread_turns(&[1.0, 1.0, 0.5]);
         assert_eq!(
@@ -120,7 +120,7 @@ mod tests {
     #[test]
     fn oversized_weights_are_scaled_down() {
         let weights: Vec<u32> = (0..2_000).map(|server| if server < 1_000 { 30 } else { 2 }).collect();
-        let scaled_turns = turns_of_weights(&weights);
+        let scaled_turns = turns_for_weights(&weights);
         let turn_count = |server: usize| scaled_turns.iter().filter(|position| **position == server).count();
         assert!(
             scaled_turns.len() <= intf::MAX_MEMBERS as usize && scaled_turns.len() > 15_000,
@@ -142,7 +142,7 @@ mod tests {
         fn every_window_of_turns_is_fair(
             weights in prop::collection::vec(1u32..40, 1..30), from in 0usize..500, length in 1usize..500
         ) {
-            let positions_by_turn = turns_of_weights(&weights);
+            let positions_by_turn = turns_for_weights(&weights);
             let total_weight = f64::from(weights.iter().sum::<u32>());
             for (server, weight) in weights.iter().enumerate() {
                 let is_turn_of_server =

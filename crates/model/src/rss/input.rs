@@ -26,7 +26,7 @@ impl TryFrom<u32> for InputTransform {
     type Error = UnknownInputTransform;
 
     fn try_from(number: u32) -> Result<Self, UnknownInputTransform> {
-        let input_transform = Self::ALL.into_iter().find(|input| u32::from(input.number()) == number);
+        let input_transform = Self::ALL.into_iter().find(|input| u32::from(input.ethtool_number()) == number);
         input_transform.ok_or(UnknownInputTransform(number))
     }
 }
@@ -36,7 +36,7 @@ impl InputTransform {
     pub const ALL: [Self; 3] = [Self::None, Self::SymmetricXor, Self::SymmetricOrXor];
 
     /// Returns the transform's number in ethtool.
-    pub fn number(self) -> u8 {
+    pub fn ethtool_number(self) -> u8 {
         match self {
             Self::None => intf::RSS_INPUT_UNCHANGED as u8,
             Self::SymmetricXor => intf::RSS_INPUT_SYMMETRIC_XOR as u8,

@@ -15,7 +15,7 @@ const KEY_COUNT: u64 = 200;
 /// Number of bits that select a table position. A source's counter, a hint and a flow table set have 12, 14 and 17.
 const POSITION_BITS: u32 = 12;
 /// Ratio to the number of collisions by chance from which a set counts as structured.
-const MAX_RATIO_TO_CHANCE: f64 = 1.25;
+const MAX_COLLISION_RATIO: f64 = 1.25;
 
 /// Name of a set of clients, and function that returns a client by its number.
 type ClientSet = (&'static str, fn(u32) -> SocketAddr);
@@ -75,7 +75,7 @@ fn structured_tuples_collide_no_more_often_than_by_chance() {
             let collision_ratio = collisions_relative_to_chance(connection_hash, set, shift);
             println!("{} at bit {shift}: {collision_ratio:.2} times chance", set.0);
             assert!(
-                collision_ratio < MAX_RATIO_TO_CHANCE,
+                collision_ratio < MAX_COLLISION_RATIO,
                 "{} at bit {shift}: {collision_ratio:.2} times chance",
                 set.0
             );
@@ -84,7 +84,7 @@ fn structured_tuples_collide_no_more_often_than_by_chance() {
 }
 
 #[test]
-fn hash_by_one_multiplication_is_found_to_be_too_simple() {
+fn one_multiplication_hash_collides_more_often_than_by_chance() {
     let max_collision_ratio = CLIENT_SETS
         .map(|set| collisions_relative_to_chance(one_multiplication_hash, set, 0))
         .into_iter()

@@ -62,19 +62,19 @@ impl LoomMemory {
     }
 
     fn word_ref(&self, table_word: TableWord) -> WordRef<'_> {
-        const IDENTITY: usize = std::mem::offset_of!(intf::connection, identity);
-        const PORT_FLAGS_NEXT: usize = std::mem::offset_of!(intf::connection, client_port);
-        const GENERATION: usize = std::mem::offset_of!(intf::connection, generation);
+        const IDENTITY_OFFSET: usize = std::mem::offset_of!(intf::connection, identity);
+        const PORT_FLAGS_NEXT_OFFSET: usize = std::mem::offset_of!(intf::connection, client_port);
+        const GENERATION_OFFSET: usize = std::mem::offset_of!(intf::connection, generation);
         match table_word {
             TableWord::StackTop(_) => WordRef::LoomWord(&self.stack_top),
             TableWord::ClockHand(_) => WordRef::UnsharedWord(&self.clock_hand),
-            TableWord::EntryWord(index, field_offset) => {
+            TableWord::EntryWordAtOffset(index, field_offset) => {
                 let slot = index.slot() as usize;
                 match field_offset {
                     _ if slot >= SLOT_COUNT => WordRef::UnsharedWord(&self.unused_slot_word),
-                    IDENTITY => WordRef::LoomWord(&self.identity_words[slot]),
-                    PORT_FLAGS_NEXT => WordRef::LoomWord(&self.port_flags_next_words[slot]),
-                    GENERATION => WordRef::LoomWord(&self.generation_words[slot]),
+                    IDENTITY_OFFSET => WordRef::LoomWord(&self.identity_words[slot]),
+                    PORT_FLAGS_NEXT_OFFSET => WordRef::LoomWord(&self.port_flags_next_words[slot]),
+                    GENERATION_OFFSET => WordRef::LoomWord(&self.generation_words[slot]),
                     _ => WordRef::UnsharedWord(&self.other_entry_words[slot][field_offset / 8]),
                 }
             }
@@ -122,7 +122,7 @@ fn table_size() -> TableSize {
 fn table_with_free_slots(free_slot_count: usize, top_mask: u64) -> Arc<LoomTable> {
     let table = ConnectionTable::new(LoomMemory::new(top_mask), table_size());
     for slot in (0..free_slot_count as u32).rev() {
-        table.push(ConnectionIndex::new(0, slot));
+        table.push_slot(ConnectionIndex::new(0, slot));
     }
     Arc::new(table)
 }
@@ -139,7 +139,7 @@ fn server_of_client(client: u16) -> ServerId {
 }
 
 fn take_slot(table: &LoomTable, client: u16) -> Result<ConnectionIndex, TakeSlotError> {
-    table.take(&new_connection(client), server_of_client(client), ClockTicks(5))
+    table.take_slot(&new_connection(client), server_of_client(client), ClockTicks(5))
 }
 
 fn identity_of_client(client: u16, generation: u16) -> EntryIdentity {
@@ -155,7 +155,7 @@ fn identity_of_client(client: u16, generation: u16) -> EntryIdentity {
 fn free_entry(table: &LoomTable, index: ConnectionIndex, identity: EntryIdentity) -> bool {
     let is_released = table.release(index, identity);
     if is_released {
-        table.push(index);
+        table.push_slot(index);
     }
     is_released
 }
@@ -181,20 +181,20 @@ fn assert_slots_are_consistent(table: &LoomTable, taken_slots: &[(u16, Connectio
     );
 }
 
-const WHOLE_STACK_TOP: u64 = u64::MAX;
+const FULL_STACK_TOP_MASK: u64 = u64::MAX;
 
 #[test]
 fn concurrent_packets_and_user_space_neither_lose_nor_duplicate_slots() {
     loom::model(|| {
-        let table = table_with_free_slots(SLOT_COUNT, WHOLE_STACK_TOP);
+        let table = table_with_free_slots(SLOT_COUNT, FULL_STACK_TOP_MASK);
         let first_index = take_slot(&table, 1).unwrap();
-        let other_packets = [2, 3].map(|client| {
+        let packet_threads = [2, 3].map(|client| {
             let table = table.clone();
             thread::spawn(move || (client, take_slot(&table, client)))
         });
         assert!(free_entry(&table, first_index, identity_of_client(1, 0)));
         let mut taken_slots = Vec::new();
-        for (client, take_result) in other_packets.map(|thread_handle| thread_handle.join().unwrap()) {
+        for (client, take_result) in packet_threads.map(|thread_handle| thread_handle.join().unwrap()) {
             match take_result {
                 Ok(index) => taken_slots.push((client, index)),
                 Err(TakeSlotError::PartitionFull) => {}
@@ -208,10 +208,10 @@ fn concurrent_packets_and_user_space_neither_lose_nor_duplicate_slots() {
 
 /// Provokes the ABA problem. One packet reads the stack's top and is delayed. Meanwhile, the same slot is taken, freed
 /// and pushed as the top again, but with another slot below.
-fn check_slot_that_is_on_top_again(top_mask: u64) {
+fn provoke_aba_problem(top_mask: u64) {
     loom::model(move || {
         let table = table_with_free_slots(SLOT_COUNT, top_mask);
-        let delayed_packet = {
+        let delayed_packet_thread = {
             let table = table.clone();
             thread::spawn(move || take_slot(&table, 1))
         };
@@ -222,27 +222,27 @@ fn check_slot_that_is_on_top_again(top_mask: u64) {
             assert!(free_entry(&table, index, identity_of_client(2, 0)));
         }
         taken_slots.extend(take_slot(&table, 4).ok().map(|index| (4, index)));
-        taken_slots.extend(delayed_packet.join().unwrap().ok().map(|index| (1, index)));
+        taken_slots.extend(delayed_packet_thread.join().unwrap().ok().map(|index| (1, index)));
         assert_slots_are_consistent(&table, &taken_slots);
     });
 }
 
 #[test]
 fn change_count_prevents_the_aba_problem() {
-    check_slot_that_is_on_top_again(WHOLE_STACK_TOP);
+    provoke_aba_problem(FULL_STACK_TOP_MASK);
 }
 
 /// Without the change count, the test above must find the fault.
 #[test]
 #[should_panic(expected = "a slot was handed out that is in use")]
 fn slot_is_allocated_twice_without_the_change_count() {
-    check_slot_that_is_on_top_again(u64::from(intf::CONNECTION_STACK_SLOT_MASK));
+    provoke_aba_problem(u64::from(intf::CONNECTION_STACK_SLOT_MASK));
 }
 
 #[test]
 fn reader_never_finds_the_server_of_another_connection() {
     loom::model(|| {
-        let table = table_with_free_slots(1, WHOLE_STACK_TOP);
+        let table = table_with_free_slots(1, FULL_STACK_TOP_MASK);
         let index = take_slot(&table, 1).unwrap();
         let reader_thread = {
             let table = table.clone();
@@ -263,7 +263,7 @@ fn reader_never_finds_the_server_of_another_connection() {
 #[test]
 fn concurrent_free_of_an_entry_succeeds_once() {
     loom::model(|| {
-        let table = table_with_free_slots(SLOT_COUNT, WHOLE_STACK_TOP);
+        let table = table_with_free_slots(SLOT_COUNT, FULL_STACK_TOP_MASK);
         let index = take_slot(&table, 1).unwrap();
         let other_thread = {
             let table = table.clone();
@@ -282,7 +282,7 @@ fn concurrent_free_of_an_entry_succeeds_once() {
 fn reuse_concurrently_with<T>(
     other: impl Fn(&LoomTable, ConnectionIndex) -> Option<T>,
 ) -> (Option<ConnectionIndex>, Option<T>) {
-    let table = table_with_free_slots(1, WHOLE_STACK_TOP);
+    let table = table_with_free_slots(1, FULL_STACK_TOP_MASK);
     let index = take_slot(&table, 1).unwrap();
     let packet_thread = {
         let table = table.clone();

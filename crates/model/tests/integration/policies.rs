@@ -6,7 +6,7 @@ use std::net::Ipv4Addr;
 use coreward_model::placement::{BucketCount, PlacementRule, PlacementState, PlacementTable};
 use coreward_model::policy::{
     POLICY_REGISTRY, Policy, Pool, PoolServer, ServerCapacity, ServerWeight, TelemetryLevel, TrafficRates,
-    policy_by_name, policy_names, telemetry_level_of_policy,
+    policy_by_name, policy_names, required_telemetry_level,
 };
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 use coreward_model::{FourTuple, ServerId};
@@ -16,7 +16,7 @@ fn server_id(number: u64) -> ServerId {
     ServerId::try_from(number).unwrap()
 }
 
-fn rss_key_of_seed(seed: u64) -> RssKey {
+fn seeded_rss_key(seed: u64) -> RssKey {
     RssKey::random(&mut seeded_rng(seed, 99))
 }
 
@@ -33,8 +33,8 @@ fn four_core_server(number: u64, rss_key: &RssKey, loads: Option<[f64; 4]>) -> P
     }
 }
 
-fn compute_published_table(policy: &mut dyn Policy, pool: &Pool, generation: u32) -> PlacementTable {
-    policy.compute_table(pool, BucketCount::PUBLISHED, generation.into())
+fn compute_paper_sized_table(policy: &mut dyn Policy, pool: &Pool, generation: u32) -> PlacementTable {
+    policy.compute_table(pool, BucketCount::PAPER_VALUE, generation.into())
 }
 
 fn four_tuples(count: u32) -> impl Iterator<Item = FourTuple> {
@@ -44,21 +44,21 @@ fn four_tuples(count: u32) -> impl Iterator<Item = FourTuple> {
     })
 }
 
-fn core_by_rss(server: &PoolServer, tuple: &FourTuple) -> u16 {
+fn rss_core(server: &PoolServer, tuple: &FourTuple) -> u16 {
     let rss = server.rss.as_ref().unwrap();
     rss.indirection_table.queue_of_hash(rss.key.toeplitz_hash(&tuple.bytes()))
 }
 
 #[test]
 fn hash_uses_all_cores_of_every_server() {
-    let rss_key = rss_key_of_seed(1);
+    let rss_key = seeded_rss_key(1);
     let pool = Pool::new((1..=4).map(|n| four_core_server(n, &rss_key, None)).collect(), 1);
-    let table = policy_by_name("hash", 5).unwrap().compute_table(&pool, BucketCount::PUBLISHED, 1);
+    let table = policy_by_name("hash", 5).unwrap().compute_table(&pool, BucketCount::PAPER_VALUE, 1);
     let mut counts: HashMap<(ServerId, u16), u32> = HashMap::new();
     for tuple in four_tuples(16_000) {
         let selected_id = table.select_server(&mut PlacementState::default(), &tuple).unwrap();
         let server = pool.servers().iter().find(|server| server.id == selected_id).unwrap();
-        *counts.entry((selected_id, core_by_rss(server, &tuple))).or_default() += 1;
+        *counts.entry((selected_id, rss_core(server, &tuple))).or_default() += 1;
     }
     assert_eq!(counts.len(), 16);
     // 1,000 are expected on each core. A bucket by the servers' own hash would leave most cores of a server with none.
@@ -67,13 +67,13 @@ fn hash_uses_all_cores_of_every_server() {
 
 #[test]
 fn crossrss_assigns_buckets_to_servers_in_turn_before_the_first_report() {
-    let rss_key = rss_key_of_seed(1);
+    let rss_key = seeded_rss_key(1);
     let pool = Pool::new([9, 3, 5].map(|n| four_core_server(n, &rss_key, None)).to_vec(), 1);
     for policy in ["crossrss", "crossrss-plus"] {
-        let table = compute_published_table(policy_by_name(policy, 1).unwrap().as_mut(), &pool, 1);
+        let table = compute_paper_sized_table(policy_by_name(policy, 1).unwrap().as_mut(), &pool, 1);
         for bucket in 0..128 {
             assert_eq!(
-                table.candidates_of(0, bucket)[0].server,
+                table.bucket_candidates(0, bucket)[0].server,
                 server_id([3, 5, 9][bucket as usize % 3]),
                 "bucket {bucket}"
             );
@@ -83,11 +83,11 @@ fn crossrss_assigns_buckets_to_servers_in_turn_before_the_first_report() {
 
 #[test]
 fn crossrss_selects_the_least_loaded_core_and_the_lowest_id_of_equals() {
-    let rss_key = rss_key_of_seed(1);
+    let rss_key = seeded_rss_key(1);
     let loads = [[0.5, 0.2, 0.3, 0.4], [0.3, 0.3, 0.3, 0.3], [0.2, 0.2, 0.9, 0.9]];
     let servers: Vec<_> = (0..3).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect();
     let pool = Pool::new(servers, 1);
-    let table = compute_published_table(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
+    let table = compute_paper_sized_table(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
     assert_eq!(table.rule, PlacementRule::Table);
     for bucket in 0..128 {
         let load = |server: &&PoolServer| {
@@ -96,17 +96,17 @@ fn crossrss_selects_the_least_loaded_core_and_the_lowest_id_of_equals() {
         };
         let least_load = pool.servers().iter().map(|server| load(&server)).fold(f64::INFINITY, f64::min);
         let expected = pool.servers().iter().find(|server| load(server) == least_load).unwrap();
-        assert_eq!(table.candidates_of(0, bucket)[0].server, expected.id, "bucket {bucket}");
+        assert_eq!(table.bucket_candidates(0, bucket)[0].server, expected.id, "bucket {bucket}");
     }
 }
 
 #[test]
 fn crossrss_plus_spreads_a_burst_of_connections_between_reports() {
-    let rss_key = rss_key_of_seed(1);
+    let rss_key = seeded_rss_key(1);
     let servers: Vec<_> = (1..=4).map(|n| four_core_server(n, &rss_key, Some([0.5 - n as f64 / 1000.0; 4]))).collect();
     let pool = Pool::new(servers, 1);
     let largest_connection_count = |policy: &str| {
-        let table = compute_published_table(policy_by_name(policy, 1).unwrap().as_mut(), &pool, 1);
+        let table = compute_paper_sized_table(policy_by_name(policy, 1).unwrap().as_mut(), &pool, 1);
         let mut state = PlacementState::for_table(&table);
         let mut counts: HashMap<ServerId, u32> = HashMap::new();
         four_tuples(400)
@@ -119,10 +119,10 @@ fn crossrss_plus_spreads_a_burst_of_connections_between_reports() {
 
 #[test]
 fn crossrss_plus_spreads_connections_evenly_over_an_idle_pool() {
-    let rss_key = rss_key_of_seed(1);
+    let rss_key = seeded_rss_key(1);
     let idle_server = |n| PoolServer { open_connections: 0, ..four_core_server(n, &rss_key, Some([0.0; 4])) };
     let pool = Pool::new((1..=4).map(idle_server).collect(), 1);
-    let table = compute_published_table(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
+    let table = compute_paper_sized_table(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
     let mut state = PlacementState::for_table(&table);
     let mut counts: HashMap<ServerId, u32> = HashMap::new();
     four_tuples(400)
@@ -132,22 +132,22 @@ fn crossrss_plus_spreads_connections_evenly_over_an_idle_pool() {
 
 #[test]
 fn crossrss_plus_spreads_connections_evenly_over_cores_before_the_first_report() {
-    let rss_key = rss_key_of_seed(1);
+    let rss_key = seeded_rss_key(1);
     let pool = Pool::new((1..=4).map(|n| four_core_server(n, &rss_key, None)).collect(), 1);
-    let table = compute_published_table(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
+    let table = compute_paper_sized_table(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
     let mut state = PlacementState::for_table(&table);
     let mut counts: HashMap<(ServerId, u16), u32> = HashMap::new();
     for tuple in four_tuples(1_600) {
         let selected_id = table.select_server(&mut state, &tuple).unwrap();
         let server = pool.servers().iter().find(|server| server.id == selected_id).unwrap();
-        *counts.entry((selected_id, core_by_rss(server, &tuple))).or_default() += 1;
+        *counts.entry((selected_id, rss_core(server, &tuple))).or_default() += 1;
     }
     assert!(counts.len() == 16 && counts.values().all(|count| (95..=105).contains(count)), "{counts:?}");
 }
 
 #[test]
 fn connection_cost_makes_one_interval_fill_one_and_a_half_times_the_deficits() {
-    let rss_key = rss_key_of_seed(1);
+    let rss_key = seeded_rss_key(1);
     // The mean is 0.5, and two cores lack 0.2 and 0.1.
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
     let new_pool = || Pool::new((0..2).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
@@ -155,7 +155,7 @@ fn connection_cost_makes_one_interval_fill_one_and_a_half_times_the_deficits() {
     // The loads do not change, so newest and recent loads are the same.
     let mut assignment_cost = |opened_connections| {
         let table =
-            policy.compute_table(&new_pool().with_opened_connections(opened_connections), BucketCount::PUBLISHED, 1);
+            policy.compute_table(&new_pool().with_opened_connections(opened_connections), BucketCount::PAPER_VALUE, 1);
         f64::from(table.assignment_cost) / f64::from(coreward_intf::LOAD_ONE)
     };
     // The cost is 1.5 x 0.3 over 30 connections, of which each of the two load balancers gets half.
@@ -166,8 +166,8 @@ fn connection_cost_makes_one_interval_fill_one_and_a_half_times_the_deficits() {
 
 /// Policies whose tables depend on the number of opened connections request this telemetry from load balancers.
 #[test]
-fn policies_that_use_opened_connections_request_this_telemetry() {
-    let rss_key = rss_key_of_seed(1);
+fn policies_that_use_opened_connections_request_connection_telemetry() {
+    let rss_key = seeded_rss_key(1);
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
     let pool = Pool::new((0..2).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 1);
     let mut dependent_policies = Vec::new();
@@ -175,13 +175,13 @@ fn policies_that_use_opened_connections_request_this_telemetry() {
         let cost_and_candidates = |opened_connections| {
             let table = make_policy(1).compute_table(
                 &pool.clone().with_opened_connections(opened_connections),
-                BucketCount::PUBLISHED,
+                BucketCount::PAPER_VALUE,
                 1,
             );
             (table.assignment_cost, table.candidates)
         };
         if cost_and_candidates(10) != cost_and_candidates(1000) {
-            assert_ne!(telemetry_level_of_policy(name), TelemetryLevel::Nothing, "{name}");
+            assert_ne!(required_telemetry_level(name), TelemetryLevel::Nothing, "{name}");
             dependent_policies.push(name);
         }
     }
@@ -190,11 +190,11 @@ fn policies_that_use_opened_connections_request_this_telemetry() {
 
 #[test]
 fn cost_of_a_request_is_the_mean_load_per_request() {
-    let rss_key = rss_key_of_seed(1);
+    let rss_key = seeded_rss_key(1);
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
     let pool = Pool::new((0..2).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
-    let pool = pool.with_opened_connections(400).counting_requests();
-    let table = compute_published_table(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
+    let pool = pool.with_opened_connections(400).counting_placements_as_requests();
+    let table = compute_paper_sized_table(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
     // The cost is all load (4) over an interval's requests, of which each of the two load balancers gets half.
     let assignment_cost = f64::from(table.assignment_cost) / f64::from(coreward_intf::LOAD_ONE);
     assert!((assignment_cost - 0.02).abs() < 1e-5, "{assignment_cost}");
@@ -204,13 +204,12 @@ fn cost_of_a_request_is_the_mean_load_per_request() {
 fn servers_beyond_the_four_largest_rss_groups_count_with_their_mean_load() {
     // Six keys give four groups, and the servers of the other two keys count with their mean load. One server's RSS is
     // unknown.
-    let mut servers: Vec<_> =
-        (1..=7).map(|n| four_core_server(n, &rss_key_of_seed(n.min(6)), Some([0.5; 4]))).collect();
-    servers.push(PoolServer { rss: None, ..four_core_server(8, &rss_key_of_seed(1), Some([0.0, 0.0, 0.2, 0.2])) });
+    let mut servers: Vec<_> = (1..=7).map(|n| four_core_server(n, &seeded_rss_key(n.min(6)), Some([0.5; 4]))).collect();
+    servers.push(PoolServer { rss: None, ..four_core_server(8, &seeded_rss_key(1), Some([0.0, 0.0, 0.2, 0.2])) });
     let pool = Pool::new(servers, 1);
-    let table = compute_published_table(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
+    let table = compute_paper_sized_table(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
     assert_eq!(table.groups.len(), 4);
-    assert_eq!(table.groups[0], rss_key_of_seed(6));
+    assert_eq!(table.groups[0], seeded_rss_key(6));
     let selected_ids: HashSet<_> =
         four_tuples(100).map(|tuple| table.select_server(&mut PlacementState::default(), &tuple).unwrap()).collect();
     assert_eq!(selected_ids, HashSet::from([server_id(8)]));
@@ -218,14 +217,14 @@ fn servers_beyond_the_four_largest_rss_groups_count_with_their_mean_load() {
 
 #[test]
 fn server_without_loads_is_neutral_and_draining_server_gets_no_connections() {
-    let rss_key = rss_key_of_seed(1);
+    let rss_key = seeded_rss_key(1);
     let mut servers: Vec<_> =
         [[0.1; 4], [0.9; 4]].iter().zip(1..).map(|(loads, n)| four_core_server(n, &rss_key, Some(*loads))).collect();
     servers.push(four_core_server(3, &rss_key, None));
     let server_of_bucket_0 = |servers: &[PoolServer]| {
         let pool = Pool::new(servers.to_vec(), 1);
-        let table = compute_published_table(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
-        table.candidates_of(0, 0)[0].server
+        let table = compute_paper_sized_table(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
+        table.bucket_candidates(0, 0)[0].server
     };
     assert_eq!(server_of_bucket_0(&servers), server_id(1));
     servers[0].is_eligible = false;
@@ -246,7 +245,7 @@ proptest! {
             is_eligible: *eligible,
             loads: known[n].then(|| (0..cores).map(|core| f64::from(core) / 10.0).collect::<Vec<_>>().into()),
             rss: (n % 5 != 0).then(|| RssConfig {
-                key: rss_key_of_seed(n as u64 % 6),
+                key: seeded_rss_key(n as u64 % 6),
                 indirection_table: IndirectionTable::independent(n as u64, 1 << (n % 8), cores).unwrap(),
             }),
             open_connections: n as u32,
@@ -278,7 +277,7 @@ proptest! {
 
 #[test]
 fn tables_depend_on_loads_exactly_if_the_policy_reads_loads() {
-    let rss_key = rss_key_of_seed(1);
+    let rss_key = seeded_rss_key(1);
     let pools = [(0, [0.0; 4]), (40, [0.9, 0.1, 0.5, 0.2])].map(|(open_connections, loads)| {
         let traffic_rates =
             |rate: u32| Some(TrafficRates { packets_per_second: rate.into(), bytes_per_second: rate.into() });
@@ -294,7 +293,7 @@ fn tables_depend_on_loads_exactly_if_the_policy_reads_loads() {
     for name in policy_names() {
         let mut policy = policy_by_name(name, 1).unwrap();
         let [left, right] = pools.each_ref().map(|pool| {
-            let table = policy.compute_table(pool, BucketCount::PUBLISHED, 1);
+            let table = policy.compute_table(pool, BucketCount::PAPER_VALUE, 1);
             let members: Vec<ServerId> = table.members.iter().map(|member| member.server).collect();
             let loads: Vec<u32> = table.members.iter().map(|member| member.fixed_point_load).collect();
             (table.candidates, members, if table.rule == PlacementRule::PowerOfTwo { loads } else { Vec::new() })
@@ -317,7 +316,7 @@ fn unknown_policy_is_rejected_with_the_list_of_policies() {
 /// core's load is `base`, plus `cost` for each of its connections in the last interval.
 fn connection_fraction_of_heavy_server(policy: &str, base: f64, cost: f64) -> f64 {
     const CONNECTIONS_PER_INTERVAL: u32 = 60;
-    let rss_key = rss_key_of_seed(7);
+    let rss_key = seeded_rss_key(7);
     let mut policy = policy_by_name(policy, 5).unwrap();
     let mut loads = [[base; 4]; 3];
     let mut counts = [0u32; 3];
@@ -329,14 +328,14 @@ fn connection_fraction_of_heavy_server(policy: &str, base: f64, cost: f64) -> f6
             })
             .collect();
         let pool = Pool::new(servers.clone(), 1).with_opened_connections(CONNECTIONS_PER_INTERVAL.into());
-        let table = compute_published_table(policy.as_mut(), &pool, generation);
+        let table = compute_paper_sized_table(policy.as_mut(), &pool, generation);
         let mut state = PlacementState::for_table(&table);
         loads = [[base; 4]; 3];
         for tuple in four_tuples(CONNECTIONS_PER_INTERVAL * (generation + 1))
             .skip((CONNECTIONS_PER_INTERVAL * generation) as usize)
         {
             let server_index = usize::from(table.select_server(&mut state, &tuple).unwrap().get()) - 1;
-            loads[server_index][usize::from(core_by_rss(&servers[server_index], &tuple))] += cost;
+            loads[server_index][usize::from(rss_core(&servers[server_index], &tuple))] += cost;
             counts[server_index] += 1;
         }
     }

@@ -62,7 +62,7 @@ prop_compose! {
 
 fn pool_of_servers(servers: &[PoolServer], requests: bool) -> Pool {
     let pool = Pool::new(servers.to_vec(), 2).with_opened_connections(300);
-    if requests { pool.counting_requests() } else { pool }
+    if requests { pool.counting_placements_as_requests() } else { pool }
 }
 
 fn servers_in_rack(servers: &[RackServer], rack: usize) -> Vec<PoolServer> {
@@ -80,7 +80,7 @@ fn servers_with_direct_loads(servers: &[RackServer]) -> Vec<PoolServer> {
 }
 
 /// Changes the servers to their state at the next report. Loads differ, and some servers are silent, join or leave.
-fn change_to_next_report(servers: &mut [RackServer], report: u64) {
+fn advance_to_next_report(servers: &mut [RackServer], report: u64) {
     for (position, RackServer { server, .. }) in servers.iter_mut().enumerate() {
         let change_number = (position as u64).wrapping_mul(0x9e37_79b9).wrapping_add(report * 7) % 23;
         match change_number {
@@ -136,11 +136,12 @@ proptest! {
                 let mut pool = continued_pool.take().unwrap_or_else(|| pool_of_servers(&reporting_servers, requests));
                 reporting_servers.iter().for_each(|server| pool.replace_server(server.clone()));
                 let pool = pool.for_next_table(2).with_opened_connections(300);
-                let pool = if requests { pool.counting_requests() } else { pool }.with_rack_summaries(rack_summaries);
+                let pool = if requests { pool.counting_placements_as_requests() } else { pool };
+                let pool = pool.with_rack_summaries(rack_summaries);
                 let continued_table = continued_policy.compute_table(&pool, buckets, report);
                 prop_assert_eq!(&continued_table, &table_without_racks, "{}, report {}, going on", name, report);
                 continued_pool = Some(pool);
-                change_to_next_report(&mut servers, report);
+                advance_to_next_report(&mut servers, report);
             }
         }
     }

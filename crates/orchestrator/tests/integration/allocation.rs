@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU16;
 
-use coreward_model::dispatch::{CoreAssignmentMode, Epoch, ReservedCores, ScaleDownCondition, ScaleUpCondition};
+use coreward_model::dispatch::{CoreAssignmentMode, EpochLength, ReservedCores, ScaleDownCondition, ScaleUpCondition};
 use coreward_orchestrator::engine::EngineConfig;
 use coreward_runtime::allocation::SharedCoreAllocator;
 use coreward_runtime::message::HintTrigger;
@@ -11,7 +11,7 @@ use coreward_runtime::worker::Worker;
 use crate::engine::{TestEngine, engine_config};
 
 const CORE_COUNT: u16 = 4;
-const EPOCH_NS: u64 = 16;
+const MONITOR_EPOCH_NS: u64 = 16;
 
 /// Returns for each core the services that run on it, as digits.
 fn services_of_cores(bench: &TestEngine) -> [String; CORE_COUNT as usize] {
@@ -28,7 +28,7 @@ fn check_monitors_and_apply_hints(
     workers: &mut [Worker<'_>],
     now: u64,
 ) {
-    bench.engine.check_monitors(now);
+    bench.engine.check_load_monitors(now);
     for worker in workers {
         while let Some(hint) = worker.next_hint() {
             allocator.apply_hint(hint, worker).unwrap();
@@ -58,24 +58,25 @@ fn assignments_over_time(kind: CoreAssignmentMode) -> Vec<[String; CORE_COUNT as
     let allocator = SharedCoreAllocator::new(kind, CORE_COUNT, ReservedCores([1, 1]));
     let mut workers: Vec<Worker<'_>> = (0..CORE_COUNT).map(|core| test_engine.attach_worker(&runtime, core)).collect();
     workers.iter_mut().for_each(|worker| allocator.enable_assigned_services(worker).unwrap());
-    let monitor_epoch = Epoch::power_of_two(4).unwrap();
+    let monitor_epoch = EpochLength::power_of_two(4).unwrap();
     let scale_down_condition =
-        ScaleDownCondition { epoch: monitor_epoch, max_calm_queue_length: 0, required_calm_epochs: 2 };
-    for trigger in
-        [HintTrigger::ScaleUp(ScaleUpCondition { epoch: monitor_epoch }), HintTrigger::ScaleDown(scale_down_condition)]
-    {
+        ScaleDownCondition { epoch_length: monitor_epoch, max_calm_queue_length: 0, required_calm_epochs: 2 };
+    for trigger in [
+        HintTrigger::ScaleUp(ScaleUpCondition { epoch_length: monitor_epoch }),
+        HintTrigger::ScaleDown(scale_down_condition),
+    ] {
         workers[0].enable_load_monitor(0, trigger).unwrap();
     }
     test_engine.poll(0);
     let mut assignments = vec![services_of_cores(&test_engine)];
     (0..8).for_each(|_| test_engine.submit(1, 0, b"x"));
     for check in 1..=4 {
-        check_monitors_and_apply_hints(&mut test_engine, &allocator, &mut workers, check * EPOCH_NS);
+        check_monitors_and_apply_hints(&mut test_engine, &allocator, &mut workers, check * MONITOR_EPOCH_NS);
     }
     assignments.push(services_of_cores(&test_engine));
-    complete_all_requests(&mut test_engine, &mut workers, 4 * EPOCH_NS + 1);
+    complete_all_requests(&mut test_engine, &mut workers, 4 * MONITOR_EPOCH_NS + 1);
     for check in 5..=12 {
-        check_monitors_and_apply_hints(&mut test_engine, &allocator, &mut workers, check * EPOCH_NS);
+        check_monitors_and_apply_hints(&mut test_engine, &allocator, &mut workers, check * MONITOR_EPOCH_NS);
     }
     assignments.push(services_of_cores(&test_engine));
     assert_eq!((test_engine.counters(0).received_requests, test_engine.counters(0).lost_requests), (8, 0));

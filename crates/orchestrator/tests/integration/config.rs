@@ -18,7 +18,7 @@ fn minimal_file_gets_defaults() {
     let config = parse(&format!("{REQUIRED_KEYS}[[service]]\nlisten = \"127.0.0.1:4000\"\n")).unwrap();
     let EngineConfig { rank_bound, rank_rule, payload_bytes, services, scheduler, .. } = &config.engine_config;
     assert_eq!((rank_bound.get(), *rank_rule, *payload_bytes), (4, RankRule::Ranked, 1472));
-    assert_eq!(services[0].lambda, Lambda::PUBLISHED);
+    assert_eq!(services[0].lambda, Lambda::PAPER_VALUE);
     assert_eq!((scheduler.capacity, scheduler.selection), (4096, Selection::FirstEligible));
     assert_eq!(config.listeners[0].1.rules, [(0, None)]);
 }

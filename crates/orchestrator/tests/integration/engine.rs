@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use coreward_model::dispatch::{
-    Epoch, FirstEligibleOutConfig, Lambda, LoadHint, RankRule, RateLimit, ScaleDownCondition, ScaleUpCondition,
+    EpochLength, FirstEligibleOutConfig, Lambda, LoadHint, RankRule, RateLimit, ScaleDownCondition, ScaleUpCondition,
 };
 use coreward_orchestrator::engine::{Engine, EngineConfig, ServiceConfig, ServiceCounters};
 use coreward_runtime::message::HintTrigger;
@@ -26,7 +26,7 @@ fn service_address() -> SocketAddrV4 {
 pub fn engine_config() -> EngineConfig {
     let new_service_config = |priority| ServiceConfig {
         service_entry: ServiceEntry { address: service_address(), priority },
-        lambda: Lambda::PUBLISHED,
+        lambda: Lambda::PAPER_VALUE,
     };
     EngineConfig {
         core_count: 2,
@@ -98,7 +98,7 @@ impl TestEngine {
         self.check_request_counts();
     }
 
-    fn outstanding_by_core(&self) -> [u32; 2] {
+    fn outstanding_counts_by_core(&self) -> [u32; 2] {
         [0, 1].map(|core| self.engine.dispatch_policy().ranks().core_request_count(core))
     }
 
@@ -133,11 +133,11 @@ impl TestEngine {
     }
 }
 
-fn take_and_complete(worker: &mut Worker<'_>, service: u8, count: u32) {
+fn take_and_complete_requests(worker: &mut Worker<'_>, service: u8, count: u32) {
     for _ in 0..count {
         assert_eq!(worker.take_request().unwrap().unwrap().service(), service);
     }
-    worker.load_feedback(service, worker.core(), count).unwrap();
+    worker.send_load_feedback(service, worker.core(), count).unwrap();
 }
 
 struct EchoHandler;
@@ -158,7 +158,10 @@ fn requests_are_distributed_to_both_cores_and_answered() {
     for number in 0..6 {
         test_engine.submit(1, 1, &[number]);
     }
-    assert_eq!((test_engine.outstanding_by_core(), test_engine.engine.dispatch_policy().waiting_count(1)), ([2, 2], 2));
+    assert_eq!(
+        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_count(1)),
+        ([2, 2], 2)
+    );
     let (stop, started) = (AtomicBool::new(false), Instant::now());
     let mut responses = Vec::new();
     std::thread::scope(|scope| {
@@ -195,19 +198,25 @@ fn requests_of_an_ended_worker_are_lost_and_counted() {
     let runtime = test_engine.connect_runtime();
     let first_worker = test_engine.attach_serving_worker(&runtime, 0);
     (0..5).for_each(|_| test_engine.submit(1, 1, b"x"));
-    assert_eq!((test_engine.outstanding_by_core(), test_engine.engine.dispatch_policy().waiting_count(1)), ([2, 0], 3));
+    assert_eq!(
+        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_count(1)),
+        ([2, 0], 3)
+    );
     test_engine.check_workers(2);
-    assert_eq!(test_engine.outstanding_by_core(), [2, 0], "the worker lives");
+    assert_eq!(test_engine.outstanding_counts_by_core(), [2, 0], "the worker lives");
     drop(first_worker);
     test_engine.check_workers(3);
-    assert_eq!((test_engine.outstanding_by_core(), test_engine.counters(1).lost_requests), ([0, 0], 2));
+    assert_eq!((test_engine.outstanding_counts_by_core(), test_engine.counters(1).lost_requests), ([0, 0], 2));
     assert_eq!(test_engine.engine.dispatch_policy().ranks().eligible_service_mask(), 0);
     // A new worker at this core gets the waiting requests. A second one replaces it before the next check.
     let second_worker = test_engine.attach_serving_worker(&runtime, 0);
-    assert_eq!((test_engine.outstanding_by_core(), test_engine.engine.dispatch_policy().waiting_count(1)), ([2, 0], 1));
+    assert_eq!(
+        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_count(1)),
+        ([2, 0], 1)
+    );
     drop(second_worker);
     let _third_worker = test_engine.attach_serving_worker(&runtime, 0);
-    assert_eq!((test_engine.outstanding_by_core(), test_engine.counters(1).lost_requests), ([1, 0], 4));
+    assert_eq!((test_engine.outstanding_counts_by_core(), test_engine.counters(1).lost_requests), ([1, 0], 4));
     assert_eq!(
         (test_engine.engine.core_counters().accepted_workers, test_engine.engine.core_counters().ended_workers),
         (3, 2)
@@ -222,21 +231,27 @@ fn stalled_worker_loses_eligibility_until_it_completes_a_request() {
     let (mut stalls, mut other) =
         (test_engine.attach_serving_worker(&runtime, 0), test_engine.attach_serving_worker(&runtime, 1));
     test_engine.submit(1, 0, b"x");
-    assert_eq!(test_engine.outstanding_by_core(), [1, 0]);
+    assert_eq!(test_engine.outstanding_counts_by_core(), [1, 0]);
     test_engine.check_workers(2);
     test_engine.check_workers(2 + STALL_AFTER_NS);
     assert_eq!(test_engine.engine.core_counters().worker_stalls, 1);
     (0..2).for_each(|_| test_engine.submit(3, 0, b"x"));
-    assert_eq!(test_engine.outstanding_by_core(), [1, 2], "the other core takes all");
+    assert_eq!(test_engine.outstanding_counts_by_core(), [1, 2], "the other core takes all");
     test_engine.submit(4, 0, b"x");
-    assert_eq!((test_engine.outstanding_by_core(), test_engine.engine.dispatch_policy().waiting_count(0)), ([1, 2], 1));
-    take_and_complete(&mut other, 0, 2);
-    take_and_complete(&mut stalls, 0, 1);
+    assert_eq!(
+        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_count(0)),
+        ([1, 2], 1)
+    );
+    take_and_complete_requests(&mut other, 0, 2);
+    take_and_complete_requests(&mut stalls, 0, 1);
     test_engine.poll(5 + STALL_AFTER_NS);
-    assert_eq!(test_engine.outstanding_by_core(), [0, 1]);
+    assert_eq!(test_engine.outstanding_counts_by_core(), [0, 1]);
     test_engine.check_workers(6 + STALL_AFTER_NS);
     test_engine.submit(7 + STALL_AFTER_NS, 0, b"x");
-    assert_eq!((test_engine.outstanding_by_core(), test_engine.engine.core_counters().worker_stalls), ([1, 1], 1));
+    assert_eq!(
+        (test_engine.outstanding_counts_by_core(), test_engine.engine.core_counters().worker_stalls),
+        ([1, 1], 1)
+    );
 }
 
 #[test]
@@ -258,18 +273,18 @@ fn feedback_for_requests_that_were_not_sent_is_rejected_and_counted() {
     let runtime = test_engine.connect_runtime();
     let mut worker = test_engine.attach_serving_worker(&runtime, 0);
     test_engine.submit(1, 0, b"x");
-    worker.load_feedback(0, 0, 2).unwrap();
-    worker.load_feedback(1, 0, 1).unwrap();
-    worker.load_feedback(0, 1, u32::MAX).unwrap();
+    worker.send_load_feedback(0, 0, 2).unwrap();
+    worker.send_load_feedback(1, 0, 1).unwrap();
+    worker.send_load_feedback(0, 1, u32::MAX).unwrap();
     worker.enable_service(0, 1).unwrap();
     test_engine.poll(2);
     let counters = test_engine.engine.core_counters();
     assert_eq!((counters.rejected_feedback, counters.bad_messages), (3, 0));
     assert_eq!(counters.enabled_without_worker, 1, "core 1 has no worker");
-    assert_eq!((test_engine.outstanding_by_core(), test_engine.counters(0).completed_requests), ([1, 0], 0));
-    worker.load_feedback(0, 0, 1).unwrap();
+    assert_eq!((test_engine.outstanding_counts_by_core(), test_engine.counters(0).completed_requests), ([1, 0], 0));
+    worker.send_load_feedback(0, 0, 1).unwrap();
     test_engine.poll(3);
-    assert_eq!((test_engine.outstanding_by_core(), test_engine.counters(0).completed_requests), ([0, 0], 1));
+    assert_eq!((test_engine.outstanding_counts_by_core(), test_engine.counters(0).completed_requests), ([0, 0], 1));
 }
 
 #[test]
@@ -277,15 +292,18 @@ fn hint_is_sent_to_the_least_loaded_core_once_until_rearmed() {
     let mut test_engine = TestEngine::new(&engine_config());
     let runtime = test_engine.connect_runtime();
     let mut workers = [0, 1].map(|core| test_engine.attach_serving_worker(&runtime, core));
-    let monitor_epoch = Epoch::power_of_two(4).unwrap();
-    workers[0].enable_load_monitor(1, HintTrigger::ScaleUp(ScaleUpCondition { epoch: monitor_epoch })).unwrap();
+    let monitor_epoch = EpochLength::power_of_two(4).unwrap();
+    workers[0].enable_load_monitor(1, HintTrigger::ScaleUp(ScaleUpCondition { epoch_length: monitor_epoch })).unwrap();
     test_engine.poll(0);
     (0..5).for_each(|_| test_engine.submit(1, 1, b"x"));
-    assert_eq!((test_engine.outstanding_by_core(), test_engine.engine.dispatch_policy().waiting_count(1)), ([2, 2], 1));
+    assert_eq!(
+        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_count(1)),
+        ([2, 2], 1)
+    );
     assert_eq!(test_engine.engine.next_timer_ns(4), Some(16));
-    test_engine.engine.check_monitors(16);
-    test_engine.engine.check_monitors(32);
-    test_engine.engine.check_monitors(48);
+    test_engine.engine.check_load_monitors(16);
+    test_engine.engine.check_load_monitors(32);
+    test_engine.engine.check_load_monitors(48);
     let hint = workers[0].next_hint().unwrap();
     assert_eq!(
         (hint.service, hint.hint, hint.waiting_services),
@@ -295,38 +313,41 @@ fn hint_is_sent_to_the_least_loaded_core_once_until_rearmed() {
     assert_eq!((workers[0].next_hint(), workers[1].next_hint()), (None, None));
     workers[0].rearm_load_monitor(1).unwrap();
     test_engine.poll(50);
-    test_engine.engine.check_monitors(64);
+    test_engine.engine.check_load_monitors(64);
     assert!(workers[0].next_hint().is_some());
     // The worker ends before it acts on the hint, so the hint no longer counts as awaiting action.
     let [first, mut second] = workers;
     drop(first);
     test_engine.check_workers(65);
     assert_eq!(test_engine.counters(1).lost_requests, 2);
-    test_engine.engine.check_monitors(80);
+    test_engine.engine.check_load_monitors(80);
     assert_eq!(second.next_hint().map(|hint| hint.hint), Some(LoadHint::ScaleUp));
     let scale_down_condition =
-        ScaleDownCondition { epoch: monitor_epoch, max_calm_queue_length: 0, required_calm_epochs: 1 };
+        ScaleDownCondition { epoch_length: monitor_epoch, max_calm_queue_length: 0, required_calm_epochs: 1 };
     second.enable_load_monitor(0, HintTrigger::ScaleDown(scale_down_condition)).unwrap();
     test_engine.poll(81);
     drop(second);
     test_engine.check_workers(82);
-    test_engine.engine.check_monitors(97);
+    test_engine.engine.check_load_monitors(97);
     assert_eq!(test_engine.engine.core_counters().sent_hints, 3, "no core runs service 0: nothing is sent");
 }
 
 #[test]
 fn rate_limit_delays_requests() {
-    let mut limited_config = engine_config();
-    limited_config.scheduler.queues[0].parameters.rate_limit = Some(RateLimit { token_interval: 100, burst: 1 });
-    let mut test_engine = TestEngine::new(&limited_config);
+    let mut rate_limited_config = engine_config();
+    rate_limited_config.scheduler.queues[0].parameters.rate_limit = Some(RateLimit { token_interval: 100, burst: 1 });
+    let mut test_engine = TestEngine::new(&rate_limited_config);
     let runtime = test_engine.connect_runtime();
     let _worker = test_engine.attach_serving_worker(&runtime, 0);
     (0..2).for_each(|_| test_engine.submit(1000, 0, b"x"));
-    assert_eq!((test_engine.outstanding_by_core(), test_engine.engine.next_timer_ns(1000)), ([1, 0], Some(1100)));
-    test_engine.engine.dispatch_waiting(1099);
-    assert_eq!(test_engine.outstanding_by_core(), [1, 0]);
-    test_engine.engine.dispatch_waiting(1100);
-    assert_eq!(test_engine.outstanding_by_core(), [2, 0]);
+    assert_eq!(
+        (test_engine.outstanding_counts_by_core(), test_engine.engine.next_timer_ns(1000)),
+        ([1, 0], Some(1100))
+    );
+    test_engine.engine.dispatch_waiting_requests(1099);
+    assert_eq!(test_engine.outstanding_counts_by_core(), [1, 0]);
+    test_engine.engine.dispatch_waiting_requests(1100);
+    assert_eq!(test_engine.outstanding_counts_by_core(), [2, 0]);
 }
 
 #[test]
@@ -347,10 +368,10 @@ fn core_of_a_worker_with_damaged_queues_is_released() {
     file.write_all_at(&(1u32 << 31).to_ne_bytes(), 64 * 68).unwrap();
     test_engine.submit(3, 0, b"x");
     let error = worker.serve(&EchoHandler, ServeOptions::default(), &AtomicBool::new(false)).unwrap_err();
-    assert!(matches!(error, RuntimeError::WorkerReleased(0)), "{error}");
+    assert!(matches!(error, RuntimeError::CoreWorkerReleased(0)), "{error}");
     assert_eq!((test_engine.engine.core_counters().damaged_queues, test_engine.counters(0).rejected_requests), (1, 1));
     drop(worker);
     let _next_worker = test_engine.attach_serving_worker(&runtime, 0);
     test_engine.submit(3, 0, b"x");
-    assert_eq!(test_engine.outstanding_by_core(), [1, 0], "the next worker adopts the cursors");
+    assert_eq!(test_engine.outstanding_counts_by_core(), [1, 0], "the next worker adopts the cursors");
 }

@@ -38,15 +38,15 @@ fn metrics_show_waiting_requests() {
     for request in [&[1, 2][..], &[9], &[1]] {
         client.send_to(request, service_address).unwrap();
     }
-    let stop = AtomicBool::new(false);
+    let stop_flag = AtomicBool::new(false);
     let served_metrics = std::thread::scope(|scope| {
-        scope.spawn(|| daemon.run(&stop).unwrap());
-        let started = Instant::now();
+        scope.spawn(|| daemon.run(&stop_flag).unwrap());
+        let start_time = Instant::now();
         let mut text = scrape_metrics(metrics_address);
-        while !text.contains("event=\"unclassified\"} 1") && started.elapsed() < WAIT_TIMEOUT {
+        while !text.contains("event=\"unclassified\"} 1") && start_time.elapsed() < WAIT_TIMEOUT {
             text = scrape_metrics(metrics_address);
         }
-        stop.store(true, Relaxed);
+        stop_flag.store(true, Relaxed);
         text
     });
     for line in [

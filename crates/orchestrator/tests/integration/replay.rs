@@ -22,7 +22,7 @@ const CORE_COUNT: u16 = 16;
 const SERVICE_COUNT: usize = 2;
 const WAITING_CAPACITY: usize = 256;
 /// Environment variable with the number of decisions in a test run.
-const DECISIONS_ENV_VARIABLE: &str = "COREWARD_DECISIONS";
+const DECISION_COUNT_ENV_VARIABLE: &str = "COREWARD_DECISIONS";
 const DEFAULT_DECISION_COUNT: u64 = 100_000;
 /// Number of records that are replayed together.
 const REPLAY_BATCH_LENGTH: usize = 1 << 20;
@@ -145,7 +145,7 @@ impl ModelReplay {
 struct RecordingEngine {
     test_engine: TestEngine,
     unreplayed_records: Vec<EngineRecord>,
-    last_enabled: [[bool; SERVICE_COUNT]; CORE_COUNT as usize],
+    was_enabled: [[bool; SERVICE_COUNT]; CORE_COUNT as usize],
     submitted_count: u64,
     response_count: u64,
 }
@@ -156,7 +156,7 @@ impl RecordingEngine {
         Self {
             test_engine: TestEngine::new(config),
             unreplayed_records,
-            last_enabled: Default::default(),
+            was_enabled: Default::default(),
             submitted_count: 0,
             response_count: 0,
         }
@@ -176,8 +176,11 @@ impl RecordingEngine {
     /// Submits requests until a random number of them is in flight. Some bursts are so large that they overflow the
     /// buffer.
     fn submit_burst(&mut self, now: u64, round: u64, random_below: &mut impl FnMut(u32) -> u32) {
-        let burst_size =
-            if round % 64 == 0 { 2 * WAITING_CAPACITY as u32 } else { random_below(4 * u32::from(CORE_COUNT)) };
+        let burst_size = if round.is_multiple_of(64) {
+            2 * WAITING_CAPACITY as u32
+        } else {
+            random_below(4 * u32::from(CORE_COUNT))
+        };
         for _ in self.requests_in_flight()..burst_size.into() {
             self.submit_request(now, u8::from(random_below(3) == 0));
         }
@@ -195,8 +198,8 @@ impl RecordingEngine {
         for core in 0..CORE_COUNT {
             for service in [0, 1] {
                 let is_enabled = self.test_engine.engine.dispatch_policy().ranks().is_enabled(service, core);
-                let last_enabled = &mut self.last_enabled[usize::from(core)][usize::from(service)];
-                if std::mem::replace(last_enabled, is_enabled) != is_enabled {
+                let was_enabled = &mut self.was_enabled[usize::from(core)][usize::from(service)];
+                if std::mem::replace(was_enabled, is_enabled) != is_enabled {
                     self.unreplayed_records.push(EngineRecord::Enabled { service, core, is_enabled });
                 }
             }
@@ -258,9 +261,9 @@ fn run_engine(config: &EngineConfig, completed_count: u64, seed: u64, mut check:
     let runtime = recorder.test_engine.connect_runtime();
     let mut rng = seeded_rng(seed, 0);
     let mut random_below = |bound: u32| uniform_below(&mut rng, bound);
-    let stop = AtomicBool::new(false);
+    let stop_flag = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let serving_thread = scope.spawn(|| serve_all_cores(&runtime, seed, &stop));
+        let serving_thread = scope.spawn(|| serve_all_cores(&runtime, seed, &stop_flag));
         let (mut now, mut last_progress_at) = (0, Instant::now());
         for round in 1u64.. {
             if recorder.response_count >= completed_count {
@@ -268,12 +271,12 @@ fn run_engine(config: &EngineConfig, completed_count: u64, seed: u64, mut check:
             }
             now += u64::from(random_below(20));
             recorder.submit_burst(now, round, &mut random_below);
-            let responses_before = recorder.response_count;
+            let initial_response_count = recorder.response_count;
             if recorder.poll_engine(now) == 0 {
                 // The workers may share this CPU.
                 std::thread::yield_now();
             }
-            if recorder.response_count > responses_before {
+            if recorder.response_count > initial_response_count {
                 last_progress_at = Instant::now();
             }
             assert!(
@@ -284,7 +287,7 @@ fn run_engine(config: &EngineConfig, completed_count: u64, seed: u64, mut check:
                 check(&mut recorder);
             }
         }
-        stop.store(true, Relaxed);
+        stop_flag.store(true, Relaxed);
         while !serving_thread.is_finished() {
             recorder.poll_engine(now);
         }
@@ -325,8 +328,8 @@ fn engine_configs() -> Vec<EngineConfig> {
 }
 
 fn requested_decision_count() -> u64 {
-    let Ok(text) = std::env::var(DECISIONS_ENV_VARIABLE) else { return DEFAULT_DECISION_COUNT };
-    text.parse().unwrap_or_else(|_| panic!("{DECISIONS_ENV_VARIABLE}={text:?}: expected a whole number"))
+    let Ok(text) = std::env::var(DECISION_COUNT_ENV_VARIABLE) else { return DEFAULT_DECISION_COUNT };
+    text.parse().unwrap_or_else(|_| panic!("{DECISION_COUNT_ENV_VARIABLE}={text:?}: expected a whole number"))
 }
 
 #[test]
@@ -334,7 +337,7 @@ fn model_makes_the_same_decisions_as_the_engine() {
     let (configs, started, mut replayed) = (engine_configs(), Instant::now(), 0);
     let decisions_per_config = requested_decision_count().div_ceil(configs.len() as u64);
     for (config, seed) in configs.iter().zip(0..) {
-        let mut replay = ModelReplay::new(config, Lambda::PUBLISHED);
+        let mut replay = ModelReplay::new(config, Lambda::PAPER_VALUE);
         run_engine(config, decisions_per_config, seed, |recorder| recorder.replay_and_compare(&mut replay));
         assert!(
             replay.decision_count >= decisions_per_config && replay.dropped_counts[1] > 0,

@@ -32,10 +32,10 @@ fn check_batch_preemption(timer_us: Option<&str>) {
         .args([interactive, batch].map(|address| address.port().to_string()))
         .args(timer_us)
         .stdout(Stdio::piped());
-    let stop = AtomicBool::new(false);
+    let stop_flag = AtomicBool::new(false);
     let output = std::thread::scope(|scope| {
-        let _end = StopOnDrop(&stop);
-        scope.spawn(|| daemon.run(&stop).unwrap());
+        let _stop_guard = StopOnDrop(&stop_flag);
+        scope.spawn(|| daemon.run(&stop_flag).unwrap());
         let server = server.spawn().unwrap();
         let client = connected_client(interactive);
         for number in 0..200u32 {

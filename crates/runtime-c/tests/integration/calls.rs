@@ -68,10 +68,10 @@ fn server_with_its_own_scheduler_takes_and_answers_requests() {
     let memory = directory.path().join("cores");
     let (mut daemon, listen) = start_one_service_orchestrator(&memory);
     let SocketAddr::V4(address) = listen else { unreachable!("an IPv4 address") };
-    let stop = AtomicBool::new(false);
+    let stop_flag = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let _end = StopOnDrop(&stop);
-        scope.spawn(|| daemon.run(&stop).unwrap());
+        let _stop_guard = StopOnDrop(&stop_flag);
+        scope.spawn(|| daemon.run(&stop_flag).unwrap());
         let runtime = connect_runtime(&memory);
         let client = connected_client(listen);
         // SAFETY: the objects are used by this thread alone, and freed once.

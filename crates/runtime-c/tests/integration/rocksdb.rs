@@ -87,10 +87,10 @@ fn rocksdb_server_keeps_keys_across_a_restart() {
         server.arg(&memory).args(["127.0.0.1", &listen.port().to_string()]).arg(directory.path().join("database"));
         server.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
-    let stop = AtomicBool::new(false);
+    let stop_flag = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let _end = StopOnDrop(&stop);
-        scope.spawn(|| daemon.run(&stop).unwrap());
+        let _stop_guard = StopOnDrop(&stop_flag);
+        scope.spawn(|| daemon.run(&stop_flag).unwrap());
         let server = start_server();
         let client = KeyValueClient { socket: connected_client(listen), next_id: Cell::new(0) };
         for (key, value) in (0..10).map(key_value_pair) {

@@ -92,10 +92,10 @@ fn server_in_c_answers_until_it_is_stopped() {
     let (mut daemon, listen) = start_one_service_orchestrator(&memory);
     let mut server = Command::new(program);
     server.arg(&memory).arg(listen.port().to_string()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let stop = AtomicBool::new(false);
+    let stop_flag = AtomicBool::new(false);
     let output = std::thread::scope(|scope| {
-        let _end = StopOnDrop(&stop);
-        scope.spawn(|| daemon.run(&stop).unwrap());
+        let _stop_guard = StopOnDrop(&stop_flag);
+        scope.spawn(|| daemon.run(&stop_flag).unwrap());
         let server = server.spawn().unwrap();
         let client = connected_client(listen);
         request_until_answered(&client, b"a small text", |response| response == b"A SMALL TEXT");

@@ -67,14 +67,14 @@ impl Worker<'_> {
         let serve_result = std::thread::scope(|scope| {
             let timer_thread = scope.spawn(|| preempt_periodically(&request_server, period, &has_serving_ended));
             let serve_result = {
-                let _end_timer = SetFlagOnDrop(&has_serving_ended);
+                let _timer_stop_guard = SetFlagOnDrop(&has_serving_ended);
                 serve_until_stopped(&mut LockedServer(&request_server), options, stop_flag)
             };
             serve_result.and(timer_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         });
         serve_result?;
         let mut request_server = request_server.into_inner().unwrap_or_else(PoisonError::into_inner);
-        request_server.serve_rest_and_detach()?;
+        request_server.serve_remaining_requests_and_detach()?;
         Ok(request_server.counters)
     }
 }

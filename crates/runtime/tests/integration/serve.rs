@@ -47,7 +47,7 @@ impl Handler for RecordingHandler {
         Reply::Nothing
     }
 
-    fn load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
+    fn handle_load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         self.record_event("hint");
         worker.enable_service(hint.service, worker.core())?;
         worker.rearm_load_monitor(hint.service)
@@ -66,15 +66,15 @@ fn serve_while(
     let runtime = Runtime::connect(path).unwrap();
     (0..2).for_each(|service| runtime.register_service(service, loopback_address(4000), service).unwrap());
     let mut attached_worker = attach_worker(queues, &runtime, 0);
-    let stop = AtomicBool::new(false);
+    let stop_flag = AtomicBool::new(false);
     let (mut sent_messages, mut responses) = (Vec::new(), Vec::new());
     let counters = std::thread::scope(|scope| {
         let server_thread = scope.spawn(|| match timer {
-            None => attached_worker.serve(handler, options, &stop).unwrap(),
-            Some(period) => attached_worker.serve_with_timer(handler, options, period, &stop).unwrap(),
+            None => attached_worker.serve(handler, options, &stop_flag).unwrap(),
+            Some(period) => attached_worker.serve_with_timer(handler, options, period, &stop_flag).unwrap(),
         });
         work(queues);
-        stop.store(true, SeqCst);
+        stop_flag.store(true, SeqCst);
         while !server_thread.is_finished() {
             sent_messages.extend(receive_all_messages(queues, 0));
             queues.receive_responses(0, 9, |_, payload| responses.push(payload.unwrap().to_vec()));
@@ -237,10 +237,10 @@ fn feedback_is_sent_in_batches_and_before_serving_ends() {
         let mut worker = attach_worker(&mut queues, &runtime, 0);
         (0..3).for_each(|_| queues.send_request(0, 0, &request_header(0), b"no answer").unwrap());
         // A worker that must end serves all requests that were sent before.
-        let stop = AtomicBool::new(true);
+        let stop_flag = AtomicBool::new(true);
         let mut feedback_counts = Vec::new();
         std::thread::scope(|scope| {
-            let server_thread = scope.spawn(|| worker.serve(&FeedbackHandler, options, &stop).unwrap());
+            let server_thread = scope.spawn(|| worker.serve(&FeedbackHandler, options, &stop_flag).unwrap());
             while !server_thread.is_finished() {
                 feedback_counts.extend(receive_all_messages(&mut queues, 0).into_iter().filter_map(|message| {
                     match message {

@@ -5,7 +5,7 @@ use std::net::SocketAddrV4;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
-use coreward_model::dispatch::{Epoch, LoadHint, ScaleUpCondition};
+use coreward_model::dispatch::{EpochLength, LoadHint, ScaleUpCondition};
 use coreward_runtime::core_queues::{CoreQueues, RequestHeader};
 use coreward_runtime::layout::Geometry;
 use coreward_runtime::message::{HintMessage, HintTrigger, Message};
@@ -50,15 +50,15 @@ pub fn receive_all_messages(queues: &mut CoreQueues, core: u16) -> Vec<Message> 
 }
 
 #[test]
-fn calls_and_hints_reach_the_other_side() {
+fn worker_messages_and_hints_reach_their_receivers() {
     let (_directory, path, mut queues) = create_orchestrator();
     let runtime = Runtime::connect(&path).unwrap();
     let mut worker = attach_worker(&mut queues, &runtime, 1);
     assert!(queues.has_worker(1) && !queues.has_worker(0) && !queues.has_new_worker(1));
     runtime.register_service(1, loopback_address(4000), 1).unwrap();
-    let trigger = HintTrigger::ScaleUp(ScaleUpCondition { epoch: Epoch::power_of_two(14).unwrap() });
+    let trigger = HintTrigger::ScaleUp(ScaleUpCondition { epoch_length: EpochLength::power_of_two(14).unwrap() });
     worker.enable_service(1, 0).unwrap();
-    worker.load_feedback(1, 0, 3).unwrap();
+    worker.send_load_feedback(1, 0, 3).unwrap();
     worker.enable_load_monitor(1, trigger).unwrap();
     worker.rearm_load_monitor(1).unwrap();
     worker.disable_service(1, 0).unwrap();
@@ -109,7 +109,7 @@ fn new_worker_starts_with_empty_queues() {
         (0..3).for_each(|_| queues.send_request(0, 0, &request_header(0), b"lost").unwrap());
         worker.enable_service(0, 0).unwrap();
         assert_eq!(receive_all_messages(&mut queues, 0), [Message::EnableService { service: 0, core: 0 }]);
-        worker.load_feedback(0, 0, 1).unwrap();
+        worker.send_load_feedback(0, 0, 1).unwrap();
         drop(worker);
         assert!(!queues.has_worker(0));
     }
@@ -140,7 +140,7 @@ fn calls_out_of_range_are_rejected() {
     assert_eq!(register_error(2, 4000, 0), "service 2: the orchestrator has 2 services");
     let expected = "service 0 at 127.0.0.1:4001 with priority 1: the orchestrator has 127.0.0.1:4000 with priority 0";
     assert_eq!(register_error(0, 4001, 1), expected);
-    assert_eq!(error_of(worker.load_feedback(1, 2, 1)), "core 2: expected 0 to 1");
+    assert_eq!(error_of(worker.send_load_feedback(1, 2, 1)), "core 2: expected 0 to 1");
     assert_eq!(error_of(worker.rearm_load_monitor(2)), "service 2: the orchestrator has 2 services");
     assert_eq!(receive_all_messages(&mut queues, 0), []);
     drop(worker);

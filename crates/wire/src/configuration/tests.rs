@@ -46,7 +46,7 @@ fn sample_service(index: u32) -> Service {
 fn sample_configuration() -> FleetConfiguration {
     let peer = |owner: Option<u32>, address: Option<[u8; 4]>| PeerLoadBalancer {
         name: format!("lb{owner:?}"),
-        owner: owner.map(|number| u64::from(number).try_into().unwrap()),
+        owner_number: owner.map(|number| u64::from(number).try_into().unwrap()),
         address: address.map(IpAddr::from),
         is_alive: address.is_some(),
     };
@@ -61,7 +61,7 @@ fn sample_configuration() -> FleetConfiguration {
 }
 
 #[test]
-fn changes_give_the_next_configuration() {
+fn applied_change_gives_the_next_configuration() {
     let (old, mut new) = (sample_configuration(), sample_configuration());
     assert_eq!(FleetChange::between((4, &old), (5, &new)).configuration.services, []);
     new.generation = 4;
@@ -131,7 +131,7 @@ fn unusable_service_affects_no_other_and_keeps_its_drains() {
     assert_eq!((rejected_service.name.as_str(), rejected_service.index), ("web63", 63));
     assert!(rejected_service.reason.to_string().contains("quantum"), "{}", rejected_service.reason);
     let previous_service = &sample_configuration().services[1];
-    let service_in_force = rejected_service.with_servers_of(previous_service);
+    let service_in_force = rejected_service.apply_servers_to(previous_service);
     assert!(!service_in_force.servers[0].is_eligible);
     assert_eq!(Service { servers: previous_service.servers.clone(), ..service_in_force }, *previous_service);
 

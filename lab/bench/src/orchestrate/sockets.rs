@@ -167,11 +167,11 @@ fn measure_orchestrator(
         let completed_request_count = |daemon: &Daemon| {
             daemon.engine().service_counters().iter().map(|service| service.completed_requests).sum::<u64>()
         };
-        let mut completed_before = 0;
+        let mut last_completed_count = 0;
         let times = measure_server(client, address, requests, &mut || {
             daemon.run_once()?;
-            let completed_after = completed_request_count(&daemon);
-            Ok(completed_after - std::mem::replace(&mut completed_before, completed_after))
+            let completed_count = completed_request_count(&daemon);
+            Ok(completed_count - std::mem::replace(&mut last_completed_count, completed_count))
         });
         should_stop.store(true, Relaxed);
         worker_thread.join().expect("the workers' thread")?;

@@ -80,7 +80,7 @@ impl PlacementSetup {
             _ => (PlacementRule::Table, 1),
         };
         let connection_table_entries = match case {
-            PacketCase::Established(Consistency::Stateful, _) => CONNECTION_TABLE_ENTRIES,
+            PacketCase::EstablishedConnections(Consistency::Stateful, _) => CONNECTION_TABLE_ENTRIES,
             PacketCase::NewConnection(NewConnection {
                 consistency: Consistency::Stateful,
                 connection_count: connections,
@@ -263,7 +263,7 @@ impl CaseLoadBalancer {
                 PacketCase::LbStamped(Direction::ToServer) => {
                     return Ok(self.packet_from_client(client, self.random_server_tsecr(client, &mut rng)));
                 }
-                PacketCase::Established(Consistency::Stateful, _) => {
+                PacketCase::EstablishedConnections(Consistency::Stateful, _) => {
                     let entry_index = entry_by_client
                         .get(&SocketAddr::from(*client))
                         .with_context(|| format!("{client} has no entry"))?;
@@ -338,7 +338,7 @@ impl CaseLoadBalancer {
                 self.run_and_check_counter(runner, generator, packets_per_batch - packets_per_batch / 4)?;
             // Slots are used in the order of memory, so that reading the lowest ones is enough.
             let freed_count =
-                self.free_selected(|connections| connections.take(packets_per_batch as usize).collect())?;
+                self.free_selected_connections(|connections| connections.take(packets_per_batch as usize).collect())?;
             ensure!(
                 freed_count == packets_per_batch as usize,
                 "{}: {freed_count} entries were taken by {packets_per_batch} packets",
@@ -375,7 +375,7 @@ impl CaseLoadBalancer {
         packet_count: u32,
     ) -> anyhow::Result<RunResult> {
         let (case, expected_verdict) = (self.case, self.case.expected_verdict());
-        let counted_before = self.counters().packets_by_outcome[case.expected_counter()];
+        let initial_packet_count = self.counters().packets_by_outcome[case.expected_counter()];
         let (mean_ns, xdp_verdict) =
             runner.choose_and_run(generator, self.load_balancer.borrow().program(), packet_count)?;
         ensure!(
@@ -384,19 +384,19 @@ impl CaseLoadBalancer {
         );
         Ok(RunResult {
             mean_ns,
-            counted_packets: self.counters().packets_by_outcome[case.expected_counter()] - counted_before,
+            counted_packets: self.counters().packets_by_outcome[case.expected_counter()] - initial_packet_count,
         })
     }
 
     /// Frees all entries of the connection table except `kept_indices`, and returns the number of freed entries. Fails
     /// when the kernel offers no grace period.
-    pub fn free_all_but(&self, kept_indices: &HashSet<ConnectionIndex>) -> anyhow::Result<usize> {
-        self.free_selected(|connections| {
+    pub fn free_connections_except(&self, kept_indices: &HashSet<ConnectionIndex>) -> anyhow::Result<usize> {
+        self.free_selected_connections(|connections| {
             connections.filter(|connection| !kept_indices.contains(&connection.index)).collect()
         })
     }
 
-    fn free_selected(
+    fn free_selected_connections(
         &self,
         select_connections: impl FnOnce(&mut dyn Iterator<Item = Connection>) -> Vec<Connection>,
     ) -> anyhow::Result<usize> {
@@ -418,7 +418,7 @@ fn random_placement_table(
     servers: &[ServerId],
     rng: &mut Xoshiro256PlusPlus,
 ) -> PlacementTable {
-    let bucket_count = BucketCount::PUBLISHED;
+    let bucket_count = BucketCount::PAPER_VALUE;
     let core_slots: Vec<ServerCore> =
         servers.iter().flat_map(|server| (0..CORE_COUNT).map(|core| ServerCore { server: *server, core })).collect();
     let candidates_per_bucket = if rule == PlacementRule::Table { 1 } else { intf::MAX_CANDIDATES };

@@ -26,9 +26,9 @@ pub struct ConnectionCountCosts {
     pub stateful: CaseMeasurement,
     pub hash_table: CaseMeasurement,
     /// Cost of the stateless program above the empty one (ns), if one more cache line is loaded in parallel.
-    pub ns_with_parallel_line: NsByRound,
+    pub ns_with_parallel_cache_line: NsByRound,
     /// Cost of the stateless program above the empty one (ns), if it must first wait for one more cache line.
-    pub ns_after_line: NsByRound,
+    pub ns_after_awaited_cache_line: NsByRound,
 }
 
 pub fn measure_connection_counts(
@@ -43,7 +43,8 @@ pub fn measure_connection_counts(
 }
 
 fn measure_connection_count(connection_count: usize, args: &Args) -> anyhow::Result<ConnectionCountCosts> {
-    let open_balancer = |consistency| CaseLoadBalancer::new(PacketCase::Established(consistency, connection_count));
+    let open_balancer =
+        |consistency| CaseLoadBalancer::new(PacketCase::EstablishedConnections(consistency, connection_count));
     let stateless = open_balancer(Consistency::Stateless)?;
     let stateful = open_balancer(Consistency::Stateful)?;
     let hash_table = open_balancer(Consistency::HashTable)?;
@@ -57,8 +58,8 @@ fn measure_connection_count(connection_count: usize, args: &Args) -> anyhow::Res
             InterleavedProgram::new(&stateless_runner, Program::Baseline(stateless_runner.empty_program.as_fd())),
             InterleavedProgram::new(&stateless_runner, Program::Baseline(stateless_runner.parse_and_swap_macs.as_fd())),
             stateless_program,
-            InterleavedProgram { generator: PacketGenerator::WithParallelLine, ..stateless_program },
-            InterleavedProgram { generator: PacketGenerator::AfterAwaitedLine, ..stateless_program },
+            InterleavedProgram { generator: PacketGenerator::WithParallelCacheLine, ..stateless_program },
+            InterleavedProgram { generator: PacketGenerator::AfterAwaitedCacheLine, ..stateless_program },
             InterleavedProgram::new(&stateful_runner, Program::Balancer(&stateful)),
             InterleavedProgram::new(&hash_table_runner, Program::Balancer(&hash_table)),
         ],
@@ -75,8 +76,8 @@ fn measure_connection_count(connection_count: usize, args: &Args) -> anyhow::Res
         stateless: CaseMeasurement::new(&stateless, [empty_ns, swap_ns, stateless_ns])?,
         stateful: CaseMeasurement::new(&stateful, [empty_ns, swap_ns, stateful_ns])?,
         hash_table: CaseMeasurement::new(&hash_table, [empty_ns, swap_ns, hash_table_ns])?,
-        ns_with_parallel_line: differences_by_round(parallel_line_ns, empty_ns),
-        ns_after_line: differences_by_round(after_line_ns, empty_ns),
+        ns_with_parallel_cache_line: differences_by_round(parallel_line_ns, empty_ns),
+        ns_after_awaited_cache_line: differences_by_round(after_line_ns, empty_ns),
     })
 }
 
@@ -95,7 +96,7 @@ fn create_runner_with_table_lines(
 }
 
 /// Returns a table with the cost of one cache miss, and the stateful modes' extra costs over the stateless mode.
-pub fn table(costs: &[ConnectionCountCosts]) -> Table {
+pub fn connection_count_table(costs: &[ConnectionCountCosts]) -> Table {
     let mut table = Table::new(&[
         "connections",
         "stateless, ns",
@@ -111,17 +112,17 @@ pub fn table(costs: &[ConnectionCountCosts]) -> Table {
         let stateless_ns = &count_costs.stateless.ns_above_empty;
         let stateful_excess_ns = differences_by_round(&count_costs.stateful.ns_above_empty, stateless_ns);
         let hash_table_excess_ns = differences_by_round(&count_costs.hash_table.ns_above_empty, stateless_ns);
-        let parallel_line_ns = differences_by_round(&count_costs.ns_with_parallel_line, stateless_ns);
-        let waited_line_ns = differences_by_round(&count_costs.ns_after_line, stateless_ns);
+        let parallel_cache_line_ns = differences_by_round(&count_costs.ns_with_parallel_cache_line, stateless_ns);
+        let awaited_cache_line_ns = differences_by_round(&count_costs.ns_after_awaited_cache_line, stateless_ns);
         table.add_row([
             (count_costs.connection_count as u64).into(),
             median_of_rounds(stateless_ns).into(),
             median_of_rounds(&stateful_excess_ns).into(),
             quartile_range(&stateful_excess_ns).into(),
-            median_of_rounds(&parallel_line_ns).into(),
-            quartile_range(&parallel_line_ns).into(),
-            median_of_rounds(&waited_line_ns).into(),
-            quartile_range(&waited_line_ns).into(),
+            median_of_rounds(&parallel_cache_line_ns).into(),
+            quartile_range(&parallel_cache_line_ns).into(),
+            median_of_rounds(&awaited_cache_line_ns).into(),
+            quartile_range(&awaited_cache_line_ns).into(),
             median_of_rounds(&hash_table_excess_ns).into(),
         ]);
     }

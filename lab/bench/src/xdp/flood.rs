@@ -96,7 +96,7 @@ struct FloodMeasurement {
     /// Memory of all maps before the first SYN of a flood, and after the last one.
     memory_before_and_after: [MapMemory; 2],
     /// Number of used connection-table entries before any flood, and the maximum number after a flood.
-    used_entries_before_and_max: [usize; 2],
+    initial_and_max_used_entries: [usize; 2],
 }
 
 /// Measures all programs in a new thread, which is bound to a CPU. Fails without root, with fewer than two CPUs, or
@@ -109,8 +109,9 @@ fn measure_programs(length: &MeasurementLength) -> anyhow::Result<Report> {
     let cpus = first_two_cpus("coreward-lab bench flood")?;
     let flooder = Flooder::start(cpus[1])?;
     crate::cpus::bind_to_cpu(THIS_THREAD, cpus[0])?;
-    let measurements = FloodedProgram::ALL
-        .map(|flooded_program| measure(flooded_program, length, &flooder).with_context(|| flooded_program.to_string()));
+    let measurements = FloodedProgram::ALL.map(|flooded_program| {
+        measure_program(flooded_program, length, &flooder).with_context(|| flooded_program.to_string())
+    });
     let measurements = measurements.into_iter().collect::<anyhow::Result<Vec<_>>>()?;
     Ok(build_report(&measurements, length, cpus))
 }
@@ -136,7 +137,7 @@ struct FloodTarget {
 
 impl FloodTarget {
     fn new(flooded_program: FloodedProgram) -> anyhow::Result<Self> {
-        let case = PacketCase::Established(flooded_program.consistency(), CONNECTION_COUNT);
+        let case = PacketCase::EstablishedConnections(flooded_program.consistency(), CONNECTION_COUNT);
         let setup = PlacementSetup {
             // This placement rule writes more memory for a new connection than any other.
             placement_rule: PlacementRule::LeastAssigned,
@@ -168,7 +169,7 @@ impl FloodTarget {
         } else {
             FlooderCommand::SynsThroughEmptyProgram
         };
-        flooder.run_during(command, || run_established_packets(&self.balancer, &self.runner, is_lb, packet_count))
+        flooder.flood_during(command, || run_established_packets(&self.balancer, &self.runner, is_lb, packet_count))
     }
 }
 
@@ -183,7 +184,7 @@ impl FloodMeasurement {
             flood_counts: FloodCounts::default(),
             syns_without_entry: 0,
             memory_before_and_after: [target.map_memory()?; 2],
-            used_entries_before_and_max: [target.balancer.used_entry_count(); 2],
+            initial_and_max_used_entries: [target.balancer.used_entry_count(); 2],
         })
     }
 
@@ -191,7 +192,7 @@ impl FloodMeasurement {
     fn add_flood(&mut self, flood_counts: FloodCounts, used_entries: usize) {
         self.flood_counts.syn_count += flood_counts.syn_count;
         self.flood_counts.cpu_seconds += flood_counts.cpu_seconds;
-        let [_, max_used_entries] = &mut self.used_entries_before_and_max;
+        let [_, max_used_entries] = &mut self.initial_and_max_used_entries;
         *max_used_entries = used_entries.max(*max_used_entries);
     }
 
@@ -213,7 +214,7 @@ impl FloodMeasurement {
                 self.add_flood(flood_counts, target.balancer.used_entry_count());
             }
             if is_flood && self.flooded_program == FloodedProgram::StatefulWithRoom {
-                target.balancer.free_all_but(&target.open_connections)?;
+                target.balancer.free_connections_except(&target.open_connections)?;
             }
             if round > 0 {
                 let round_times = if is_flood { &mut self.ns_in_flood } else { &mut self.ns_without_flood };
@@ -227,7 +228,7 @@ impl FloodMeasurement {
     }
 }
 
-fn measure(
+fn measure_program(
     flooded_program: FloodedProgram,
     length: &MeasurementLength,
     flooder: &Flooder,
@@ -295,7 +296,7 @@ fn fill_connection_table(
 ) -> anyhow::Result<()> {
     let entry_count = flooded_program.connection_table_entries() as usize;
     for _ in 0..100 {
-        flooder.run_during(FlooderCommand::SynsThroughProgram(balancer.program()?), || {
+        flooder.flood_during(FlooderCommand::SynsThroughProgram(balancer.program()?), || {
             std::thread::sleep(std::time::Duration::from_millis(100));
             Ok(())
         })?;
@@ -362,7 +363,7 @@ impl FloodMeasurement {
     }
 
     fn memory_row(&self) -> [Cell; 8] {
-        let [entries_before, max_entries_after] = self.used_entries_before_and_max.map(|entries| entries as u64);
+        let [entries_before, max_entries_after] = self.initial_and_max_used_entries.map(|entries| entries as u64);
         let [memory_before, memory_after] = self.memory_before_and_after;
         [
             self.flooded_program.to_string().into(),

@@ -31,17 +31,19 @@ enum CostLimit {
 fn cost_limit(case: PacketCase) -> Option<CostLimit> {
     let reference_limit = |ns| Some(CostLimit::ReferenceNs(ns));
     match case {
-        PacketCase::Established(Consistency::Stateless, _) => reference_limit(20.0),
-        PacketCase::Established(Consistency::Stateful, 16384) => reference_limit(32.0),
-        PacketCase::Established(Consistency::Stateful, PACKET_COUNT) => Some(CostLimit::CacheMissPlusReferenceNs(20.0)),
-        PacketCase::Established(Consistency::HashTable, 16384) => reference_limit(90.0),
-        PacketCase::Established(Consistency::HashTable, 131072) => reference_limit(190.0),
+        PacketCase::EstablishedConnections(Consistency::Stateless, _) => reference_limit(20.0),
+        PacketCase::EstablishedConnections(Consistency::Stateful, 16384) => reference_limit(32.0),
+        PacketCase::EstablishedConnections(Consistency::Stateful, PACKET_COUNT) => {
+            Some(CostLimit::CacheMissPlusReferenceNs(20.0))
+        }
+        PacketCase::EstablishedConnections(Consistency::HashTable, 16384) => reference_limit(90.0),
+        PacketCase::EstablishedConnections(Consistency::HashTable, 131072) => reference_limit(190.0),
         PacketCase::NewConnection(new_connection) => {
             new_connection_limit_ns(new_connection).map(CostLimit::ReferenceNs)
         }
         PacketCase::Encapsulated(Forwarding::Gue) => reference_limit(35.0),
-        PacketCase::EstablishedIpv6(connections) => {
-            Some(CostLimit::RelativeToIpv4(PacketCase::Established(Consistency::Stateless, connections)))
+        PacketCase::EstablishedIpv6Connections(connections) => {
+            Some(CostLimit::RelativeToIpv4(PacketCase::EstablishedConnections(Consistency::Stateless, connections)))
         }
         PacketCase::NewConnectionIpv6 => {
             Some(CostLimit::RelativeToIpv4(PacketCase::NewConnection(NewConnection::STATELESS)))
@@ -85,7 +87,7 @@ impl<'a> CostGoals<'a> {
             parse_and_swap_ns: median(&parse_and_swap_values_ns).expect("at least one case"),
             cache_miss_ns: largest_count_costs.map(|count_costs| {
                 median_of_rounds(&differences_by_round(
-                    &count_costs.ns_after_line,
+                    &count_costs.ns_after_awaited_cache_line,
                     &count_costs.stateless.ns_above_empty,
                 ))
             }),
@@ -128,21 +130,24 @@ mod tests {
     #[test]
     fn goals_scale_with_the_cost_of_parse_and_swap_but_cache_misses_do_not() {
         let measurement_of_mode = |consistency, connection_count| {
-            measurement(PacketCase::Established(consistency, connection_count), 9.0, 30.0)
+            measurement(PacketCase::EstablishedConnections(consistency, connection_count), 9.0, 30.0)
         };
         let established_costs = [ConnectionCountCosts {
             connection_count: PACKET_COUNT,
             stateless: measurement_of_mode(Consistency::Stateless, PACKET_COUNT),
             stateful: measurement_of_mode(Consistency::Stateful, PACKET_COUNT),
             hash_table: measurement_of_mode(Consistency::HashTable, PACKET_COUNT),
-            ns_with_parallel_line: vec![40.0],
-            ns_after_line: vec![130.0],
+            ns_with_parallel_cache_line: vec![40.0],
+            ns_after_awaited_cache_line: vec![130.0],
         }];
         let cost_goals = CostGoals::new(&established_costs, &[]);
         assert_eq!(cost_goals.goal_for_case(established_costs[0].stateless.case), Some(Goal::AtMost(40.0)));
         assert_eq!(cost_goals.goal_for_case(established_costs[0].stateful.case), Some(Goal::AtMost(140.0)));
         assert_eq!(cost_goals.goal_for_case(established_costs[0].hash_table.case), None);
-        assert_eq!(cost_goals.goal_for_case(PacketCase::EstablishedIpv6(PACKET_COUNT)), Some(Goal::AtMost(39.0)));
+        assert_eq!(
+            cost_goals.goal_for_case(PacketCase::EstablishedIpv6Connections(PACKET_COUNT)),
+            Some(Goal::AtMost(39.0))
+        );
         assert_eq!(cost_goals.goal_for_case(PacketCase::NewConnectionIpv6), None);
     }
 }

@@ -52,9 +52,9 @@ pub struct FrameTemplate {
 pub enum PacketGenerator {
     VariedFrame,
     /// Generator that also loads a cache line, for which the measured program does not wait.
-    WithParallelLine,
+    WithParallelCacheLine,
     /// Generator that also loads a cache line, and makes the measured program wait for it.
-    AfterAwaitedLine,
+    AfterAwaitedCacheLine,
     /// Generator that sends packets of new clients.
     GeneratedSource,
     /// Generator that first removes the outer header which the previous run added to the frame.
@@ -168,9 +168,9 @@ pub fn run_generator(
     queue: Option<ReceiveQueueId>,
 ) -> anyhow::Result<(f64, i32)> {
     let start = thread_cpu_time()?;
-    let test_run_result = test_run::run_from(generator_program, frame, repeat, queue)?;
-    let elapsed = thread_cpu_time()? - start;
-    Ok((elapsed.as_secs_f64() * 1e9 / f64::from(repeat), test_run_result.verdict))
+    let test_run_result = test_run::run_from_queue(generator_program, frame, repeat, queue)?;
+    let elapsed_cpu_time = thread_cpu_time()? - start;
+    Ok((elapsed_cpu_time.as_secs_f64() * 1e9 / f64::from(repeat), test_run_result.verdict))
 }
 
 pub fn thread_cpu_time() -> nix::Result<Duration> {

@@ -119,7 +119,7 @@ impl LoadedServerPrograms {
         let mut rng = seeded_rng(1, 0);
         let mut random_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
         let cookie_keys = FleetCookieKeys { keys: [random_key(), random_key()], current: KeyIndex::First };
-        let mut server_programs = ServerPrograms::load_only(false)?;
+        let mut server_programs = ServerPrograms::load_unattached(false)?;
         // The first key applies from a time before the first packet.
         server_programs.set_keys(&cookie_keys, monotonic_now_ms()? - 1000);
         let server_id = ServerId::try_from(4711)?;
@@ -227,9 +227,9 @@ fn measure(case: ServerPacketCase, length: &MeasurementLength) -> anyhow::Result
     for round in 0..=length.rounds {
         let baseline_results = [&runner.empty_program, &runner.parse_and_swap_macs]
             .map(|baseline_program| runner.measure_program(baseline_program.as_fd(), length.packets));
-        let changed_before = loaded_programs.changed_packet_count(case);
+        let initial_changed_count = loaded_programs.changed_packet_count(case);
         let mean_ns = runner.measure_program(program, length.packets)?;
-        let changed_packets = loaded_programs.changed_packet_count(case) - changed_before;
+        let changed_packets = loaded_programs.changed_packet_count(case) - initial_changed_count;
         let expected_packets = if case.has_service { u64::from(length.packets) } else { 0 };
         ensure!(
             changed_packets == expected_packets,

@@ -73,22 +73,32 @@ impl ServiceTraffic {
             baseline: Some(BaselineProgram::ReadTsecr),
             ..Self::SWAP_MACS_BASELINE
         },
-        Self::of_service("established, stateless", Consistency::Stateless, 0, Some(Goal::AtLeast(0.97))),
-        Self::of_service("established, stateful", Consistency::Stateful, 0, None),
-        Self::of_service("established, hash-table", Consistency::HashTable, 0, None),
-        Self::of_service("new, stateless, hash or crossrss", Consistency::Stateless, 16, Some(Goal::AtLeast(0.90))),
+        Self::placed_by_table("established, stateless", Consistency::Stateless, 0, Some(Goal::AtLeast(0.97))),
+        Self::placed_by_table("established, stateful", Consistency::Stateful, 0, None),
+        Self::placed_by_table("established, hash-table", Consistency::HashTable, 0, None),
+        Self::placed_by_table(
+            "new, stateless, hash or crossrss",
+            Consistency::Stateless,
+            16,
+            Some(Goal::AtLeast(0.90)),
+        ),
         ServiceTraffic {
             placement_rule: PlacementRule::LeastAssigned,
-            ..Self::of_service("new, stateless, crossrss-plus", Consistency::Stateless, 16, Some(Goal::AtLeast(0.87)))
+            ..Self::placed_by_table(
+                "new, stateless, crossrss-plus",
+                Consistency::Stateless,
+                16,
+                Some(Goal::AtLeast(0.87)),
+            )
         },
-        Self::of_service("new, stateful", Consistency::Stateful, 16, Some(Goal::AtLeast(0.75))),
-        Self::of_service("new, hash-table", Consistency::HashTable, 16, Some(Goal::AtLeast(0.6))),
-        Self::of_service("mixed: 15 established, 1 new; stateless", Consistency::Stateless, 1, None),
-        Self::of_service("mixed: 15 established, 1 new; stateful", Consistency::Stateful, 1, None),
+        Self::placed_by_table("new, stateful", Consistency::Stateful, 16, Some(Goal::AtLeast(0.75))),
+        Self::placed_by_table("new, hash-table", Consistency::HashTable, 16, Some(Goal::AtLeast(0.6))),
+        Self::placed_by_table("mixed: 15 established, 1 new; stateless", Consistency::Stateless, 1, None),
+        Self::placed_by_table("mixed: 15 established, 1 new; stateful", Consistency::Stateful, 1, None),
     ];
 
     /// Returns traffic to a service whose new connections are placed by the table.
-    const fn of_service(
+    const fn placed_by_table(
         name: &'static str,
         consistency: Consistency,
         syns_per_16: usize,
@@ -99,7 +109,7 @@ impl ServiceTraffic {
 
     /// Returns the case whose packets belong to open connections.
     fn established_case(&self) -> PacketCase {
-        PacketCase::Established(self.consistency, LIVE_PACKET_COUNT)
+        PacketCase::EstablishedConnections(self.consistency, LIVE_PACKET_COUNT)
     }
 
     fn placement_setup(&self) -> anyhow::Result<PlacementSetup> {
@@ -204,7 +214,7 @@ impl TrafficTestEnv {
         if let (Some(counters_before), Some(balancer)) = (counters_before, &self.balancer) {
             self.check_counters(&tested_usage, &counters_before, &balancer.counters())?;
             if self.service_traffic.consistency == Consistency::Stateful {
-                balancer.free_all_but(&self.open_connections)?;
+                balancer.free_connections_except(&self.open_connections)?;
             }
         }
         ensure!(tested_usage.received_frames > 0, "{}: no frame arrived", self.service_traffic.name);

@@ -38,7 +38,7 @@ const TCP_FLAG_ACK: u8 = 0x10;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PacketCase {
     /// Packets of this number of open connections, in random order, each with a valid cookie.
-    Established(Consistency, usize),
+    EstablishedConnections(Consistency, usize),
     /// Packets of open connections, to which the load balancer adds an outer header.
     Encapsulated(Forwarding),
     /// IPv6 packets of open connections, to which the load balancer adds an outer IPv6 header.
@@ -46,7 +46,7 @@ pub enum PacketCase {
     /// SYNs of different IPv4 connections.
     NewConnection(NewConnection),
     /// Packets of this number of open IPv6 connections, each with a valid cookie.
-    EstablishedIpv6(usize),
+    EstablishedIpv6Connections(usize),
     /// SYNs of different IPv6 connections.
     NewConnectionIpv6,
     /// Packets of open connections whose timestamps the load balancer stamps and restores (`timestamps = "lb"`).
@@ -112,9 +112,11 @@ impl PacketCase {
             }))
             .chain(modes_without_cookies.map(|consistency| NewConnection { consistency, ..stateless }))
             .map(PacketCase::NewConnection)
-            .chain(modes_without_cookies.map(|consistency| PacketCase::Established(consistency, PACKET_COUNT)))
+            .chain(
+                modes_without_cookies.map(|consistency| PacketCase::EstablishedConnections(consistency, PACKET_COUNT)),
+            )
             .chain(encapsulations.map(PacketCase::Encapsulated))
-            .chain([1, PACKET_COUNT].map(PacketCase::EstablishedIpv6))
+            .chain([1, PACKET_COUNT].map(PacketCase::EstablishedIpv6Connections))
             .chain(encapsulations.map(PacketCase::EncapsulatedIpv6))
             .chain([PacketCase::NewConnectionIpv6])
             .chain([Direction::ToServer, Direction::ToClient].map(PacketCase::LbStamped))
@@ -123,8 +125,8 @@ impl PacketCase {
 
     pub fn connection_count(self) -> usize {
         match self {
-            PacketCase::Established(_, connections)
-            | PacketCase::EstablishedIpv6(connections)
+            PacketCase::EstablishedConnections(_, connections)
+            | PacketCase::EstablishedIpv6Connections(connections)
             | PacketCase::NewConnection(NewConnection { connection_count: connections, .. }) => connections,
             PacketCase::Encapsulated(_)
             | PacketCase::EncapsulatedIpv6(_)
@@ -136,12 +138,11 @@ impl PacketCase {
 
     pub fn consistency(self) -> Consistency {
         match self {
-            PacketCase::Established(consistency, _) | PacketCase::NewConnection(NewConnection { consistency, .. }) => {
-                consistency
-            }
+            PacketCase::EstablishedConnections(consistency, _)
+            | PacketCase::NewConnection(NewConnection { consistency, .. }) => consistency,
             PacketCase::Encapsulated(_)
             | PacketCase::EncapsulatedIpv6(_)
-            | PacketCase::EstablishedIpv6(_)
+            | PacketCase::EstablishedIpv6Connections(_)
             | PacketCase::NewConnectionIpv6
             | PacketCase::LbStamped(_)
             | PacketCase::NoService => Consistency::Stateless,
@@ -183,17 +184,17 @@ impl PacketCase {
 
     pub fn expected_counter(self) -> usize {
         let counter = match self {
-            PacketCase::Established(Consistency::HashTable, _) => intf::LB_COUNTER_FLOW_TABLE,
-            PacketCase::Established(Consistency::Stateful, _) => intf::LB_COUNTER_CONNECTION_TABLE,
-            PacketCase::Established(Consistency::None, _) => intf::LB_COUNTER_PER_PACKET,
-            PacketCase::Established(Consistency::Beamer, _)
+            PacketCase::EstablishedConnections(Consistency::HashTable, _) => intf::LB_COUNTER_FLOW_TABLE,
+            PacketCase::EstablishedConnections(Consistency::Stateful, _) => intf::LB_COUNTER_CONNECTION_TABLE,
+            PacketCase::EstablishedConnections(Consistency::None, _) => intf::LB_COUNTER_PER_PACKET,
+            PacketCase::EstablishedConnections(Consistency::Beamer, _)
             | PacketCase::NewConnection(NewConnection { consistency: Consistency::Beamer, .. }) => {
                 intf::LB_COUNTER_BUCKET_HASH
             }
-            PacketCase::Established(..)
+            PacketCase::EstablishedConnections(..)
             | PacketCase::Encapsulated(_)
             | PacketCase::EncapsulatedIpv6(_)
-            | PacketCase::EstablishedIpv6(_)
+            | PacketCase::EstablishedIpv6Connections(_)
             | PacketCase::LbStamped(Direction::ToServer) => intf::LB_COUNTER_ESTABLISHED,
             PacketCase::LbStamped(Direction::ToClient) => intf::LB_COUNTER_REPLY_STAMPED,
             PacketCase::NewConnection(_) | PacketCase::NewConnectionIpv6 => intf::LB_COUNTER_NEW_CONNECTION,
@@ -209,16 +210,16 @@ impl PacketCase {
 
     /// Returns whether the SYNs of the packets' connections must have created entries before the measurement.
     pub fn needs_connection_entry(self) -> bool {
-        matches!(self, PacketCase::Established(Consistency::Stateful | Consistency::HashTable, _))
+        matches!(self, PacketCase::EstablishedConnections(Consistency::Stateful | Consistency::HashTable, _))
     }
 
     /// Returns the destination address and port of the packets.
     pub fn destination(self) -> SocketAddr {
         match self {
             PacketCase::NoService => (IPV4_SERVICE_ADDRESS.0, PORT_WITHOUT_SERVICE).into(),
-            PacketCase::EstablishedIpv6(_) | PacketCase::EncapsulatedIpv6(_) | PacketCase::NewConnectionIpv6 => {
-                IPV6_SERVICE_ADDRESS.into()
-            }
+            PacketCase::EstablishedIpv6Connections(_)
+            | PacketCase::EncapsulatedIpv6(_)
+            | PacketCase::NewConnectionIpv6 => IPV6_SERVICE_ADDRESS.into(),
             _ => IPV4_SERVICE_ADDRESS.into(),
         }
     }
@@ -243,7 +244,7 @@ impl PacketCase {
         match self {
             PacketCase::NewConnection(_) => syn_frame(),
             PacketCase::LbStamped(Direction::ToClient) => response_frame(),
-            PacketCase::EstablishedIpv6(_) | PacketCase::EncapsulatedIpv6(_) => request_frame_ipv6(),
+            PacketCase::EstablishedIpv6Connections(_) | PacketCase::EncapsulatedIpv6(_) => request_frame_ipv6(),
             PacketCase::NewConnectionIpv6 => convert_to_ipv6(&syn_frame()),
             PacketCase::NoService => ack_frame((IPV4_SERVICE_ADDRESS.0, PORT_WITHOUT_SERVICE)),
             _ => ack_frame(IPV4_SERVICE_ADDRESS),
@@ -254,8 +255,8 @@ impl PacketCase {
 impl fmt::Display for PacketCase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            PacketCase::Established(consistency, 1) => write!(f, "{}, 1 connection", consistency.name()),
-            PacketCase::Established(consistency, connections) => {
+            PacketCase::EstablishedConnections(consistency, 1) => write!(f, "{}, 1 connection", consistency.name()),
+            PacketCase::EstablishedConnections(consistency, connections) => {
                 write!(f, "{}, {connections} connections", consistency.name())
             }
             PacketCase::Encapsulated(forwarding) => {
@@ -276,7 +277,9 @@ impl fmt::Display for PacketCase {
             PacketCase::EncapsulatedIpv6(forwarding) => {
                 write!(f, "IPv6 in IPv6, stateless by {}, {PACKET_COUNT} connections", forwarding.name())
             }
-            PacketCase::EstablishedIpv6(connections) => write!(f, "IPv6, stateless, {connections} connections"),
+            PacketCase::EstablishedIpv6Connections(connections) => {
+                write!(f, "IPv6, stateless, {connections} connections")
+            }
             PacketCase::NewConnectionIpv6 => f.write_str("first, IPv6, stateless, table"),
             PacketCase::LbStamped(Direction::ToServer) => f.write_str("timestamps by the load balancer, to the server"),
             PacketCase::LbStamped(Direction::ToClient) => f.write_str("timestamps by the load balancer, to the client"),

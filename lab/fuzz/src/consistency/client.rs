@@ -27,7 +27,7 @@ const MAX_TRANSMISSIONS: u32 = 25;
 /// answer.
 const PACKETS_PER_FAULT: usize = 50;
 /// Number of connections among which one, on average, has no TCP timestamps.
-const CONNECTIONS_PER_UNTIMESTAMPED: usize = 30;
+const CONNECTIONS_PER_UNTIMESTAMPED_ONE: usize = 30;
 
 /// State of a connection at its client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,7 +35,7 @@ enum ConnectionState {
     /// The client has sent a SYN, and sends it again until it is answered.
     Opening,
     /// The connection is open, and the client still has to send this number of packets.
-    Established(u32),
+    EstablishedWithRemainingPackets(u32),
 }
 
 /// Connection as its client sees it, with its sockets at servers.
@@ -52,13 +52,13 @@ pub(super) struct ClientConnection {
     /// Sockets of this connection at servers. A retransmitted SYN may have created a second one.
     server_sockets: Vec<ServerSocket>,
     /// Hash by which the network selects a load balancer for the connection's packets.
-    lb_hash: u32,
+    lb_selection_hash: u32,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DeliveryResult {
     /// The server with this index accepted the packet.
-    Accepted(usize),
+    AcceptedByServer(usize),
     /// The network or a load balancer dropped the packet, or no server accepted it.
     Lost,
     /// The packet reached a server that does not have the connection, which answers with a reset.
@@ -94,7 +94,7 @@ impl Simulation {
         } else {
             (Ipv4Addr::from(0x0b00_0000 + connection_index / 50_000), 1_024 + (connection_index % 50_000) as u16)
         };
-        let has_timestamps = !self.rng.random_bool(1, CONNECTIONS_PER_UNTIMESTAMPED);
+        let has_timestamps = !self.rng.random_bool(1, CONNECTIONS_PER_UNTIMESTAMPED_ONE);
         self.connections[connection_index as usize] = Some(ClientConnection {
             client_address,
             has_timestamps,
@@ -103,7 +103,7 @@ impl Simulation {
             newest_server_tsval: 0,
             server_index: None,
             server_sockets: Vec::new(),
-            lb_hash: self.rng.next_u32(),
+            lb_selection_hash: self.rng.next_u32(),
         });
         self.open_clients.insert(client_address);
         self.report.connection_count += 1;
@@ -143,7 +143,7 @@ impl Simulation {
         }
         match connection.state {
             ConnectionState::Opening => self.send_syn(connection_index),
-            ConnectionState::Established(remaining_packets) => {
+            ConnectionState::EstablishedWithRemainingPackets(remaining_packets) => {
                 self.send_established_packet(connection_index, remaining_packets)
             }
         }
@@ -159,7 +159,7 @@ impl Simulation {
         connection.transmission_count += 1;
         if connection.server_index.is_none() {
             match delivery {
-                DeliveryResult::Accepted(server_index) => connection.server_index = Some(server_index),
+                DeliveryResult::AcceptedByServer(server_index) => connection.server_index = Some(server_index),
                 _ if connection.transmission_count < MAX_TRANSMISSIONS => {
                     self.schedule_event(1_000, SimulationEvent::SendPacket(connection_index));
                     return Ok(());
@@ -172,13 +172,13 @@ impl Simulation {
                 self.schedule_event(1_000, SimulationEvent::SendPacket(connection_index));
                 return Ok(());
             }
-        } else if let DeliveryResult::Accepted(server_index) = delivery
+        } else if let DeliveryResult::AcceptedByServer(server_index) = delivery
             && connection.server_index != Some(server_index)
         {
             self.report.syns_to_other_server += 1;
         }
         let connection = self.open_connection_mut(connection_index);
-        connection.state = ConnectionState::Established(packet_count);
+        connection.state = ConnectionState::EstablishedWithRemainingPackets(packet_count);
         connection.transmission_count = 0;
         self.schedule_event(gap_ms, SimulationEvent::SendPacket(connection_index));
         Ok(())
@@ -193,9 +193,9 @@ impl Simulation {
         let delivery = self.send_packet(connection_index, tcp_flags)?;
         let &ClientConnection { has_timestamps, server_index, .. } = self.open_connection(connection_index);
         match delivery {
-            DeliveryResult::Accepted(accepting_index) => {
+            DeliveryResult::AcceptedByServer(accepting_index) => {
                 if Some(accepting_index) != server_index && has_timestamps {
-                    self.report.packets_accepted_elsewhere += 1;
+                    self.report.packets_accepted_by_other_server += 1;
                 }
                 let Some(remaining_packets) = remaining_packets.checked_sub(1) else {
                     self.report.completed_connections += 1;
@@ -203,7 +203,7 @@ impl Simulation {
                     return Ok(());
                 };
                 let connection = self.open_connection_mut(connection_index);
-                connection.state = ConnectionState::Established(remaining_packets);
+                connection.state = ConnectionState::EstablishedWithRemainingPackets(remaining_packets);
                 connection.transmission_count = 0;
                 let gap_ms = self.random_packet_gap_ms();
                 self.schedule_event(gap_ms, SimulationEvent::SendPacket(connection_index));
@@ -288,12 +288,13 @@ impl Simulation {
         let running_load_balancers: Vec<usize> =
             (0..self.load_balancers.len()).filter(|index| self.load_balancers[*index].is_running).collect();
         let is_rerouted = self.rng.random_bool(1, PACKETS_PER_FAULT);
-        let hash_with_rerouting = self.open_connection(connection_index).lb_hash as usize + usize::from(is_rerouted);
-        let lb_index = running_load_balancers[hash_with_rerouting % running_load_balancers.len()];
+        let rerouted_hash =
+            self.open_connection(connection_index).lb_selection_hash as usize + usize::from(is_rerouted);
+        let lb_index = running_load_balancers[rerouted_hash % running_load_balancers.len()];
         self.report.sent_packets += 1;
         let frame = self.build_frame(connection_index, load_balancer_mac(lb_index), flags);
         let delivery = self.forward_to_server(connection_index, flags, lb_index, &frame)?;
-        if let DeliveryResult::Accepted(server_index) = delivery {
+        if let DeliveryResult::AcceptedByServer(server_index) = delivery {
             self.report.accepted_packets += 1;
             self.receive_answer(connection_index, server_index);
         }
@@ -353,7 +354,7 @@ impl Simulation {
         {
             socket.cookie = Cookie::Server(server_id);
         }
-        DeliveryResult::Accepted(server_index)
+        DeliveryResult::AcceptedByServer(server_index)
     }
 
     fn deliver_to_server(
@@ -381,11 +382,11 @@ impl Simulation {
                     self.servers[server_index].connection_count += 1;
                 }
             }
-            return DeliveryResult::Accepted(server_index);
+            return DeliveryResult::AcceptedByServer(server_index);
         }
         let connection = self.open_connection(connection_index);
         if connection.server_index == Some(server_index) {
-            return DeliveryResult::Accepted(server_index);
+            return DeliveryResult::AcceptedByServer(server_index);
         }
         // A retransmitted SYN may have left a half-open socket at this server, which does not accept the packet either.
         if connection.has_timestamps
@@ -409,11 +410,11 @@ impl Simulation {
         else {
             return DeliveryResult::Rejected;
         };
-        self.report.chained_packets += 1;
+        self.report.packets_chained_to_previous_server += 1;
         match self.servers[previous_server_index].lifecycle {
             Lifecycle::Gone => DeliveryResult::Lost,
             _ if self.open_connection(connection_index).server_index == Some(previous_server_index) => {
-                DeliveryResult::Accepted(previous_server_index)
+                DeliveryResult::AcceptedByServer(previous_server_index)
             }
             _ => DeliveryResult::Rejected,
         }

@@ -53,7 +53,7 @@ impl Simulation {
             keys: [CookieKey::random(&mut rng.0), CookieKey::random(&mut rng.0)],
             current: KeyIndex::First,
         };
-        let mut placement_table = PlacementTable::empty(BucketCount::PUBLISHED);
+        let mut placement_table = PlacementTable::empty(BucketCount::PAPER_VALUE);
         placement_table.groups = vec![RssKey::random(&mut rng.0)];
         let mut simulation = Self {
             config,
@@ -177,7 +177,7 @@ impl Simulation {
         for lb_index in 0..self.load_balancers.len() {
             // The table arrives after the load balancer's updates about servers.
             let delay_ms = MAX_UPDATE_DELAY_MS as u64 + self.random_update_delay_ms();
-            self.schedule_event(delay_ms, SimulationEvent::ReceiveTable(lb_index));
+            self.schedule_event(delay_ms, SimulationEvent::LbReceivesTable(lb_index));
         }
     }
 
@@ -222,7 +222,7 @@ impl Simulation {
     fn schedule_owner_updates(&mut self, owner_index: usize, max_delay_ms: usize) {
         for lb_index in 0..self.config.load_balancer_count {
             let delay_ms = self.rng.random_below(max_delay_ms) as u64;
-            self.schedule_event(delay_ms, SimulationEvent::ReceiveOwner(lb_index, owner_index));
+            self.schedule_event(delay_ms, SimulationEvent::LbReceivesOwnerUpdate(lb_index, owner_index));
         }
     }
 
@@ -263,7 +263,7 @@ impl Simulation {
     fn schedule_server_updates(&mut self, server_index: usize, max_delay_ms: usize) {
         for lb_index in 0..self.load_balancers.len() {
             let delay_ms = self.rng.random_below(max_delay_ms) as u64;
-            self.schedule_event(delay_ms, SimulationEvent::ReceiveServer(lb_index, server_index));
+            self.schedule_event(delay_ms, SimulationEvent::LbReceivesServerUpdate(lb_index, server_index));
         }
     }
 
@@ -301,7 +301,7 @@ impl Simulation {
     fn schedule_key_updates(&mut self) {
         for lb_index in 0..self.load_balancers.len() {
             let delay_ms = self.random_update_delay_ms();
-            self.schedule_event(delay_ms, SimulationEvent::ReceiveKeys(lb_index));
+            self.schedule_event(delay_ms, SimulationEvent::LbReceivesKeys(lb_index));
         }
         for server_index in 0..self.servers.len() {
             let delay_ms = self.random_update_delay_ms() + self.random_update_delay_ms();
@@ -387,7 +387,7 @@ impl Simulation {
         let unhealthy_server_count = self.servers.iter().filter(|server| !server.is_healthy).count();
         self.servers[server_index].is_healthy =
             !self.servers[server_index].is_healthy || unhealthy_server_count > MEAN_SERVER_COUNT / 4;
-        self.report.other_changes += 1;
+        self.report.server_state_changes += 1;
         self.schedule_server_updates(server_index, MAX_UPDATE_DELAY_MS);
         self.rebuild_and_send_table();
         true
@@ -398,19 +398,19 @@ impl Simulation {
         let Some(server_index) = self.pick_random_server(Lifecycle::Serving) else { return Ok(false) };
         let lb_index = self.rng.random_below(self.load_balancers.len());
         let SimulatedLoadBalancer { harness, service_slot, is_running } = &mut self.load_balancers[lb_index];
-        let is_applied = *is_running;
-        if is_applied {
+        let is_change_applied = *is_running;
+        if is_change_applied {
             let server_without_mac = model::Server { mac: None, ..model_server(&self.servers[server_index]) };
             harness.apply_change(&StateChange::SetServer(
                 *service_slot,
                 self.servers[server_index].id,
                 Some(server_without_mac),
             ))?;
-            self.report.other_changes += 1;
+            self.report.server_state_changes += 1;
             let delay_ms = 100 + self.random_update_delay_ms();
-            self.schedule_event(delay_ms, SimulationEvent::ReceiveServer(lb_index, server_index));
+            self.schedule_event(delay_ms, SimulationEvent::LbReceivesServerUpdate(lb_index, server_index));
         }
-        Ok(is_applied)
+        Ok(is_change_applied)
     }
 
     /// Stops a random load balancer, which later returns with empty tables. Does nothing if only one is running.

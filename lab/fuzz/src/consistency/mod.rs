@@ -96,11 +96,11 @@ enum SimulationEvent {
     /// A random change of the fleet happens.
     ChangeFleet,
     /// A load balancer (first index) receives the state of a server (second index).
-    ReceiveServer(usize, usize),
+    LbReceivesServerUpdate(usize, usize),
     /// The load balancer with this index receives the newest table.
-    ReceiveTable(usize),
+    LbReceivesTable(usize),
     /// The load balancer with this index receives the newest keys.
-    ReceiveKeys(usize),
+    LbReceivesKeys(usize),
     ServerReceivesKeys(usize),
     /// A new key replaces the one that is not in use, and is distributed.
     DistributeNewKey,
@@ -109,7 +109,7 @@ enum SimulationEvent {
     /// The load balancer with this index starts again, with empty tables.
     RestartLoadBalancer(usize),
     /// A load balancer (first index) is informed whether another one (second index) is alive.
-    ReceiveOwner(usize, usize),
+    LbReceivesOwnerUpdate(usize, usize),
     /// The load balancer with this index frees the entries of connections that have ended.
     FreeEndedConnections(usize),
 }
@@ -168,11 +168,11 @@ impl Simulation {
             SimulationEvent::OpenConnection => self.start_next_connection(),
             SimulationEvent::SendPacket(connection_index) => self.advance_connection(connection_index),
             SimulationEvent::ChangeFleet => self.apply_random_change(),
-            SimulationEvent::ReceiveServer(lb_index, server_index) => {
+            SimulationEvent::LbReceivesServerUpdate(lb_index, server_index) => {
                 self.receive_server_update(lb_index, server_index)
             }
-            SimulationEvent::ReceiveTable(lb_index) => self.receive_table(lb_index),
-            SimulationEvent::ReceiveKeys(lb_index) => self.receive_keys(lb_index),
+            SimulationEvent::LbReceivesTable(lb_index) => self.receive_table(lb_index),
+            SimulationEvent::LbReceivesKeys(lb_index) => self.receive_keys(lb_index),
             SimulationEvent::ServerReceivesKeys(server_index) => {
                 self.servers[server_index].set_keys(self.desired_state.cookie_keys, self.now_ms);
                 Ok(())
@@ -180,7 +180,9 @@ impl Simulation {
             SimulationEvent::DistributeNewKey => self.distribute_new_key(),
             SimulationEvent::SwitchKey => self.switch_key(),
             SimulationEvent::RestartLoadBalancer(lb_index) => self.restart_load_balancer_empty(lb_index),
-            SimulationEvent::ReceiveOwner(lb_index, owner_index) => self.receive_owner_update(lb_index, owner_index),
+            SimulationEvent::LbReceivesOwnerUpdate(lb_index, owner_index) => {
+                self.receive_owner_update(lb_index, owner_index)
+            }
             SimulationEvent::FreeEndedConnections(lb_index) => self.free_ended_connections(lb_index),
         }
     }

@@ -20,7 +20,7 @@ pub struct Report {
     /// Number of packets with timestamps that reached a server without their connection, which resets it. Must be 0.
     pub misdelivered_packets: u64,
     /// Number of packets with timestamps that another server than the first one accepted. Must be 0.
-    pub packets_accepted_elsewhere: u64,
+    pub packets_accepted_by_other_server: u64,
     /// Number of retransmitted SYNs that reached another server than the first SYN.
     pub syns_to_other_server: u64,
     /// Number of resets without timestamps that had no effect, because they reached a server without their connection.
@@ -28,7 +28,7 @@ pub struct Report {
     pub misdelivered_resets: u64,
     pub connections_without_timestamps: u64,
     /// Number of packets that a bucket's server forwarded to the bucket's previous server.
-    pub chained_packets: u64,
+    pub packets_chained_to_previous_server: u64,
     /// Number of connections without timestamps that broke because a packet reached a server without the connection.
     pub broken_untimestamped_connections: u64,
     /// Number of packets that a load balancer forwarded to the load balancer that owns the connection's table entry.
@@ -42,7 +42,7 @@ pub struct Report {
     /// Number of load balancers that were stopped, and returned with empty tables.
     pub load_balancers_restarted: u64,
     /// Number of changes to a server's health or MAC address.
-    pub other_changes: u64,
+    pub server_state_changes: u64,
     /// Number of times that a new key became the current one.
     pub key_switches: u64,
     pub table_count: u64,
@@ -59,12 +59,12 @@ impl Report {
             + self.servers_drained
             + self.servers_failed
             + self.load_balancers_restarted
-            + self.other_changes
+            + self.server_state_changes
     }
 
     /// Returns whether no packet with timestamps reached a wrong server.
     pub fn are_guarantees_kept(&self) -> bool {
-        self.misdelivered_packets == 0 && self.packets_accepted_elsewhere == 0
+        self.misdelivered_packets == 0 && self.packets_accepted_by_other_server == 0
     }
 }
 
@@ -88,7 +88,7 @@ impl fmt::Display for Report {
             self.servers_drained,
             self.servers_failed,
             self.load_balancers_restarted,
-            self.other_changes,
+            self.server_state_changes,
             self.key_switches,
             self.table_count
         )?;
@@ -104,9 +104,11 @@ impl fmt::Display for Report {
         writeln!(
             f,
             "without timestamps: {} connections, {} packets handed to the server before, {} connections broken",
-            self.connections_without_timestamps, self.chained_packets, self.broken_untimestamped_connections
+            self.connections_without_timestamps,
+            self.packets_chained_to_previous_server,
+            self.broken_untimestamped_connections
         )?;
         writeln!(f, "with timestamps, packets to a server without the connection: {}", self.misdelivered_packets)?;
-        write!(f, "with timestamps, packets accepted by a second server: {}", self.packets_accepted_elsewhere)
+        write!(f, "with timestamps, packets accepted by a second server: {}", self.packets_accepted_by_other_server)
     }
 }

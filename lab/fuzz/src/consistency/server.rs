@@ -74,7 +74,7 @@ impl SimulatedServer {
     pub fn stamped_tsval(&self, tuple: &FourTuple, socket: &ServerSocket, now_ms: u64) -> u32 {
         let clock_ms = self.tsval_clock_ms(now_ms);
         cookie::stamp_tsval(
-            &self.cookie_keys.for_tsval(clock_ms, self.key_switch_tsval),
+            &self.cookie_keys.keys_for_tsval(clock_ms, self.key_switch_tsval),
             &TIME_KEY,
             tuple,
             socket.cookie,

@@ -5,7 +5,7 @@ use coreward_fuzz::consistency::{Config, MAX_IDLE_MS, Report, run};
 use coreward_model::consistency::Consistency;
 use coreward_model::forwarding::Forwarding;
 
-fn run_and_check(config: Config) -> Report {
+fn run_and_check_guarantees(config: Config) -> Report {
     let report = run(config).unwrap();
     println!("{report}");
     assert!(report.are_guarantees_kept());
@@ -28,7 +28,7 @@ fn connections_of_the_model_stay_with_their_server_through_all_changes() {
     for (seed, consistency) in [(1, Consistency::Stateless), (2, Consistency::Stateful), (3, Consistency::Stateful)] {
         let shared_config =
             Config { connection_count: 60_000, minutes: 5, runs_bpf_program: false, ..Config::default() };
-        let report = run_and_check(Config { seed, consistency, ..shared_config });
+        let report = run_and_check_guarantees(Config { seed, consistency, ..shared_config });
         // Without timestamps, consistency is not guaranteed, but fewer than 2 % of the connections should break.
         assert!(report.broken_untimestamped_connections * 50 < report.connections_without_timestamps, "{report}");
     }
@@ -42,7 +42,7 @@ fn connections_of_the_bpf_program_stay_with_their_server_through_all_changes() {
             [(Forwarding::L2, false), (Forwarding::L2, true), (Forwarding::Gue, false), (Forwarding::Gue, true)]
         {
             println!("{}, {}, IPv6: {is_ipv6}", consistency.name(), forwarding.name());
-            run_and_check(Config {
+            run_and_check_guarantees(Config {
                 connection_count: 5_000,
                 minutes: 2,
                 consistency,
@@ -55,7 +55,7 @@ fn connections_of_the_bpf_program_stay_with_their_server_through_all_changes() {
 }
 
 #[test]
-fn too_frequent_key_rotation_is_found_to_break_the_guarantees() {
+fn too_frequent_key_rotation_breaks_the_guarantees() {
     // Keys rotate faster than connections send, so other keys decode their cookies.
     let config = Config {
         connection_count: 60_000,

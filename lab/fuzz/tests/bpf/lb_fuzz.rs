@@ -23,22 +23,23 @@ const UNREACHED_COUNTERS: [intf::lb_counter; 1] = [intf::LB_COUNTER_DROP_INTERNA
 #[test]
 fn bpf_program_behaves_like_its_reference_model_on_generated_packets() {
     skip_if!(missing_bpf_rights());
-    let mut counts_by_outcome = vec![0; intf::LB_COUNTER_COUNT as usize];
+    let mut packets_by_outcome = vec![0; intf::LB_COUNTER_COUNT as usize];
     // Each seed leads to other services, servers and rules.
     for seed in 0..24 {
-        let campaign = Campaign { seed, first_epoch: 0, limit: CampaignLimit::PacketCount(10_000), thread_count: 1 };
+        let campaign =
+            Campaign { seed, first_epoch_number: 0, limit: CampaignLimit::PacketCount(10_000), thread_count: 1 };
         let summary = campaign.run(|_| ()).unwrap();
         assert!(summary.failure.is_none(), "seed {seed}: {:?}", summary.failure);
         assert_eq!(summary.packet_count, 10_000);
-        counts_by_outcome.iter_mut().zip(summary.counts_by_outcome).for_each(|(sum, count)| *sum += count);
+        packets_by_outcome.iter_mut().zip(summary.packets_by_outcome).for_each(|(sum, count)| *sum += count);
     }
-    for (counter, (name, count)) in (0..).zip(std::iter::zip(intf::LB_COUNTER_NAMES, counts_by_outcome)) {
+    for (counter, (name, count)) in (0..).zip(std::iter::zip(intf::LB_COUNTER_NAMES, packets_by_outcome)) {
         assert_eq!(count > 0, !UNREACHED_COUNTERS.contains(&counter), "{name}: {count} packets");
     }
 }
 
 #[test]
-fn fuzzer_finds_that_the_reference_model_has_other_keys() {
+fn fuzzer_finds_a_reference_model_with_other_keys() {
     skip_if!(missing_bpf_rights());
     // Returns the epoch of this seed if enough of its packets have cookies.
     let epoch_with_cookies = |seed| {
@@ -56,7 +57,7 @@ fn fuzzer_finds_that_the_reference_model_has_other_keys() {
 }
 
 #[test]
-fn differences_of_state_that_no_packet_shows_are_found() {
+fn state_comparison_finds_differences_that_no_packet_shows() {
     skip_if!(missing_bpf_rights());
     let service_address = (Ipv4Addr::new(10, 200, 0, 1), 80);
     let server_id = ServerId::try_from(7).unwrap();

@@ -154,7 +154,7 @@ impl<P: Protocol> ConnectionPool<P> {
             is_closing: false,
         });
         if is_open {
-            self.free_or_send_waiting(index);
+            self.send_waiting_or_free_connection(index);
         }
         Ok(())
     }
@@ -179,7 +179,7 @@ impl<P: Protocol> ConnectionPool<P> {
     }
 
     /// Sends the next waiting request on this open connection, or marks the connection as free if no request waits.
-    fn free_or_send_waiting(&mut self, index: usize) {
+    fn send_waiting_or_free_connection(&mut self, index: usize) {
         if P::ALLOWS_PIPELINING {
             return;
         }
@@ -187,13 +187,13 @@ impl<P: Protocol> ConnectionPool<P> {
         while let Some(waiting_request) = self.waiting_requests.pop_front() {
             // A request whose deadline has passed counts as lost.
             if waiting_request.deadline_ns > now_ns {
-                return self.send_on(index, &waiting_request.parameters, waiting_request.id);
+                return self.send_on_connection(index, &waiting_request.parameters, waiting_request.id);
             }
         }
         self.free_connections.push(index);
     }
 
-    fn send_on(&mut self, index: usize, parameters: &RequestParameters, id: u32) {
+    fn send_on_connection(&mut self, index: usize, parameters: &RequestParameters, id: u32) {
         let Some(connection) = &mut self.connections[index] else {
             self.errors.not_sent += 1;
             return;
@@ -201,12 +201,12 @@ impl<P: Protocol> ConnectionPool<P> {
         self.protocol.write(parameters, id, &mut connection.unsent_bytes);
         connection.pending_ids.push_back(id);
         if connection.is_open && connection.flush().is_err() {
-            self.count_and_retry_broken(index);
+            self.count_and_retry_broken_connection(index);
         }
     }
 
     /// Counts a connection that broke or could not be opened, and opens it again at once or after a delay.
-    fn count_and_retry_broken(&mut self, index: usize) {
+    fn count_and_retry_broken_connection(&mut self, index: usize) {
         let Some(connection) = &self.connections[index] else { return };
         if connection.is_open {
             self.errors.broken_connections += 1;
@@ -221,15 +221,15 @@ impl<P: Protocol> ConnectionPool<P> {
     fn handle_event(&mut self, index: usize, event: ReadyEvent, answers: &mut Vec<Answer>) {
         let Some(connection) = &mut self.connections[index] else { return };
         if event.has_flags(libc::EPOLLERR) && !matches!(connection.stream.take_error(), Ok(None)) {
-            return self.count_and_retry_broken(index);
+            return self.count_and_retry_broken_connection(index);
         }
         if event.has_flags(libc::EPOLLOUT) {
             let was_just_opened = !std::mem::replace(&mut connection.is_open, true);
             if connection.flush().is_err() {
-                return self.count_and_retry_broken(index);
+                return self.count_and_retry_broken_connection(index);
             }
             if was_just_opened {
-                self.free_or_send_waiting(index);
+                self.send_waiting_or_free_connection(index);
             }
         }
         if event.has_flags(libc::EPOLLIN | libc::EPOLLRDHUP | libc::EPOLLHUP) {
@@ -244,7 +244,7 @@ impl<P: Protocol> ConnectionPool<P> {
         if connection.pending_ids.is_empty() {
             self.reopen(index);
         } else {
-            self.count_and_retry_broken(index);
+            self.count_and_retry_broken_connection(index);
         }
     }
 
@@ -255,27 +255,27 @@ impl<P: Protocol> ConnectionPool<P> {
             let Some(connection) = &mut self.connections[index] else { return };
             let received_bytes = match self.receiver.receive(&connection.stream, &mut self.receive_buffer) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-                Err(_) => return self.count_and_retry_broken(index),
+                Err(_) => return self.count_and_retry_broken_connection(index),
                 Ok(received) => received,
             };
             let bytes = &self.receive_buffer[..received_bytes.length];
             if bytes.is_empty() {
                 return self.replace_closed_connection(index);
             }
-            let had_pending = !connection.pending_ids.is_empty();
+            let had_pending_requests = !connection.pending_ids.is_empty();
             let failed_count = &mut self.errors.failed;
             if connection
                 .match_replies_with_requests(bytes, received_bytes.arrived_ns, failed_count, answers, P::read)
                 .is_err()
             {
                 self.errors.malformed += 1;
-                return self.count_and_retry_broken(index);
+                return self.count_and_retry_broken_connection(index);
             }
             if connection.is_closing {
                 return self.replace_closed_connection(index);
             }
-            if had_pending && connection.pending_ids.is_empty() {
-                self.free_or_send_waiting(index);
+            if had_pending_requests && connection.pending_ids.is_empty() {
+                self.send_waiting_or_free_connection(index);
             }
             if !has_ended && received_bytes.length < self.receive_buffer.len() {
                 return;
@@ -325,14 +325,14 @@ impl<P: Protocol> Transport for ConnectionPool<P> {
     fn send(&mut self, parameters: &RequestParameters, id: u32, deadline_ns: u64) {
         if P::ALLOWS_PIPELINING {
             let index = uniform_below(&mut self.rng, self.connections.len() as u32) as usize;
-            return self.send_on(index, parameters, id);
+            return self.send_on_connection(index, parameters, id);
         }
         if self.free_connections.is_empty() {
             return self.waiting_requests.push_back(WaitingRequest { parameters: *parameters, id, deadline_ns });
         }
         let free_index = uniform_below(&mut self.rng, self.free_connections.len() as u32) as usize;
         let index = self.free_connections.swap_remove(free_index);
-        self.send_on(index, parameters, id);
+        self.send_on_connection(index, parameters, id);
     }
 
     fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()> {

@@ -110,7 +110,7 @@ mod tests {
         let mut datagram = [0; 100];
         let (length, client) = server.recv_from(&mut datagram).unwrap();
         let mut response = ResponseWriter::default();
-        response.begin(&key_value::Request::parse(&datagram[..length]).unwrap(), ResponseStatus::Done, 3);
+        response.begin_response(&key_value::Request::parse(&datagram[..length]).unwrap(), ResponseStatus::Done, 3);
         response
             .finish_response()
             .for_each(|datagram| assert_eq!(server.send_to(datagram, client).unwrap(), datagram.len()));

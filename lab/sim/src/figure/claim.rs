@@ -3,7 +3,7 @@
 use coreward_config::Spanned;
 use serde::{Deserialize, Serialize};
 
-use super::point::is_same_point;
+use super::point::is_same_x;
 use super::table::{Cell, Curve, FigureTable, PanelTable};
 
 /// Statement of a paper, and the check that decides whether it holds for a value, a ratio of two values, or an order.
@@ -253,11 +253,11 @@ impl Quantity {
             .filter_map(|label| panel.curves.iter().find(|curve| curve.label == *label.get_ref()))
             .map(|curve| self.curve_values(curve, selector))
             .collect::<Option<_>>()?;
-        let better_of = if self.greatest_of.is_empty() { f64::min } else { f64::max };
+        let min_or_max = if self.greatest_of.is_empty() { f64::min } else { f64::max };
         curve_values
             .into_iter()
             .reduce(|best_values, series_values| {
-                best_values.into_iter().zip(series_values).map(|(a, b)| better_of(a, b)).collect()
+                best_values.into_iter().zip(series_values).map(|(a, b)| min_or_max(a, b)).collect()
             })
             .or(Some(Vec::new()))
     }
@@ -268,15 +268,15 @@ impl Quantity {
                 curve.cells.iter().map(|cell| Some((cell.x, selector.value_of_cell(cell)?))).collect();
             return first_crossing_x(&points?, height).map(|x| vec![x]);
         }
-        let used_cells = curve.cells.iter().filter(|cell| self.uses_point(cell.x));
+        let used_cells = curve.cells.iter().filter(|cell| self.uses_x(cell.x));
         used_cells.map(|cell| selector.value_of_cell(cell)).collect()
     }
 
-    fn uses_point(&self, x: f64) -> bool {
-        let is_at_point = self.at.as_ref().is_none_or(|claimed_x| is_same_point(*claimed_x.get_ref(), x));
-        is_at_point
-            && self.from.is_none_or(|min_x| x >= min_x || is_same_point(x, min_x))
-            && self.to.is_none_or(|max_x| x <= max_x || is_same_point(x, max_x))
+    fn uses_x(&self, x: f64) -> bool {
+        let is_at_claimed_x = self.at.as_ref().is_none_or(|claimed_x| is_same_x(*claimed_x.get_ref(), x));
+        is_at_claimed_x
+            && self.from.is_none_or(|min_x| x >= min_x || is_same_x(x, min_x))
+            && self.to.is_none_or(|max_x| x <= max_x || is_same_x(x, max_x))
     }
 }
 

@@ -61,8 +61,8 @@ pub fn run(args: FigureArgs, live_figures: &[LiveFigure]) -> anyhow::Result<()> 
     if args.list {
         return list_figures(args.format, live_figures);
     }
-    let figures = requested_figures(&args, live_figures)?;
-    let open_directory = |path| OutputDirectory::open(path, library::with_live_figures(live_figures));
+    let figures = load_requested_figures(&args, live_figures)?;
+    let open_directory = |path| OutputDirectory::open(path, library::simulated_and_live_figures(live_figures));
     let output_directory = args.out.as_deref().map(open_directory).transpose()?;
     let session = Session::begin()?;
     let mut finished_figures: Vec<(FigureResult, Scenario)> = Vec::new();
@@ -79,17 +79,17 @@ pub fn run(args: FigureArgs, live_figures: &[LiveFigure]) -> anyhow::Result<()> 
         }
     }
     if let Some(directory) = &output_directory {
-        print(&directory.summary(&finished_figures))?;
+        print(&directory.format_summary(&finished_figures))?;
     }
     Ok(())
 }
 
 /// Returns the requested figures with their scenarios. All scenarios are read first, so that an error appears at once.
-fn requested_figures(args: &FigureArgs, live_figures: &[LiveFigure]) -> anyhow::Result<Vec<RequestedFigure>> {
+fn load_requested_figures(args: &FigureArgs, live_figures: &[LiveFigure]) -> anyhow::Result<Vec<RequestedFigure>> {
     let mut figures = Vec::new();
-    let known_figures = library::with_live_figures(live_figures);
+    let known_figures = library::simulated_and_live_figures(live_figures);
     let embedded_figures = if args.all {
-        library::all_figures()
+        library::simulated_figures()
     } else {
         args.names.iter().map(|name| library::find_figure(name, &known_figures)).collect::<Result<_, _>>()?
     };
@@ -128,7 +128,7 @@ fn find_duplicate_name(figures: &[RequestedFigure]) -> Option<&str> {
 
 fn list_figures(format: Format, live_figures: &[LiveFigure]) -> anyhow::Result<()> {
     let mut rows = Vec::new();
-    for figure in library::with_live_figures(live_figures) {
+    for figure in library::simulated_and_live_figures(live_figures) {
         let scenario = figure.parse_scenario()?;
         let origin = scenario.live.map_or_else(|| "simulated".to_owned(), |live| live.to_string());
         rows.push(vec![figure.name.to_owned(), scenario.paper, scenario.figure, scenario.title, origin]);

@@ -34,7 +34,7 @@ pub struct PlotPoint {
 
 /// Error for invalid parameters of a scenario, with the panel and series in which they were found.
 #[derive(Debug, PartialEq)]
-pub struct ExpandError {
+pub struct RunPlanError {
     pub panel_index: usize,
     pub series_index: usize,
     pub cause: ParameterError,
@@ -42,18 +42,18 @@ pub struct ExpandError {
 
 impl Scenario {
     /// Expands the scenario into its runs. Fails at the first panel and series with invalid parameters.
-    pub fn plan_runs(&self) -> Result<RunPlan, ExpandError> {
+    pub fn plan_runs(&self) -> Result<RunPlan, RunPlanError> {
         let mut plan = RunPlan { jobs: Vec::new(), plot_points: Vec::new() };
         // Configurations contain floating-point numbers, which cannot be hashed. Their text is therefore the key.
         let mut job_indices: HashMap<String, usize> = HashMap::new();
         for (panel_index, panel) in self.panel.iter().enumerate() {
             for series in self.panel_series(panel) {
                 let series_index = self.series.iter().position(|other| std::ptr::eq(other, series)).unwrap_or(0);
-                let expand_error = |cause| ExpandError { panel_index, series_index, cause };
+                let run_plan_error = |cause| RunPlanError { panel_index, series_index, cause };
                 for (x, swept_parameter) in sweep_points(panel) {
                     for seed in 1..=*self.seeds.get_ref() {
                         let Some((job, query)) =
-                            self.build_job(panel, series, swept_parameter, seed).map_err(expand_error)?
+                            self.build_job(panel, series, swept_parameter, seed).map_err(run_plan_error)?
                         else {
                             continue;
                         };
@@ -79,7 +79,7 @@ impl Scenario {
         swept_parameter: Option<(SweepAxis, f64)>,
         seed: u64,
     ) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
-        let measure = *panel.measure.get_ref();
+        let metric = *panel.measure.get_ref();
         /// Combines the common, the panel's, the series' and the swept parameters, of which later ones override
         /// earlier.
         macro_rules! parameters {
@@ -92,16 +92,16 @@ impl Scenario {
             };
         }
         if let Some(rpc) = parameters!(rpc) {
-            return rpc?.build_job(measure, seed);
+            return rpc?.build_job(metric, seed);
         }
         if let Some(lb) = parameters!(lb) {
-            return lb?.build_job(measure, seed, *self.seeds.get_ref(), &self.lb_policies());
+            return lb?.build_job(metric, seed, *self.seeds.get_ref(), &self.lb_policies());
         }
         if let Some(pcc) = parameters!(pcc) {
-            return pcc?.build_job(measure, seed, *self.seeds.get_ref());
+            return pcc?.build_job(metric, seed, *self.seeds.get_ref());
         }
         if let Some(path) = parameters!(path) {
-            return path?.build_job(measure, seed);
+            return path?.build_job(metric, seed);
         }
         Ok(None)
     }

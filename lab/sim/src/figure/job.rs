@@ -22,7 +22,7 @@ pub enum Job {
 /// Selection of one value from the outcome of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ValueQuery {
-    pub measure: Metric,
+    pub metric: Metric,
     /// Maximum throughput of a dispatcher in front of the cores (requests per short service time), or `None` if
     /// unlimited.
     pub throughput_limit: Option<f64>,
@@ -34,8 +34,8 @@ pub struct ValueQuery {
 
 impl ValueQuery {
     /// Returns a query that selects the value of a metric for the first seed.
-    pub fn for_metric(measure: Metric) -> Self {
-        Self { measure, throughput_limit: None, policy: None, seed: 1 }
+    pub fn for_metric(metric: Metric) -> Self {
+        Self { metric, throughput_limit: None, policy: None, seed: 1 }
     }
 }
 
@@ -43,9 +43,9 @@ impl ValueQuery {
 pub enum Outcome {
     Rpc(rpc::Outcome),
     /// Outcome of [`Job::Peak`], followed by the cores' throughput at full load (requests per short service time).
-    Peak(rpc::PeakLoadEstimate, f64),
+    PeakWithFullLoadThroughput(rpc::PeakLoadEstimate, f64),
     /// Outcome of [`Job::Lb`], followed by the run's seeds.
-    Lb(lb::Outcome, Vec<u64>),
+    LbWithSeeds(lb::Outcome, Vec<u64>),
     Pcc(pcc::Outcome),
     Path(path::Outcome),
 }
@@ -54,8 +54,10 @@ impl Job {
     pub fn run(&self) -> anyhow::Result<Outcome> {
         Ok(match self {
             Self::Rpc(config) => Outcome::Rpc(rpc::run(config)?),
-            Self::Peak(config) => Outcome::Peak(rpc::find_peak_load(config)?, throughput(&config.config, 1.0)),
-            Self::Lb(config) => Outcome::Lb(lb::run(config)?, config.seeds.clone()),
+            Self::Peak(config) => {
+                Outcome::PeakWithFullLoadThroughput(rpc::find_peak_load(config)?, throughput(&config.config, 1.0))
+            }
+            Self::Lb(config) => Outcome::LbWithSeeds(lb::run(config)?, config.seeds.clone()),
             Self::Pcc(config) => Outcome::Pcc(pcc::run(config)?),
             Self::Path(config) => Outcome::Path(path::run(config)?),
         })
@@ -66,16 +68,16 @@ impl Outcome {
     /// Returns the queried value, or `None` if the run did not yield it, for instance if a class has no requests.
     pub fn value(&self, query: &ValueQuery) -> Option<f64> {
         match self {
-            Self::Rpc(outcome) => request_metric(outcome, query.measure),
-            Self::Peak(peak, full_load_throughput) => {
+            Self::Rpc(outcome) => request_metric(outcome, query.metric),
+            Self::PeakWithFullLoadThroughput(peak, full_load_throughput) => {
                 let max_throughput = query.throughput_limit.unwrap_or(f64::INFINITY);
                 let throughput = (peak.peak_load * full_load_throughput).min(max_throughput);
-                Some(if query.measure == Metric::PeakLoad { throughput / full_load_throughput } else { throughput })
+                Some(if query.metric == Metric::PeakLoad { throughput / full_load_throughput } else { throughput })
             }
-            Self::Lb(outcome, seeds) => lb_metric(outcome, seeds, query),
+            Self::LbWithSeeds(outcome, seeds) => lb_metric(outcome, seeds, query),
             Self::Pcc(outcome) => {
                 let seed_outcome = find_seed_run(outcome, query.seed)?;
-                match query.measure {
+                match query.metric {
                     Metric::BrokenPct => Some(seed_outcome.broken_pct()),
                     Metric::ImbalancePct => Some((seed_outcome.imbalance - 1.0) * 100.0),
                     _ => None,
@@ -84,7 +86,7 @@ impl Outcome {
             // The run has only one combination and one seed, so every statistic over the seeds equals this one value.
             Self::Path(outcome) => {
                 let combination = outcome.combinations.first()?;
-                let statistic = match query.measure {
+                let statistic = match query.metric {
                     Metric::P99 => combination.p99,
                     Metric::Mean => combination.mean,
                     Metric::ServerVariancePct => combination.server_variance_pct,
@@ -98,21 +100,21 @@ impl Outcome {
 
     pub fn time_series(&self, query: &ValueQuery) -> Option<Vec<(f64, f64)>> {
         match self {
-            Self::Rpc(outcome) if query.measure == Metric::P99 => {
+            Self::Rpc(outcome) if query.metric == Metric::P99 => {
                 Some(outcome.windows.iter().map(|window| (window.from, window.quantiles.p99)).collect())
             }
             Self::Pcc(outcome) => {
-                let metric_of_second: fn(&pcc::SecondCounts) -> f64 = match query.measure {
-                    Metric::BrokenPct => pcc::SecondCounts::broken_pct,
+                let metric_from_counts: fn(&pcc::PerSecondCounts) -> f64 = match query.metric {
+                    Metric::BrokenPct => pcc::PerSecondCounts::broken_pct,
                     Metric::PoolServers => |second| second.pool_servers as f64,
                     Metric::CompletedPerSecond => |second| second.completed_connections as f64,
                     _ => return None,
                 };
                 // The value for a second is drawn at the end of that second.
-                let second_ends = (1..).map(f64::from);
+                let second_end_times = (1..).map(f64::from);
                 Some(
-                    second_ends
-                        .zip(find_seed_run(outcome, query.seed)?.second_counts.iter().map(metric_of_second))
+                    second_end_times
+                        .zip(find_seed_run(outcome, query.seed)?.per_second_counts.iter().map(metric_from_counts))
                         .collect(),
                 )
             }
@@ -122,7 +124,7 @@ impl Outcome {
 }
 
 /// Returns the outcome for `seed`, counted from 1, of a run that simulated a single method.
-fn find_seed_run(outcome: &pcc::Outcome, seed: u64) -> Option<&pcc::SeedOutcome> {
+fn find_seed_run(outcome: &pcc::Outcome, seed: u64) -> Option<&pcc::SeedResult> {
     outcome.methods.first()?.runs.get(seed as usize - 1)
 }
 
@@ -130,7 +132,7 @@ fn find_seed_run(outcome: &pcc::Outcome, seed: u64) -> Option<&pcc::SeedOutcome>
 fn lb_metric(outcome: &lb::Outcome, seeds: &[u64], query: &ValueQuery) -> Option<f64> {
     let policy_outcome = outcome.policies.iter().find(|policy| Some(&policy.policy) == query.policy.as_ref())?;
     let seed_outcome = policy_outcome.seeds.get(seeds.iter().position(|seed| *seed == query.seed)?)?;
-    match query.measure {
+    match query.metric {
         Metric::ServerVariancePct => Some(seed_outcome.server_variance_pct),
         Metric::CoreVariancePct => Some(seed_outcome.core_variance_pct),
         Metric::ServedPct => Some(100.0 - seed_outcome.dropped_pct),

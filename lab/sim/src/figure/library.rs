@@ -7,12 +7,12 @@ use crate::names::UnknownName;
 include!(concat!(env!("OUT_DIR"), "/scenarios.rs"));
 
 /// Returns all embedded scenarios of simulated figures, by paper and in the order of the papers' figures.
-pub fn all_figures() -> Vec<EmbeddedScenario> {
-    with_live_figures(&[])
+pub fn simulated_figures() -> Vec<EmbeddedScenario> {
+    simulated_and_live_figures(&[])
 }
 
 /// Returns all embedded scenarios and those of the given live figures, in the order of the papers' figures.
-pub fn with_live_figures(live_figures: &[LiveFigure]) -> Vec<EmbeddedScenario> {
+pub fn simulated_and_live_figures(live_figures: &[LiveFigure]) -> Vec<EmbeddedScenario> {
     let simulated_scenarios = SCENARIOS.iter().map(|&(name, toml_text)| EmbeddedScenario { name, toml_text });
     let mut scenarios: Vec<EmbeddedScenario> =
         simulated_scenarios.chain(live_figures.iter().map(|live_figure| live_figure.embedded_scenario)).collect();
@@ -29,9 +29,9 @@ pub fn find_figure(name: &str, figures: &[EmbeddedScenario]) -> Result<EmbeddedS
 
 /// Returns a sort key that orders figures by paper and then by figure number, so that 2b precedes 11.
 fn figure_sort_key(name: &str) -> (usize, String, u64, String) {
-    const PAPERS: [&str; 4] = ["crossrss", "cheetah", "turbo", "ringleader"];
+    const PAPER_ORDER: [&str; 4] = ["crossrss", "cheetah", "turbo", "ringleader"];
     let (paper, figure) = name.split_once('-').unwrap_or((name, ""));
-    let paper_index = PAPERS.iter().position(|known_paper| *known_paper == paper).unwrap_or(PAPERS.len());
+    let paper_index = PAPER_ORDER.iter().position(|known_paper| *known_paper == paper).unwrap_or(PAPER_ORDER.len());
     let digit_count = figure.bytes().take_while(u8::is_ascii_digit).count();
     // Tables and sensitivity analyses have no number, so they follow the figures.
     let figure_number = figure[..digit_count].parse().unwrap_or(u64::MAX);
@@ -87,15 +87,15 @@ mod tests {
 
     #[test]
     fn unknown_figure_name_suggests_the_most_similar_ones() {
-        let error = find_figure("turbo-2c", &all_figures()).unwrap_err();
+        let error = find_figure("turbo-2c", &simulated_figures()).unwrap_err();
         assert!(error.nearest_names().contains(&"turbo-2b"), "{error}");
     }
 
     #[test]
     fn every_scenario_is_valid() {
-        let names: Vec<&str> = all_figures().iter().map(|embedded_scenario| embedded_scenario.name).collect();
+        let names: Vec<&str> = simulated_figures().iter().map(|embedded_scenario| embedded_scenario.name).collect();
         assert_eq!(names, SIMULATED_FIGURE_NAMES);
-        for embedded_scenario in all_figures() {
+        for embedded_scenario in simulated_figures() {
             embedded_scenario.parse_scenario().unwrap_or_else(|error| panic!("{error}"));
         }
     }

@@ -40,12 +40,12 @@ pub fn render_page(figures: &[(FigureResult, Scenario)]) -> String {
          paper or its artifact gives numbers. Each statement is judged by a number of the table below it; one that \
          does not hold is marked.</p>\n\
          <nav><table>\n{contents_rows}</table></nav>\n{sections}</body>\n</html>\n",
-        made = describe_number_source(figures.iter().any(|(_, scenario)| scenario.live.is_some())),
+        made = describe_data_source(figures.iter().any(|(_, scenario)| scenario.live.is_some())),
     )
 }
 
 /// Returns a sentence that explains how the numbers on the page were obtained.
-fn describe_number_source(has_live_figures: bool) -> String {
+fn describe_data_source(has_live_figures: bool) -> String {
     let version = env!("CARGO_PKG_VERSION");
     if has_live_figures {
         return format!(
@@ -57,8 +57,8 @@ fn describe_number_source(has_live_figures: bool) -> String {
 }
 
 fn render_contents_row(result: &FigureResult, scenario: &Scenario) -> String {
-    let failing_count = result.claims.len() - result.holding_claim_count();
-    let claims_text = match (result.claims.len(), failing_count) {
+    let failing_claim_count = result.claims.len() - result.holding_claim_count();
+    let claims_text = match (result.claims.len(), failing_claim_count) {
         (0, _) => "no statement to judge".to_owned(),
         (claim_count, 0) => format!("{claim_count} of {claim_count} hold"),
         (claim_count, failing_claims) => {

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::point::is_same_point;
+use super::point::is_same_x;
 use crate::output::format_csv;
 use crate::seed_summary::SeedSummary;
 
@@ -50,8 +50,8 @@ pub struct PublishedCell {
 }
 
 impl Curve {
-    fn published_at(&self, x: f64) -> Option<&PublishedCell> {
-        self.published.iter().find(|published_cell| is_same_point(published_cell.x, x))
+    fn published_cell_at(&self, x: f64) -> Option<&PublishedCell> {
+        self.published.iter().find(|published_cell| is_same_x(published_cell.x, x))
     }
 }
 
@@ -76,12 +76,13 @@ fn curve_rows(panel: &PanelTable, curve: &Curve) -> Vec<Vec<String>> {
     let mut rows: Vec<(f64, Vec<String>)> = Vec::new();
     for cell in &curve.cells {
         let SeedSummary { median, low, high, .. } = cell.spread;
-        let published_cell = curve.published_at(cell.x).map_or(String::new(), |published| format_number(published.y));
+        let published_cell =
+            curve.published_cell_at(cell.x).map_or(String::new(), |published| format_number(published.y));
         let value_cells = [median, low, high].map(format_number).into_iter().chain([published_cell]);
         rows.push((cell.x, leading_cells(cell.x).into_iter().chain(value_cells).collect()));
     }
     for published_cell in &curve.published {
-        if !curve.cells.iter().any(|cell| is_same_point(cell.x, published_cell.x)) {
+        if !curve.cells.iter().any(|cell| is_same_x(cell.x, published_cell.x)) {
             let value_cells = [String::new(), String::new(), String::new(), format_number(published_cell.y)];
             rows.push((published_cell.x, leading_cells(published_cell.x).into_iter().chain(value_cells).collect()));
         }

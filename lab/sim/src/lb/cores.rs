@@ -8,15 +8,15 @@ const ROUNDING_TOLERANCE: f64 = 1e-6;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum CoreCapacity {
-    /// The core serves every packet at once, and each packet adds `cost_ns` to its busy time.
+    /// The core serves every packet at once, and each packet adds `packet_cost_ns` to its busy time.
     Unlimited {
         /// Busy time that a packet adds (ns).
-        cost_ns: f64,
+        packet_cost_ns: f64,
     },
     /// The core serves its packets one after the other.
     Limited {
         /// Time that the core needs to serve a packet (ns), above 0.
-        cost_ns: f64,
+        packet_cost_ns: f64,
         /// Maximum number of waiting packets, or `None` if unlimited.
         queue_limit: Option<u32>,
     },
@@ -25,7 +25,7 @@ pub enum CoreCapacity {
 /// All cores, with packet counters since the start of the simulation.
 #[derive(Debug, Clone)]
 pub struct Cores {
-    cost_ns: f64,
+    packet_cost_ns: f64,
     is_limited: bool,
     /// Longest time that a packet may have to wait in order to be accepted (ns).
     max_wait_ns: f64,
@@ -39,14 +39,14 @@ pub struct Cores {
 
 impl Cores {
     pub fn new(cores: usize, capacity: CoreCapacity) -> Self {
-        let (cost_ns, is_limited, queue_limit) = match capacity {
-            CoreCapacity::Unlimited { cost_ns } => (cost_ns, false, None),
-            CoreCapacity::Limited { cost_ns, queue_limit } => (cost_ns, true, queue_limit),
+        let (packet_cost_ns, is_limited, queue_limit) = match capacity {
+            CoreCapacity::Unlimited { packet_cost_ns: cost_ns } => (cost_ns, false, None),
+            CoreCapacity::Limited { packet_cost_ns: cost_ns, queue_limit } => (cost_ns, true, queue_limit),
         };
-        let max_wait_ns =
-            queue_limit.map_or(f64::INFINITY, |queue_limit| (f64::from(queue_limit) + ROUNDING_TOLERANCE) * cost_ns);
+        let max_wait_ns = queue_limit
+            .map_or(f64::INFINITY, |queue_limit| (f64::from(queue_limit) + ROUNDING_TOLERANCE) * packet_cost_ns);
         Self {
-            cost_ns,
+            packet_cost_ns,
             is_limited,
             max_wait_ns,
             arrived_packets: vec![0; cores],
@@ -74,7 +74,7 @@ impl Cores {
             self.dropped_packets[core] += 1;
             return false;
         }
-        *free_ns = free_ns.max(arrival_ns) + self.cost_ns;
+        *free_ns = free_ns.max(arrival_ns) + self.packet_cost_ns;
         true
     }
 
@@ -102,7 +102,7 @@ impl Cores {
     pub fn served_packets(&self, time_ns: u64) -> impl Iterator<Item = u64> {
         (0..self.arrived_packets.len()).map(move |core| {
             let unserved_packets =
-                (self.backlog_ns(core, time_ns) / self.cost_ns - ROUNDING_TOLERANCE).ceil().max(0.0) as u64;
+                (self.backlog_ns(core, time_ns) / self.packet_cost_ns - ROUNDING_TOLERANCE).ceil().max(0.0) as u64;
             self.arrived_packets[core] - self.dropped_packets[core] - unserved_packets
         })
     }
@@ -111,7 +111,7 @@ impl Cores {
     pub fn busy_ns(&self, time_ns: u64) -> impl Iterator<Item = u64> {
         (0..self.arrived_packets.len()).map(move |core| {
             let accepted_packets = (self.arrived_packets[core] - self.dropped_packets[core]) as f64;
-            (accepted_packets * self.cost_ns - self.backlog_ns(core, time_ns)) as u64
+            (accepted_packets * self.packet_cost_ns - self.backlog_ns(core, time_ns)) as u64
         })
     }
 }
@@ -126,50 +126,50 @@ mod tests {
 
     /// Reference model of a core, which stores the departure time of every queued packet.
     struct ReferenceQueue {
-        departure_times: VecDeque<u64>,
-        last_departure: u64,
+        departure_times_ns: VecDeque<u64>,
+        last_departure_ns: u64,
         served_packets: u64,
         dropped_packets: u64,
     }
 
     #[test]
-    fn queue_that_is_only_a_time_equals_one_that_keeps_every_packet() {
+    fn queue_stored_as_a_time_equals_a_queue_of_packets() {
         let mut rng = seeded_rng(3, 77);
-        let mut cores = Cores::new(1, CoreCapacity::Limited { cost_ns: 50.0, queue_limit: Some(4) });
+        let mut cores = Cores::new(1, CoreCapacity::Limited { packet_cost_ns: 50.0, queue_limit: Some(4) });
         let mut reference = ReferenceQueue {
-            departure_times: VecDeque::new(),
-            last_departure: 0,
+            departure_times_ns: VecDeque::new(),
+            last_departure_ns: 0,
             served_packets: 0,
             dropped_packets: 0,
         };
-        let mut now = 0;
+        let mut now_ns = 0;
         for step in 0..20_000u64 {
             // Bursts and pauses alternate, with a mean load of 1.
-            now += u64::from(uniform_below(&mut rng, if step % 100 < 50 { 60 } else { 142 }));
-            while reference.departure_times.front().is_some_and(|departure| *departure <= now) {
-                reference.departure_times.pop_front();
+            now_ns += u64::from(uniform_below(&mut rng, if step % 100 < 50 { 60 } else { 142 }));
+            while reference.departure_times_ns.front().is_some_and(|departure| *departure <= now_ns) {
+                reference.departure_times_ns.pop_front();
                 reference.served_packets += 1;
             }
             // The queue holds one packet in service and four waiting ones.
-            if reference.departure_times.len() <= 4 {
-                reference.last_departure = reference.last_departure.max(now) + 50;
-                reference.departure_times.push_back(reference.last_departure);
+            if reference.departure_times_ns.len() <= 4 {
+                reference.last_departure_ns = reference.last_departure_ns.max(now_ns) + 50;
+                reference.departure_times_ns.push_back(reference.last_departure_ns);
             } else {
                 reference.dropped_packets += 1;
             }
-            cores.process_arrival(0, now, 100);
+            cores.process_arrival(0, now_ns, 100);
             assert_eq!(cores.dropped_packets(), reference.dropped_packets, "step {step}");
-            assert_eq!(cores.served_packets(now).next(), Some(reference.served_packets), "step {step}");
+            assert_eq!(cores.served_packets(now_ns).next(), Some(reference.served_packets), "step {step}");
         }
         assert!(reference.dropped_packets > 1_000 && reference.served_packets > 10_000);
-        let accepted_packets = reference.served_packets + reference.departure_times.len() as u64;
+        let accepted_packets = reference.served_packets + reference.departure_times_ns.len() as u64;
         assert_eq!(cores.accepted_bytes(), accepted_packets * 100);
-        assert_eq!(cores.busy_ns(now).next(), Some(accepted_packets * 50 - (reference.last_departure - now)));
+        assert_eq!(cores.busy_ns(now_ns).next(), Some(accepted_packets * 50 - (reference.last_departure_ns - now_ns)));
     }
 
     #[test]
     fn unlimited_core_serves_every_packet_at_once() {
-        let mut cores = Cores::new(2, CoreCapacity::Unlimited { cost_ns: 1_000.0 });
+        let mut cores = Cores::new(2, CoreCapacity::Unlimited { packet_cost_ns: 1_000.0 });
         (0..500).for_each(|_| cores.process_arrival(1, 7, 60));
         assert_eq!(cores.served_packets(7).collect::<Vec<_>>(), [0, 500]);
         assert_eq!(cores.busy_ns(7).collect::<Vec<_>>(), [0, 500_000]);

@@ -6,7 +6,7 @@ use super::cores::CoreCapacity;
 /// count is a linear function of time, stored as slope and offset.
 #[derive(Debug)]
 pub struct HistoryLoad {
-    cost_ns: f64,
+    packet_cost_ns: f64,
     is_limited: bool,
     end_ns: u64,
     /// Slope of each core's linear function, which is its packet rate (packets per ns).
@@ -17,25 +17,25 @@ pub struct HistoryLoad {
     flow_packets_per_ns: Vec<f64>,
     /// Time of the last reading (ns). The next two fields are each core's packets and busy time (ns) until then.
     last_read_ns: u64,
-    last_packets: Vec<f64>,
+    last_read_packets: Vec<f64>,
     busy_ns: Vec<f64>,
 }
 
 impl HistoryLoad {
     pub fn new(cores: usize, capacity: CoreCapacity, end_ns: u64) -> Self {
-        let (cost_ns, is_limited) = match capacity {
-            CoreCapacity::Unlimited { cost_ns } => (cost_ns, false),
-            CoreCapacity::Limited { cost_ns, .. } => (cost_ns, true),
+        let (packet_cost_ns, is_limited) = match capacity {
+            CoreCapacity::Unlimited { packet_cost_ns: cost_ns } => (cost_ns, false),
+            CoreCapacity::Limited { packet_cost_ns: cost_ns, .. } => (cost_ns, true),
         };
         Self {
-            cost_ns,
+            packet_cost_ns,
             is_limited,
             end_ns,
             packets_per_ns: vec![0.0; cores],
             packets_at_time_zero: vec![0.0; cores],
             flow_packets_per_ns: Vec::new(),
             last_read_ns: 0,
-            last_packets: vec![0.0; cores],
+            last_read_packets: vec![0.0; cores],
             busy_ns: vec![0.0; cores],
         }
     }
@@ -65,11 +65,11 @@ impl HistoryLoad {
         let now_ns = now_ns.min(self.end_ns);
         let elapsed_ns = (now_ns - self.last_read_ns) as f64;
         if elapsed_ns > 0.0 {
-            for core in 0..self.last_packets.len() {
+            for core in 0..self.last_read_packets.len() {
                 let packets = self.packets_per_ns[core] * now_ns as f64 + self.packets_at_time_zero[core];
-                let work_ns = ((packets - self.last_packets[core]) * self.cost_ns).max(0.0);
+                let work_ns = ((packets - self.last_read_packets[core]) * self.packet_cost_ns).max(0.0);
                 self.busy_ns[core] += if self.is_limited { work_ns.min(elapsed_ns) } else { work_ns };
-                self.last_packets[core] = packets;
+                self.last_read_packets[core] = packets;
             }
             self.last_read_ns = now_ns;
         }
@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn busy_time_is_rate_times_time_and_ends_with_the_history() {
-        let mut history = HistoryLoad::new(2, CoreCapacity::Unlimited { cost_ns: 1_000.0 }, 3_000_000_000);
+        let mut history = HistoryLoad::new(2, CoreCapacity::Unlimited { packet_cost_ns: 1_000.0 }, 3_000_000_000);
         history.begin_flow(0, 1, 500.0, 0);
         history.begin_flow(7, 1, 100.0, 500_000_000);
         // One flow sends 500 packets of 1 us, the other 50.
@@ -97,9 +97,9 @@ mod tests {
     }
 
     #[test]
-    fn core_of_limited_capacity_is_busy_at_most_all_the_time() {
+    fn core_of_limited_capacity_is_busy_at_most_the_elapsed_time() {
         let mut history =
-            HistoryLoad::new(1, CoreCapacity::Limited { cost_ns: 10_000.0, queue_limit: None }, 2_000_000_000);
+            HistoryLoad::new(1, CoreCapacity::Limited { packet_cost_ns: 10_000.0, queue_limit: None }, 2_000_000_000);
         history.begin_flow(0, 0, 150_000.0, 0);
         assert_eq!(history.busy_ns(1_000_000_000)[0], 1e9);
     }

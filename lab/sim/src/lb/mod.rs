@@ -32,7 +32,7 @@ use crate::range::OutOfRange;
 use crate::trace::capture::ReadOptions;
 use crate::trace::{TraceError, TraceSource};
 
-pub use oracle::ORACLE;
+pub use oracle::ORACLE_POLICY_NAME;
 pub use outcome::{Outcome, PolicyOutcome, SeedResult};
 pub use run::run;
 
@@ -48,10 +48,10 @@ pub struct Config {
     /// Number of buckets in the placement table, and also of entries in each server's indirection table.
     pub buckets: BucketCount,
     /// Interval between two reports, and between two placement tables (ms), from 1 to 10,000.
-    pub report_ms: u32,
+    pub report_interval_ms: u32,
     /// Weight of the newest report in a core's smoothed load.
     pub alpha: SmoothingWeight,
-    /// Names of the policies to compare, from [`coreward_model::policy`] or [`ORACLE`].
+    /// Names of the policies to compare, from [`coreward_model::policy`] or [`ORACLE_POLICY_NAME`].
     pub policies: Vec<String>,
     /// Seeds of the runs. Each draws server ids (which determine the indirection tables), the RSS key and hash keys. If
     /// `campus` has no seed of its own, they also draw the traffic.
@@ -61,7 +61,7 @@ pub struct Config {
     pub trace_copies: u32,
     /// Number of packets that a core serves per second, or `None` if unlimited. At most 128 packets wait at a core, and
     /// further ones are dropped.
-    pub core_capacity: Option<f64>,
+    pub core_capacity_pps: Option<f64>,
     /// How each server's indirection table assigns its entries to cores.
     pub indirection_table_draw: IndirectionTableDraw,
     /// Duration of the windows in which variance is measured (ms), from 1 to 3,600,000. The paper's windows last 1 s.
@@ -74,7 +74,8 @@ pub struct Config {
     /// Maximum number of candidate cores that a rack reports per bucket, from 1 to 8. With 8, tables are the same as
     /// without racks.
     pub rack_candidates: u8,
-    /// Delay from the reports until the load balancer uses the table computed from them (ms), below `report_ms`.
+    /// Delay from the reports until the load balancer uses the table computed from them (ms), below
+    /// `report_interval_ms`.
     pub table_delay_ms: u32,
 }
 
@@ -84,14 +85,14 @@ impl Default for Config {
             trace: TraceSource::default(),
             servers: 4,
             cores: 4,
-            buckets: BucketCount::PUBLISHED,
-            report_ms: 100,
-            alpha: SmoothingWeight::PUBLISHED,
+            buckets: BucketCount::PAPER_VALUE,
+            report_interval_ms: 100,
+            alpha: SmoothingWeight::PAPER_VALUE,
             policies: ["hash", "rr", "pow2", "crossrss", "crossrss-plus"].map(str::to_owned).to_vec(),
             seeds: (1..=10).collect(),
             read_options: ReadOptions::default(),
             trace_copies: 1,
-            core_capacity: None,
+            core_capacity_pps: None,
             indirection_table_draw: IndirectionTableDraw::Balanced,
             window_ms: 1_000,
             replay_speed: 1.0,
@@ -113,12 +114,12 @@ pub enum Error {
     OutOfRange(#[from] OutOfRange),
     /// No policy has the given name.
     #[error(transparent)]
-    Policy(#[from] UnknownName),
+    UnknownPolicy(#[from] UnknownName),
     /// The trace is invalid.
     #[error(transparent)]
     Trace(#[from] TraceError),
     /// The trace has no packet that the load balancer can place.
-    #[error("the trace has no packets that can be placed{}", format_skipped(.0))]
+    #[error("the trace has no packets that can be placed{}", format_skip_counts(.0))]
     NoPackets(crate::trace::SkipCounts),
     /// The trace is too short for one window to be measured.
     #[error(
@@ -133,7 +134,7 @@ pub enum Error {
     OracleNeedsRates,
 }
 
-fn format_skipped(skip_counts: &crate::trace::SkipCounts) -> String {
+fn format_skip_counts(skip_counts: &crate::trace::SkipCounts) -> String {
     let reasons: Vec<String> = skip_counts.iter().map(|(reason, count)| format!("{count} {reason}")).collect();
     if reasons.is_empty() { String::new() } else { format!(" (left out: {})", reasons.join(", ")) }
 }
@@ -146,10 +147,10 @@ impl Config {
         require(self.cores > 0, "cores", self.cores, "at least 1")?;
         let expected_cores = format!("at most {MAX_CORES} cores in all");
         require(core_count <= MAX_CORES, "servers x cores", core_count, &expected_cores)?;
-        require_within("report-ms", self.report_ms, 1..=10_000, "")?;
+        require_within("report-ms", self.report_interval_ms, 1..=10_000, "")?;
         require_within("window-ms", self.window_ms, 1..=3_600_000, "")?;
         require_within("overlay", self.trace_copies, 1..=1_024, " copies")?;
-        if let Some(capacity) = self.core_capacity {
+        if let Some(capacity) = self.core_capacity_pps {
             require_within("core-capacity", capacity, 1.0..=1e9, " packets/s")?;
         }
         require_within("replay-speed", self.replay_speed, 0.001..=1_000.0, "")?;
@@ -157,8 +158,8 @@ impl Config {
             require_within("racks", racks, 1..=self.servers, ", the number of servers")?;
         }
         require_within("rack-candidates", self.rack_candidates, 1..=MAX_CANDIDATES, "")?;
-        let expected_delay = format!("less than the {} ms between reports", self.report_ms);
-        require(self.table_delay_ms < self.report_ms, "table-delay-ms", self.table_delay_ms, &expected_delay)?;
+        let expected_delay = format!("less than the {} ms between reports", self.report_interval_ms);
+        require(self.table_delay_ms < self.report_interval_ms, "table-delay-ms", self.table_delay_ms, &expected_delay)?;
         require(!self.seeds.is_empty(), "seeds", 0, "at least 1")?;
         require(!self.policies.is_empty(), "policies", 0, "at least 1")?;
         Ok(())

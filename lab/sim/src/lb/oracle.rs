@@ -7,7 +7,7 @@
 use crate::trace::FirstPacket;
 
 /// Name by which the oracle is selected among the policies.
-pub const ORACLE: &str = "oracle";
+pub const ORACLE_POLICY_NAME: &str = "oracle";
 
 /// Number of rate units in one packet per second. Rates are integers because only their sums return to exactly zero.
 const RATE_UNITS_PER_PACKET: f64 = 1e6;
@@ -15,13 +15,13 @@ const RATE_UNITS_PER_PACKET: f64 = 1e6;
 /// Oracle, which knows the true rates of all flows and therefore the load of every core.
 #[derive(Debug, Default)]
 pub struct Oracle {
-    core_rates: Vec<u64>,
-    flow_rates: Vec<u64>,
+    core_rate_units: Vec<u64>,
+    flow_rate_units: Vec<u64>,
 }
 
 impl Oracle {
     pub fn new(cores: usize) -> Self {
-        Self { core_rates: vec![0; cores], flow_rates: Vec::new() }
+        Self { core_rate_units: vec![0; cores], flow_rate_units: Vec::new() }
     }
 
     /// Assigns a new flow to the least loaded of the reachable cores and returns this core. Returns `None` if the
@@ -33,17 +33,17 @@ impl Oracle {
         reachable_cores: impl Iterator<Item = usize>,
     ) -> Option<usize> {
         let rate_units = (first_packet.rate_pps? * RATE_UNITS_PER_PACKET) as u64;
-        let core = reachable_cores.min_by_key(|core| self.core_rates[*core])?;
-        if self.flow_rates.len() <= flow as usize {
-            self.flow_rates.resize(flow as usize + 1, 0);
+        let core = reachable_cores.min_by_key(|core| self.core_rate_units[*core])?;
+        if self.flow_rate_units.len() <= flow as usize {
+            self.flow_rate_units.resize(flow as usize + 1, 0);
         }
-        self.flow_rates[flow as usize] = rate_units;
-        self.core_rates[core] += rate_units;
+        self.flow_rate_units[flow as usize] = rate_units;
+        self.core_rate_units[core] += rate_units;
         Some(core)
     }
 
     pub fn remove_flow(&mut self, flow: u32, core: usize) {
-        self.core_rates[core] -= self.flow_rates[flow as usize];
+        self.core_rate_units[core] -= self.flow_rate_units[flow as usize];
     }
 }
 

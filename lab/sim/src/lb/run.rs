@@ -3,12 +3,12 @@
 use rayon::prelude::*;
 
 use super::cores::{CoreCapacity, MAX_QUEUED_PACKETS};
-use super::oracle::ORACLE;
+use super::oracle::ORACLE_POLICY_NAME;
 use super::outcome::{Outcome, PolicyOutcome, SeedResult};
 use super::simulation::{Simulation, unknown_policy_error};
 use super::{Config, Error};
 use crate::par_map_ordered;
-use crate::trace::{Batch, SkipCounts, Trace};
+use crate::trace::{PacketBatch, SkipCounts, Trace};
 
 /// Busy time that a packet adds to a core of unlimited capacity (ns). Policies compare loads and ignore their unit.
 /// With 1 us, both the load of a few packets/s and that of millions can be represented.
@@ -18,7 +18,8 @@ const UNLIMITED_CORE_PACKET_COST_NS: f64 = 1_000.0;
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     config.check()?;
     let known_policies = coreward_model::policy::policy_names();
-    if let Some(name) = config.policies.iter().find(|name| *name != ORACLE && !known_policies.contains(&name.as_str()))
+    if let Some(name) =
+        config.policies.iter().find(|name| *name != ORACLE_POLICY_NAME && !known_policies.contains(&name.as_str()))
     {
         return Err(unknown_policy_error(name).into());
     }
@@ -35,8 +36,8 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
 struct TracePass {
     /// Results by policy, and within each policy by seed.
     seed_results: Vec<Vec<SeedResult>>,
-    packets: u64,
-    flows: u64,
+    packet_count: u64,
+    flow_count: u64,
     duration_ns: u64,
     skip_counts: SkipCounts,
     reordered_packet_count: u64,
@@ -48,14 +49,14 @@ impl TracePass {
         let mut trace = config.trace.open_overlay(seeds[0], config.trace_copies, config.read_options)?;
         let speed = config.replay_speed;
         let history_ns = replay_time_ns(trace.history_ns(), speed);
-        let capacity = derive_capacity(config, trace.as_ref());
+        let capacity = derive_core_capacity(config, trace.as_ref());
         let mut simulations = Vec::new();
         for policy in &config.policies {
             for seed in seeds {
                 simulations.push(Simulation::new(config, policy, *seed, capacity, history_ns)?);
             }
         }
-        let (mut batch, mut packets, mut flows, mut last_ns) = (Batch::default(), 0, 0, 0);
+        let (mut batch, mut packets, mut flows, mut last_ns) = (PacketBatch::default(), 0, 0, 0);
         loop {
             trace.read(&mut batch)?;
             if speed != 1.0 {
@@ -79,7 +80,14 @@ impl TracePass {
             Error::TooShort { seconds: (end_ns - history_ns) as f64 / 1e9, window_ms: config.window_ms };
         let seed_results =
             seed_results.ok_or(too_short_error)?.chunks(seeds.len()).map(<[SeedResult]>::to_vec).collect();
-        Ok(Self { seed_results, packets, flows, duration_ns: end_ns - history_ns, skip_counts, reordered_packet_count })
+        Ok(Self {
+            seed_results,
+            packet_count: packets,
+            flow_count: flows,
+            duration_ns: end_ns - history_ns,
+            skip_counts,
+            reordered_packet_count,
+        })
     }
 }
 
@@ -90,7 +98,7 @@ fn replay_time_ns(time_ns: u64, speed: f64) -> u64 {
 }
 
 /// Changes the times and rates of a batch from those of the trace to those of a replay at `speed` times its speed.
-fn accelerate_batch(batch: &mut Batch, speed: f64) {
+fn accelerate_batch(batch: &mut PacketBatch, speed: f64) {
     for packet in &mut batch.packets {
         packet.time_ns = replay_time_ns(packet.time_ns, speed);
     }
@@ -101,16 +109,18 @@ fn accelerate_batch(batch: &mut Batch, speed: f64) {
 
 /// Returns the capacity of a core. Requests of an arrival log wait without limit, but packets are dropped at full
 /// queues.
-fn derive_capacity(config: &Config, trace: &dyn Trace) -> CoreCapacity {
-    match (config.core_capacity, trace.core_service_rate()) {
+fn derive_core_capacity(config: &Config, trace: &dyn Trace) -> CoreCapacity {
+    match (config.core_capacity_pps, trace.core_service_rate()) {
         (Some(packets_per_s), None) => {
-            CoreCapacity::Limited { cost_ns: 1e9 / packets_per_s, queue_limit: Some(MAX_QUEUED_PACKETS) }
+            CoreCapacity::Limited { packet_cost_ns: 1e9 / packets_per_s, queue_limit: Some(MAX_QUEUED_PACKETS) }
         }
-        (Some(packets_per_s), Some(_)) => CoreCapacity::Limited { cost_ns: 1e9 / packets_per_s, queue_limit: None },
+        (Some(packets_per_s), Some(_)) => {
+            CoreCapacity::Limited { packet_cost_ns: 1e9 / packets_per_s, queue_limit: None }
+        }
         (None, Some(service_rate)) => {
-            CoreCapacity::Limited { cost_ns: 1e9 / service_rate.packets_per_s, queue_limit: None }
+            CoreCapacity::Limited { packet_cost_ns: 1e9 / service_rate.packets_per_s, queue_limit: None }
         }
-        (None, None) => CoreCapacity::Unlimited { cost_ns: UNLIMITED_CORE_PACKET_COST_NS },
+        (None, None) => CoreCapacity::Unlimited { packet_cost_ns: UNLIMITED_CORE_PACKET_COST_NS },
     }
 }
 
@@ -127,8 +137,8 @@ fn merge_runs(config: &Config, runs: Vec<TracePass>) -> Outcome {
     };
     Outcome {
         policies: config.policies.iter().enumerate().map(policy_outcome).collect(),
-        packets: mean_over_runs(|run| run.packets),
-        flows: mean_over_runs(|run| run.flows),
+        packets: mean_over_runs(|run| run.packet_count),
+        flows: mean_over_runs(|run| run.flow_count),
         seconds: mean_over_runs(|run| run.duration_ns) as f64 / 1e9,
         skipped,
         reordered: mean_over_runs(|run| run.reordered_packet_count),

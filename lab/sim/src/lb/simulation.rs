@@ -8,11 +8,11 @@ use coreward_model::statistics::{mean, variance_pct};
 
 use super::cores::{CoreCapacity, Cores};
 use super::history::HistoryLoad;
-use super::oracle::{ORACLE, Oracle};
+use super::oracle::{ORACLE_POLICY_NAME, Oracle};
 use super::outcome::SeedResult;
 use super::{Config, Error};
 use crate::names::UnknownName;
-use crate::trace::{Batch, Packet};
+use crate::trace::{Packet, PacketBatch};
 
 /// Random stream of [`seeded_rng`] from which server ids and the fleet's RSS key are drawn.
 const RNG_STREAM_SERVERS: u64 = 21;
@@ -31,7 +31,7 @@ impl PlacementMethod {
     /// Returns the policy or oracle with this name. Fails when there is none.
     fn new(name: &str, seed: u64, core_count: usize) -> Result<Self, Error> {
         match name {
-            ORACLE => Ok(Self::Oracle(Oracle::new(core_count))),
+            ORACLE_POLICY_NAME => Ok(Self::Oracle(Oracle::new(core_count))),
             name => Ok(Self::Policy(policy::policy_by_name(name, seed).map_err(|_| unknown_policy_error(name))?)),
         }
     }
@@ -75,17 +75,17 @@ pub struct Simulation {
     history: HistoryLoad,
     history_ns: u64,
     core_of_flow: Vec<u16>,
-    open_connections: Vec<u32>,
+    open_connection_counts: Vec<u32>,
     report_interval_ns: u64,
     window_ns: u64,
     next_report_ns: u64,
     /// Delay from the reports until the load balancer uses the table computed from them (ns).
     table_delay_ns: u64,
     pending_table: Option<(u64, PlacementTable)>,
-    next_window_ns: u64,
+    window_end_ns: u64,
     /// Counters at the end of the newest window. The next field has those of the first window, which is not measured.
-    last_counters: CounterSnapshot,
-    first_counters: Option<CounterSnapshot>,
+    last_window_counters: CounterSnapshot,
+    first_window_counters: Option<CounterSnapshot>,
     window_results: WindowResults,
 }
 
@@ -95,7 +95,7 @@ fn draw_fleet(config: &Config, seed: u64) -> SimulatedCluster {
         server_count: servers,
         cores_per_server: cores,
         bucket_count: buckets,
-        alpha,
+        load_ewma_alpha: alpha,
         indirection_table_draw,
     };
     let plan = shape.draw_plan(&mut seeded_rng(seed, RNG_STREAM_SERVERS));
@@ -129,24 +129,24 @@ impl Simulation {
             history: HistoryLoad::new(core_count, capacity, history_ns),
             history_ns,
             core_of_flow: Vec::new(),
-            open_connections: vec![0; usize::from(config.servers)],
-            report_interval_ns: u64::from(config.report_ms) * 1_000_000,
+            open_connection_counts: vec![0; usize::from(config.servers)],
+            report_interval_ns: u64::from(config.report_interval_ms) * 1_000_000,
             window_ns: u64::from(config.window_ms) * 1_000_000,
             next_report_ns: 0,
             table_delay_ns: u64::from(config.table_delay_ms) * 1_000_000,
             pending_table: None,
-            next_window_ns: history_ns + u64::from(config.window_ms) * 1_000_000,
-            last_counters: CounterSnapshot::zero(core_count),
-            first_counters: None,
+            window_end_ns: history_ns + u64::from(config.window_ms) * 1_000_000,
+            last_window_counters: CounterSnapshot::zero(core_count),
+            first_window_counters: None,
             window_results: WindowResults::default(),
         })
     }
 
     /// Processes a batch of packets. Fails when the oracle does not know the rate of a flow.
-    pub fn process_batch(&mut self, batch: &Batch) -> Result<(), Error> {
+    pub fn process_batch(&mut self, batch: &PacketBatch) -> Result<(), Error> {
         let mut first_packets = batch.first_packets.iter();
         for packet in &batch.packets {
-            if packet.time_ns >= self.next_report_ns.min(self.next_window_ns) {
+            if packet.time_ns >= self.next_report_ns.min(self.window_end_ns) {
                 self.advance_to(packet.time_ns);
             }
             self.install_due_table(packet.time_ns);
@@ -177,16 +177,16 @@ impl Simulation {
             self.core_of_flow.resize(flow + 1, 0);
         }
         self.core_of_flow[flow] = core as u16;
-        self.open_connections[core / self.cores_per_server] += 1;
+        self.open_connection_counts[core / self.cores_per_server] += 1;
         if packet.time_ns < self.history_ns {
-            let rate = first_packet.rate_pps.expect("a history knows rates");
-            self.history.begin_flow(packet.flow_number, core, rate, packet.time_ns);
+            let rate_pps = first_packet.rate_pps.expect("a history knows rates");
+            self.history.begin_flow(packet.flow_number, core, rate_pps, packet.time_ns);
         }
         Ok(())
     }
 
     fn close_flow(&mut self, packet: &Packet, core: usize) {
-        self.open_connections[core / self.cores_per_server] -= 1;
+        self.open_connection_counts[core / self.cores_per_server] -= 1;
         if let PlacementMethod::Oracle(oracle) = &mut self.placement_method {
             oracle.remove_flow(packet.flow_number, core);
         }
@@ -198,8 +198,8 @@ impl Simulation {
     /// Processes all reports and window ends that are due by `now_ns`.
     fn advance_to(&mut self, now_ns: u64) {
         let mut remaining_reports = MAX_REPORTS_PER_GAP;
-        while self.next_report_ns.min(self.next_window_ns) <= now_ns {
-            if self.next_report_ns <= self.next_window_ns {
+        while self.next_report_ns.min(self.window_end_ns) <= now_ns {
+            if self.next_report_ns <= self.window_end_ns {
                 self.process_reports(self.next_report_ns);
                 self.next_report_ns += self.report_interval_ns;
                 remaining_reports = remaining_reports.saturating_sub(1);
@@ -209,12 +209,12 @@ impl Simulation {
                         now_ns.saturating_sub(self.next_report_ns) / self.report_interval_ns * self.report_interval_ns;
                 }
             } else {
-                self.close_window(self.next_window_ns);
-                self.next_window_ns += self.window_ns;
+                self.close_window(self.window_end_ns);
+                self.window_end_ns += self.window_ns;
                 // A window without packets is not measured, so the windows of a long pause can be skipped.
-                let empty_windows = now_ns.saturating_sub(self.next_window_ns) / self.window_ns;
-                if empty_windows > MAX_REPORTS_PER_GAP {
-                    self.next_window_ns += empty_windows * self.window_ns;
+                let empty_window_count = now_ns.saturating_sub(self.window_end_ns) / self.window_ns;
+                if empty_window_count > MAX_REPORTS_PER_GAP {
+                    self.window_end_ns += empty_window_count * self.window_ns;
                 }
             }
         }
@@ -231,7 +231,8 @@ impl Simulation {
             .zip(history_busy_ns)
             .map(|(trace_ns, history_ns)| trace_ns + *history_ns as u64)
             .collect();
-        let table = self.fleet.prepare_table(now_ns, &busy_ns, &self.open_connections, policy.as_mut());
+        let table =
+            self.fleet.report_and_compute_table(now_ns, &busy_ns, &self.open_connection_counts, policy.as_mut());
         // The first table is used at once, because there is no earlier one.
         let active_from_ns = if now_ns == 0 { 0 } else { now_ns + self.table_delay_ns };
         self.pending_table = Some((active_from_ns, table));
@@ -252,12 +253,13 @@ impl Simulation {
             accepted_bytes: self.cores.accepted_bytes(),
             time_ns: now_ns,
         };
-        let differences = |new: &[u64], old: &[u64]| -> Vec<f64> {
+        let subtract_counters = |new: &[u64], old: &[u64]| -> Vec<f64> {
             new.iter().zip(old).map(|(new, old)| (new - old) as f64).collect()
         };
-        if self.first_counters.is_some() {
-            let arrived_packets = differences(&counters.arrived_packets, &self.last_counters.arrived_packets);
-            let served_packets = differences(&counters.served_packets, &self.last_counters.served_packets);
+        if self.first_window_counters.is_some() {
+            let arrived_packets =
+                subtract_counters(&counters.arrived_packets, &self.last_window_counters.arrived_packets);
+            let served_packets = subtract_counters(&counters.served_packets, &self.last_window_counters.served_packets);
             let server_packets: Vec<f64> =
                 arrived_packets.chunks(self.cores_per_server).map(|cores| cores.iter().sum()).collect();
             self.window_results.server_variance_pct.extend(variance_pct(&server_packets));
@@ -267,33 +269,35 @@ impl Simulation {
                 .max_over_mean
                 .extend(mean(&served_packets).filter(|mean| *mean > 0.0).map(|mean| max_served_packets / mean));
         } else {
-            self.first_counters = Some(counters.clone());
+            self.first_window_counters = Some(counters.clone());
         }
-        self.last_counters = counters;
+        self.last_window_counters = counters;
     }
 
     /// Ends the simulation at the end of the trace and returns its results, or `None` if no window was measured.
     pub fn finish(mut self, end_ns: u64) -> Option<SeedResult> {
         self.advance_to(end_ns);
         // A capture of n seconds ends slightly before the n-th window does.
-        if end_ns >= self.next_window_ns - self.window_ns / 20 {
+        if end_ns >= self.window_end_ns - self.window_ns / 20 {
             self.close_window(end_ns);
         }
-        let first_counters = self.first_counters?;
+        let first_window_counters = self.first_window_counters?;
         let sum_over_cores = |counters: &[u64]| counters.iter().sum::<u64>() as f64;
-        let measured_seconds = (self.last_counters.time_ns - first_counters.time_ns) as f64 / 1e9;
-        let arrived_packets =
-            sum_over_cores(&self.last_counters.arrived_packets) - sum_over_cores(&first_counters.arrived_packets);
+        let measured_seconds = (self.last_window_counters.time_ns - first_window_counters.time_ns) as f64 / 1e9;
+        let arrived_packets = sum_over_cores(&self.last_window_counters.arrived_packets)
+            - sum_over_cores(&first_window_counters.arrived_packets);
         Some(SeedResult {
             server_variance_pct: mean(&self.window_results.server_variance_pct)?,
             core_variance_pct: mean(&self.window_results.core_variance_pct)?,
             max_over_mean: mean(&self.window_results.max_over_mean)?,
-            dropped_pct: (self.last_counters.dropped_packets - first_counters.dropped_packets) as f64 / arrived_packets
+            dropped_pct: (self.last_window_counters.dropped_packets - first_window_counters.dropped_packets) as f64
+                / arrived_packets
                 * 100.0,
-            throughput_pps: (sum_over_cores(&self.last_counters.served_packets)
-                - sum_over_cores(&first_counters.served_packets))
+            throughput_pps: (sum_over_cores(&self.last_window_counters.served_packets)
+                - sum_over_cores(&first_window_counters.served_packets))
                 / measured_seconds,
-            throughput_gbps: (self.last_counters.accepted_bytes - first_counters.accepted_bytes) as f64 * 8.0
+            throughput_gbps: (self.last_window_counters.accepted_bytes - first_window_counters.accepted_bytes) as f64
+                * 8.0
                 / measured_seconds
                 / 1e9,
         })
@@ -301,5 +305,5 @@ impl Simulation {
 }
 
 pub fn unknown_policy_error(name: &str) -> UnknownName {
-    UnknownName::new("policy", name, policy::policy_names().into_iter().chain([ORACLE]))
+    UnknownName::new("policy", name, policy::policy_names().into_iter().chain([ORACLE_POLICY_NAME]))
 }

@@ -91,7 +91,7 @@ impl PathArgs {
             rate_sigma: self.rate_sigma,
             buckets: self.buckets,
             indirection_table_draw: IndirectionTableDraw::Balanced,
-            report_ms: self.report_ms,
+            report_interval_ms: self.report_ms,
             alpha: self.alpha,
             report_phase: self.report_phase,
             window_ms: self.window_ms,

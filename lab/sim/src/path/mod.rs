@@ -61,7 +61,7 @@ pub struct Config {
     /// How each server's indirection table assigns its entries to cores.
     pub indirection_table_draw: IndirectionTableDraw,
     /// Interval between two reports, and between two placement tables (ms), from 0.001 to 10,000.
-    pub report_ms: f64,
+    pub report_interval_ms: f64,
     /// Weight of the newest report in a core's smoothed load.
     pub alpha: SmoothingWeight,
     pub report_phase: ReportPhase,
@@ -99,10 +99,10 @@ impl Default for Config {
             requests_per_connection: 100.0,
             request_gap: 50.0,
             rate_sigma: 1.0,
-            buckets: BucketCount::PUBLISHED,
+            buckets: BucketCount::PAPER_VALUE,
             indirection_table_draw: IndirectionTableDraw::Balanced,
-            report_ms: 100.0,
-            alpha: SmoothingWeight::PUBLISHED,
+            report_interval_ms: 100.0,
+            alpha: SmoothingWeight::PAPER_VALUE,
             report_phase: ReportPhase::Aligned,
             window_ms: 1_000.0,
             seconds: 20.0,
@@ -119,10 +119,10 @@ pub enum Error {
     OutOfRange(#[from] OutOfRange),
     /// No policy has the given name.
     #[error(transparent)]
-    Policy(#[from] UnknownName),
+    UnknownPolicy(#[from] UnknownName),
     /// The configuration of a server is invalid.
     #[error(transparent)]
-    Server(#[from] rpc::Error),
+    InvalidServerConfig(#[from] rpc::Error),
     /// The run is too short to measure anything after the warm-up.
     #[error(
         "{seconds} s: expected at least {min_seconds:.3}, twice the warm-up (which is two mean lives of a connection) \
@@ -152,7 +152,7 @@ impl Config {
             ("requests-per-connection", self.requests_per_connection, 1.0, 1e9),
             ("request-gap", self.request_gap, 0.0, 1e6),
             ("rate-sigma", self.rate_sigma, 0.0, 3.0),
-            ("report-ms", self.report_ms, 1e-3, 1e4),
+            ("report-ms", self.report_interval_ms, 1e-3, 1e4),
             ("window-ms", self.window_ms, 1e-3, 3.6e6),
             ("seconds", self.seconds, 1e-6, 1e6),
             ("policies", self.policies.len() as f64, 1.0, 1e3),
@@ -182,7 +182,7 @@ impl Config {
         let Self { cores, latency, load, .. } = *self;
         let server_config = rpc::Config { policy: policy.clone(), cores, latency, load, ..rpc::Config::default() };
         let server_config = rpc::Config { service: self.service.clone(), ..server_config };
-        Ok(server_config.check_stable(self.buckets.get())?)
+        Ok(server_config.check_load_below_capacity(self.buckets.get())?)
     }
 }
 

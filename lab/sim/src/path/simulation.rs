@@ -33,14 +33,14 @@ pub struct Simulation<'a> {
     service_rng: Xoshiro256PlusPlus,
     hash_rng: Xoshiro256PlusPlus,
     response_tracker: ResponseTracker,
-    core_readings: Vec<CoreReading>,
+    busy_time_readings: Vec<BusyTimeReading>,
     request_count: u64,
     window_results: WindowResults,
 }
 
 /// Last reading of its cores' busy times by a server's agent.
 #[derive(Debug, Clone)]
-struct CoreReading {
+struct BusyTimeReading {
     next_read_at: Tick,
     last_read_at: Option<Tick>,
     core_busy_times: Vec<Tick>,
@@ -48,12 +48,12 @@ struct CoreReading {
 
 /// Recorder of the responses, which also tracks the open connections.
 struct ResponseTracker {
-    recorder: LatencyRecorder,
+    latency_recorder: LatencyRecorder,
     connections: Vec<Connection>,
     /// Ids of closed connections, which new connections can reuse.
-    free_ids: Vec<ConnectionId>,
+    free_connection_ids: Vec<ConnectionId>,
     /// Number of open connections on each server.
-    open_connections: Vec<u32>,
+    open_connection_counts: Vec<u32>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -68,13 +68,13 @@ struct Connection {
 
 impl ResponseSink for ResponseTracker {
     fn handle_response(&mut self, response: &Response) {
-        self.recorder.handle_response(response);
+        self.latency_recorder.handle_response(response);
         let id = ConnectionId(response.request.connection);
         let connection = &mut self.connections[id.0 as usize];
         connection.unanswered_requests -= 1;
         if connection.has_last_request_arrived && connection.unanswered_requests == 0 {
-            self.open_connections[usize::from(connection.server)] -= 1;
-            self.free_ids.push(id);
+            self.open_connection_counts[usize::from(connection.server)] -= 1;
+            self.free_connection_ids.push(id);
         }
     }
 }
@@ -82,17 +82,17 @@ impl ResponseSink for ResponseTracker {
 impl ResponseTracker {
     fn new(class_count: usize, server_count: u16) -> Self {
         Self {
-            recorder: LatencyRecorder::new(class_count, None),
+            latency_recorder: LatencyRecorder::new(class_count, None),
             connections: Vec::new(),
-            free_ids: Vec::new(),
-            open_connections: vec![0; usize::from(server_count)],
+            free_connection_ids: Vec::new(),
+            open_connection_counts: vec![0; usize::from(server_count)],
         }
     }
 
     fn open_connection(&mut self, server: u16, flow_hash: u32) -> ConnectionId {
-        self.open_connections[usize::from(server)] += 1;
+        self.open_connection_counts[usize::from(server)] += 1;
         let connection = Connection { server, flow_hash, unanswered_requests: 0, has_last_request_arrived: false };
-        let Some(id) = self.free_ids.pop() else {
+        let Some(id) = self.free_connection_ids.pop() else {
             self.connections.push(connection);
             return ConnectionId(self.connections.len() as u32 - 1);
         };
@@ -104,7 +104,7 @@ impl ResponseTracker {
 /// Cores' busy times at the start of the current window, followed by the results of all measured windows.
 #[derive(Debug)]
 struct WindowResults {
-    busy_at_window_start: Vec<Tick>,
+    window_start_busy_times: Vec<Tick>,
     server_variance_pct: Vec<f64>,
     core_variance_pct: Vec<f64>,
 }
@@ -112,7 +112,7 @@ struct WindowResults {
 impl WindowResults {
     fn new(core_count: usize) -> Self {
         Self {
-            busy_at_window_start: vec![0; core_count],
+            window_start_busy_times: vec![0; core_count],
             server_variance_pct: Vec::new(),
             core_variance_pct: Vec::new(),
         }
@@ -136,7 +136,7 @@ fn draw_fleet(config: &Config, seed: u64) -> SimulatedCluster {
         server_count: servers,
         cores_per_server: cores,
         bucket_count: buckets,
-        alpha,
+        load_ewma_alpha: alpha,
         indirection_table_draw,
     };
     let plan = shape.draw_plan(&mut seeded_rng(seed, RNG_STREAM_SERVERS));
@@ -148,15 +148,15 @@ fn draw_fleet(config: &Config, seed: u64) -> SimulatedCluster {
 }
 
 /// Returns the servers' readings before the start, with the times at which their agents read the first ones.
-fn initial_core_readings(config: &Config, seed: u64) -> Vec<CoreReading> {
+fn initial_core_readings(config: &Config, seed: u64) -> Vec<BusyTimeReading> {
     let mut rng = seeded_rng(seed, RNG_STREAM_REPORT_PHASES);
-    let report_interval = config.seconds_to_ticks(config.report_ms / 1e3);
+    let report_interval = config.seconds_to_ticks(config.report_interval_ms / 1e3);
     let initial_reading = |_| {
         let next_read_at = match config.report_phase {
             ReportPhase::Aligned => 0,
             ReportPhase::Random => report_interval * Tick::from(uniform_below(&mut rng, 1000)) / 1000,
         };
-        CoreReading { next_read_at, last_read_at: None, core_busy_times: vec![0; usize::from(config.cores)] }
+        BusyTimeReading { next_read_at, last_read_at: None, core_busy_times: vec![0; usize::from(config.cores)] }
     };
     (0..config.servers).map(initial_reading).collect()
 }
@@ -185,7 +185,7 @@ impl<'a> Simulation<'a> {
             service_rng: seeded_rng(seed, RNG_STREAM_SERVICES),
             hash_rng: seeded_rng(seed, RNG_STREAM_HASHES),
             response_tracker: ResponseTracker::new(class_count, config.servers),
-            core_readings: initial_core_readings(config, seed),
+            busy_time_readings: initial_core_readings(config, seed),
             request_count: 0,
             window_results: WindowResults::new(fleet.core_count()),
             config,
@@ -198,7 +198,7 @@ impl<'a> Simulation<'a> {
         let seconds_to_ticks = |seconds: f64| self.config.seconds_to_ticks(seconds);
         let [end_time, warm_up] = [self.config.seconds, self.config.warm_up_seconds()].map(seconds_to_ticks);
         let [report_ticks, window_ticks] =
-            [self.config.report_ms / 1e3, self.config.window_ms / 1e3].map(seconds_to_ticks);
+            [self.config.report_interval_ms / 1e3, self.config.window_ms / 1e3].map(seconds_to_ticks);
         let report_interval = report_ticks.max(1);
         let (mut next_report, mut next_window, mut is_measuring) = (0, warm_up, false);
         let mut server_to_read = self.next_server_to_read();
@@ -208,26 +208,26 @@ impl<'a> Simulation<'a> {
                 .next_event_time()
                 .min(next_report)
                 .min(next_window)
-                .min(self.core_readings[server_to_read].next_read_at);
+                .min(self.busy_time_readings[server_to_read].next_read_at);
             if now > end_time {
                 break;
             }
             if now == next_window {
                 self.close_window(now, is_measuring);
                 if !is_measuring {
-                    self.response_tracker.recorder.measure_from(now);
+                    self.response_tracker.latency_recorder.measure_from(now);
                     is_measuring = true;
                 }
                 next_window += window_ticks.max(1);
-            } else if now == self.core_readings[server_to_read].next_read_at {
+            } else if now == self.busy_time_readings[server_to_read].next_read_at {
                 self.read_core_busy_times(server_to_read, now);
-                self.core_readings[server_to_read].next_read_at += report_interval;
+                self.busy_time_readings[server_to_read].next_read_at += report_interval;
                 server_to_read = self.next_server_to_read();
             } else if now == next_report {
                 self.rebuild_table(now);
                 next_report += report_interval;
             } else {
-                self.handle_event(now);
+                self.handle_traffic_event(now);
             }
         }
         self.into_result()
@@ -239,14 +239,14 @@ impl<'a> Simulation<'a> {
             server.advance(NEVER - 1, &mut self.response_tracker);
         }
         SeedResult {
-            latency: self.response_tracker.recorder.all_latencies().expect("requests come after the warm-up"),
+            latency: self.response_tracker.latency_recorder.all_latencies().expect("requests come after the warm-up"),
             server_variance_pct: mean(&self.window_results.server_variance_pct).unwrap_or(0.0),
             core_variance_pct: mean(&self.window_results.core_variance_pct).unwrap_or(0.0),
             request_count: self.request_count,
         }
     }
 
-    fn handle_event(&mut self, now: Tick) {
+    fn handle_traffic_event(&mut self, now: Tick) {
         let id = match self.traffic.pop_event() {
             TrafficEvent::NextRequest(id) => id,
             TrafficEvent::ConnectionOpened(tuple) => {
@@ -279,7 +279,7 @@ impl<'a> Simulation<'a> {
 
     /// Returns each core's busy time from the start of the simulation until now (ticks).
     fn busy_times(&mut self, now: Tick) -> Vec<Tick> {
-        let mut busy_times = Vec::with_capacity(self.window_results.busy_at_window_start.len());
+        let mut busy_times = Vec::with_capacity(self.window_results.window_start_busy_times.len());
         for server in &mut self.servers {
             server.advance(now, &mut self.response_tracker);
             busy_times.extend(server.busy_times(now));
@@ -289,7 +289,7 @@ impl<'a> Simulation<'a> {
 
     /// Returns the index of the server whose agent is the next to read its cores.
     fn next_server_to_read(&self) -> usize {
-        let next_reading = self.core_readings.iter().enumerate().min_by_key(|(_, reading)| reading.next_read_at);
+        let next_reading = self.busy_time_readings.iter().enumerate().min_by_key(|(_, reading)| reading.next_read_at);
         next_reading.expect("at least one server").0
     }
 
@@ -303,7 +303,7 @@ impl<'a> Simulation<'a> {
             let mean_busy_time = busy_times.iter().sum::<Tick>() / busy_times.len() as Tick;
             busy_times.fill(mean_busy_time);
         }
-        let reading = &mut self.core_readings[server_index];
+        let reading = &mut self.busy_time_readings[server_index];
         (reading.last_read_at, reading.core_busy_times) = (Some(now), busy_times);
     }
 
@@ -315,27 +315,28 @@ impl<'a> Simulation<'a> {
         let ns_per_unit = self.config.unit_us * 1e3;
         let to_ns = |time: Tick| (crate::rpc::ticks::to_units(time) * ns_per_unit) as u64;
         let busy_ns: Vec<u64> = self
-            .core_readings
+            .busy_time_readings
             .iter()
             .flat_map(|reading| &reading.core_busy_times)
             .map(|busy_time| to_ns(*busy_time))
             .collect();
-        let measured_ns: Vec<Option<u64>> =
-            self.core_readings.iter().map(|reading| reading.last_read_at.map(to_ns)).collect();
+        let last_read_ns: Vec<Option<u64>> =
+            self.busy_time_readings.iter().map(|reading| reading.last_read_at.map(to_ns)).collect();
         self.fleet.report_measured_at(
-            &measured_ns,
+            &last_read_ns,
             &busy_ns,
-            &self.response_tracker.open_connections,
+            &self.response_tracker.open_connection_counts,
             self.placement.as_mut(),
         );
     }
 
     fn close_window(&mut self, now: Tick, is_measured: bool) {
         let busy_times = self.busy_times(now);
-        let increase = |(busy_time, previous_busy_time): (&Tick, &Tick)| (busy_time - previous_busy_time) as f64;
+        let busy_time_increase =
+            |(busy_time, previous_busy_time): (&Tick, &Tick)| (busy_time - previous_busy_time) as f64;
         let core_busy_times: Vec<f64> =
-            busy_times.iter().zip(&self.window_results.busy_at_window_start).map(increase).collect();
-        self.window_results.busy_at_window_start = busy_times;
+            busy_times.iter().zip(&self.window_results.window_start_busy_times).map(busy_time_increase).collect();
+        self.window_results.window_start_busy_times = busy_times;
         if is_measured {
             let server_busy_times: Vec<f64> =
                 core_busy_times.chunks(usize::from(self.config.cores)).map(|cores| cores.iter().sum()).collect();
@@ -363,7 +364,7 @@ mod tests {
         }
         while simulation.traffic.next_event_time() < end_time {
             let now = simulation.traffic.next_event_time();
-            simulation.handle_event(now);
+            simulation.handle_traffic_event(now);
             let id = match reference.traffic.pop_event() {
                 TrafficEvent::NextRequest(id) => id,
                 TrafficEvent::ConnectionOpened(tuple) => {
@@ -380,7 +381,7 @@ mod tests {
         assert!(predicted_cores.len() > 500);
         assert_eq!(simulation.busy_times(NEVER - 1), expected_busy_times);
         assert!(
-            simulation.response_tracker.open_connections.iter().sum::<u32>() > 0,
+            simulation.response_tracker.open_connection_counts.iter().sum::<u32>() > 0,
             "some connections are to have more requests"
         );
     }

@@ -29,7 +29,7 @@ pub struct ConnectionId(pub u32);
 #[derive(Debug, Clone, Copy)]
 struct PendingRequests {
     request_count: u64,
-    mean_gap: f64,
+    mean_gap_ticks: f64,
 }
 
 /// Traffic generator. Connections arrive as a Poisson process, each with a geometric number of requests. Gaps between
@@ -38,9 +38,9 @@ struct PendingRequests {
 #[derive(Debug)]
 pub struct Traffic {
     /// Mean time between the arrivals of two connections (ticks).
-    mean_arrival_interval: f64,
+    mean_arrival_interval_ticks: f64,
     requests_per_connection: f64,
-    mean_request_gap: f64,
+    mean_request_gap_ticks: f64,
     rate_sigma: f64,
     next_connection_at: Tick,
     scheduled_requests: BinaryHeap<Reverse<(Tick, ConnectionId)>>,
@@ -58,12 +58,12 @@ const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 
 impl Traffic {
     pub fn new(config: &Config, seed: u64) -> Self {
-        let cores = f64::from(config.servers) * f64::from(config.cores);
+        let core_count = f64::from(config.servers) * f64::from(config.cores);
         let work_per_connection = config.service.mean() * config.requests_per_connection;
         let mut traffic = Self {
-            mean_arrival_interval: work_per_connection / (config.load * cores) * to_ticks(1.0) as f64,
+            mean_arrival_interval_ticks: work_per_connection / (config.load * core_count) * to_ticks(1.0) as f64,
             requests_per_connection: config.requests_per_connection,
-            mean_request_gap: config.request_gap * to_ticks(1.0) as f64,
+            mean_request_gap_ticks: config.request_gap * to_ticks(1.0) as f64,
             rate_sigma: config.rate_sigma,
             next_connection_at: 0,
             scheduled_requests: BinaryHeap::new(),
@@ -71,12 +71,12 @@ impl Traffic {
             connection_rng: seeded_rng(seed, RNG_STREAM_CONNECTIONS),
             request_rng: seeded_rng(seed, RNG_STREAM_REQUESTS),
         };
-        traffic.next_connection_at = traffic.draw_interval();
+        traffic.next_connection_at = traffic.draw_arrival_interval();
         traffic
     }
 
-    fn draw_interval(&mut self) -> Tick {
-        (exponential(&mut self.connection_rng) * self.mean_arrival_interval + 0.5) as Tick
+    fn draw_arrival_interval(&mut self) -> Tick {
+        (exponential(&mut self.connection_rng) * self.mean_arrival_interval_ticks + 0.5) as Tick
     }
 
     pub fn next_event_time(&self) -> Tick {
@@ -108,8 +108,9 @@ impl Traffic {
     /// Sets the id of a new connection ([`TrafficEvent::ConnectionOpened`]). No other open connection may have it.
     pub fn open_connection(&mut self, id: ConnectionId) {
         let opened_at = self.next_connection_at;
-        self.next_connection_at = opened_at + self.draw_interval();
-        let pending_requests = PendingRequests { request_count: self.draw_request_count(), mean_gap: self.draw_gap() };
+        self.next_connection_at = opened_at + self.draw_arrival_interval();
+        let pending_requests =
+            PendingRequests { request_count: self.draw_request_count(), mean_gap_ticks: self.draw_mean_request_gap() };
         let index = id.0 as usize;
         if self.pending_requests.len() <= index {
             self.pending_requests.resize(index + 1, pending_requests);
@@ -134,12 +135,12 @@ impl Traffic {
     }
 
     /// Draws a connection's mean gap between requests (ticks). Averaged over all connections, it is the configured gap.
-    fn draw_gap(&mut self) -> f64 {
+    fn draw_mean_request_gap(&mut self) -> f64 {
         let sigma = self.rate_sigma;
         if sigma == 0.0 {
-            self.mean_request_gap
+            self.mean_request_gap_ticks
         } else {
-            self.mean_request_gap * log_normal(&mut self.connection_rng, -sigma * sigma / 2.0, sigma)
+            self.mean_request_gap_ticks * log_normal(&mut self.connection_rng, -sigma * sigma / 2.0, sigma)
         }
     }
 
@@ -147,7 +148,7 @@ impl Traffic {
     fn schedule_next_request(&mut self, id: ConnectionId, last_request_at: Tick) {
         let pending_requests = self.pending_requests[id.0 as usize];
         if pending_requests.request_count > 0 {
-            let request_gap = (exponential(&mut self.request_rng) * pending_requests.mean_gap + 0.5) as Tick;
+            let request_gap = (exponential(&mut self.request_rng) * pending_requests.mean_gap_ticks + 0.5) as Tick;
             self.scheduled_requests.push(Reverse((last_request_at + request_gap, id)));
         }
     }

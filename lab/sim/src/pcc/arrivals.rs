@@ -95,7 +95,7 @@ impl ConnectionSource {
         Some((identity, kind?))
     }
 
-    pub fn connection_ended(&mut self, kind: u8) {
+    pub fn on_connection_ended(&mut self, kind: u8) {
         if let ArrivalProcess::ClosedLoop { .. } = self.arrivals {
             self.waiting_kinds.push_back(kind);
         }
@@ -103,13 +103,15 @@ impl ConnectionSource {
 
     fn schedule_next_start(&mut self) {
         let unit_gap = exponential(&mut self.rng);
-        let mean_gap = match self.arrivals {
-            ArrivalProcess::OpenLoop { mean_open_connections: connections } => self.mix.mean_duration() / connections,
+        let mean_gap_ns = match self.arrivals {
+            ArrivalProcess::OpenLoop { mean_open_connections: connections } => {
+                self.mix.mean_duration_ns() / connections
+            }
             ArrivalProcess::ClosedLoop { request_rate, .. } => {
                 1e9 / request_rate.rate_at(to_seconds(self.next_start) - to_seconds(self.warm_up))
             }
         };
-        self.next_start += (unit_gap * mean_gap).round() as Nanoseconds;
+        self.next_start += (unit_gap * mean_gap_ns).round() as Nanoseconds;
     }
 }
 
@@ -131,7 +133,7 @@ mod tests {
     fn open_loop_rate_follows_from_the_mean_duration() {
         let mut source = ConnectionSource::new(
             ArrivalProcess::OpenLoop { mean_open_connections: 1_000.0 },
-            &ConnectionMix::constant(10.0),
+            &ConnectionMix::constant_duration(10.0),
             0,
             1,
         );
@@ -147,13 +149,13 @@ mod tests {
     #[test]
     fn ended_request_of_a_closed_loop_is_sent_again() {
         let wave = RateWave { base_per_s: 1_000.0, peak_per_s: 2_000.0, duration_s: 40.0 };
-        let mix = ConnectionMix::constant(10.0);
+        let mix = ConnectionMix::constant_duration(10.0);
         let mut source =
             ConnectionSource::new(ArrivalProcess::ClosedLoop { clients: 2, request_rate: wave }, &mix, 0, 1);
         assert!(
             source.pop_connection().is_some() && source.pop_connection().is_some() && source.pop_connection().is_none()
         );
-        source.connection_ended(0);
+        source.on_connection_ended(0);
         assert!(source.pop_connection().is_some() && source.pop_connection().is_none());
         assert_eq!(
             [wave.rate_at(-1.0), wave.rate_at(0.0), wave.rate_at(20.0), wave.rate_at(40.0)],

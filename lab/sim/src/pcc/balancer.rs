@@ -19,15 +19,15 @@ pub trait Balancer {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection;
 
     /// Counts a connection that has just been opened on its server.
-    fn connection_opened(&mut self, _connection: &Connection, _cluster: &Cluster) {}
+    fn on_connection_opened(&mut self, _connection: &Connection, _cluster: &Cluster) {}
 
     /// Removes a connection that has just been closed from its server's count.
-    fn connection_closed(&mut self, _connection: &Connection, _cluster: &Cluster) {}
+    fn on_connection_closed(&mut self, _connection: &Connection, _cluster: &Cluster) {}
 
     /// Updates the tables after the pool has changed. It is also called before the first connection.
-    fn servers_changed(&mut self, cluster: &Cluster);
+    fn on_servers_changed(&mut self, cluster: &Cluster);
 
-    fn load_balancers_changed(&mut self, _cluster: &Cluster, _connections: &mut Connections) {}
+    fn on_load_balancers_changed(&mut self, _cluster: &Cluster, _connections: &mut Connections) {}
 
     /// Returns whether the method uses [`Balancer::process_reports`].
     fn uses_reports(&self) -> bool {
@@ -38,6 +38,7 @@ pub trait Balancer {
     fn process_reports(&mut self, _cluster: &Cluster) {}
 
     /// Returns when the connection's packets first went to another server than its own, or `None` if they never did.
-    /// Without [`super::Config::has_second_counts`] no history is stored, so the returned time is the current one.
+    /// Without [`super::Config::records_per_second_counts`] no history is stored, so the returned time is the current
+    /// one.
     fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds>;
 }

@@ -43,7 +43,7 @@ pub struct Beamer {
     server_states: Vec<ServerState>,
     /// Buckets that each server owns. A serving server uses its own buckets, and those of a suspended server are lent
     /// to others.
-    own_buckets: Vec<Vec<u32>>,
+    owned_buckets: Vec<Vec<u32>>,
     /// Buckets that each server has borrowed from suspended servers.
     borrowed_buckets: Vec<Vec<u32>>,
     threshold_control: Option<ThresholdControl>,
@@ -62,12 +62,12 @@ pub struct ThresholdControl {
 impl Beamer {
     pub fn new(threshold_control: Option<ThresholdControl>, config: &Config, seed: u64) -> Self {
         let bucket_count = bucket_count(config.servers, config.buckets_per_server);
-        let table = BucketTable::new(bucket_count, true, config.has_second_counts);
+        let table = BucketTable::new(bucket_count, true, config.records_per_second_counts);
         let rng = seeded_rng(seed, RNG_STREAM_BUCKET_MOVES);
         Self {
             table,
             server_states: Vec::new(),
-            own_buckets: Vec::new(),
+            owned_buckets: Vec::new(),
             borrowed_buckets: Vec::new(),
             threshold_control,
             rng,
@@ -97,33 +97,33 @@ impl Beamer {
     /// Lends the buckets to those serving servers that have the fewest buckets.
     fn lend_buckets(&mut self, buckets: Vec<u32>) {
         let used_bucket_count = |beamer: &Self, server: u16| {
-            beamer.own_buckets[usize::from(server)].len() + beamer.borrowed_buckets[usize::from(server)].len()
+            beamer.owned_buckets[usize::from(server)].len() + beamer.borrowed_buckets[usize::from(server)].len()
         };
         let serving_servers = self.servers_with_state(|state| state == ServerState::Serving);
-        let mut fewest_buckets_first: BinaryHeap<_> = serving_servers
+        let mut servers_by_bucket_count: BinaryHeap<_> = serving_servers
             .into_iter()
             .map(|server| Reverse(self.bucket_sort_key(used_bucket_count(self, server), server)))
             .collect();
         for bucket in buckets {
             let Reverse((bucket_count, _, borrowing_server)) =
-                fewest_buckets_first.pop().expect("one server always serves");
+                servers_by_bucket_count.pop().expect("one server always serves");
             self.borrowed_buckets[usize::from(borrowing_server)].push(bucket);
             self.table.assign(bucket as usize, borrowing_server);
-            fewest_buckets_first.push(Reverse(self.bucket_sort_key(bucket_count + 1, borrowing_server)));
+            servers_by_bucket_count.push(Reverse(self.bucket_sort_key(bucket_count + 1, borrowing_server)));
         }
     }
 
     fn suspend_server(&mut self, server: u16) {
         self.server_states[usize::from(server)] = ServerState::Suspended;
         let mut buckets = std::mem::take(&mut self.borrowed_buckets[usize::from(server)]);
-        buckets.extend_from_slice(&self.own_buckets[usize::from(server)]);
+        buckets.extend_from_slice(&self.owned_buckets[usize::from(server)]);
         self.lend_buckets(buckets);
     }
 
     fn resume_server(&mut self, server: u16) {
         self.server_states[usize::from(server)] = ServerState::Serving;
-        for position in 0..self.own_buckets[usize::from(server)].len() {
-            let bucket = self.own_buckets[usize::from(server)][position];
+        for position in 0..self.owned_buckets[usize::from(server)].len() {
+            let bucket = self.owned_buckets[usize::from(server)][position];
             self.return_bucket(bucket);
             self.table.assign(bucket as usize, server);
         }
@@ -153,25 +153,25 @@ impl Beamer {
         let borrowed_buckets = std::mem::take(&mut self.borrowed_buckets[usize::from(server)]);
         self.lend_buckets(borrowed_buckets);
         let pool_servers = self.servers_with_state(|state| state != ServerState::NotInPool);
-        let mut fewest_buckets_first: BinaryHeap<_> = pool_servers
+        let mut servers_by_bucket_count: BinaryHeap<_> = pool_servers
             .into_iter()
             .map(|pool_server| {
-                Reverse(self.bucket_sort_key(self.own_buckets[usize::from(pool_server)].len(), pool_server))
+                Reverse(self.bucket_sort_key(self.owned_buckets[usize::from(pool_server)].len(), pool_server))
             })
             .collect();
-        for bucket in std::mem::take(&mut self.own_buckets[usize::from(server)]) {
+        for bucket in std::mem::take(&mut self.owned_buckets[usize::from(server)]) {
             let Reverse((bucket_count, _, new_owner)) =
-                fewest_buckets_first.pop().expect("the last server never leaves");
+                servers_by_bucket_count.pop().expect("the last server never leaves");
             if was_suspended && self.has_state(new_owner, ServerState::Serving) {
                 self.return_bucket(bucket);
             }
-            self.own_buckets[usize::from(new_owner)].push(bucket);
+            self.owned_buckets[usize::from(new_owner)].push(bucket);
             match self.has_state(new_owner, ServerState::Serving) {
                 true => self.table.assign(bucket as usize, new_owner),
                 false if was_suspended => (),
                 false => self.lend_buckets(vec![bucket]),
             }
-            fewest_buckets_first.push(Reverse(self.bucket_sort_key(bucket_count + 1, new_owner)));
+            servers_by_bucket_count.push(Reverse(self.bucket_sort_key(bucket_count + 1, new_owner)));
         }
     }
 
@@ -180,20 +180,20 @@ impl Beamer {
         let other_servers = self.servers_with_state(|state| state != ServerState::NotInPool);
         self.server_states[usize::from(server)] = ServerState::Serving;
         let bucket_share = self.table.len() / (other_servers.len() + 1);
-        let mut most_buckets_first: BinaryHeap<_> = other_servers
+        let mut servers_by_bucket_count: BinaryHeap<_> = other_servers
             .into_iter()
-            .map(|other| self.bucket_sort_key(self.own_buckets[usize::from(other)].len(), other))
+            .map(|other| self.bucket_sort_key(self.owned_buckets[usize::from(other)].len(), other))
             .collect();
         for _ in 0..bucket_share {
-            let (bucket_count, _, previous_owner) = most_buckets_first.pop().expect("there are other servers");
+            let (bucket_count, _, previous_owner) = servers_by_bucket_count.pop().expect("there are other servers");
             let position = uniform_below(&mut self.rng, bucket_count as u32) as usize;
-            let bucket = self.own_buckets[usize::from(previous_owner)].swap_remove(position);
+            let bucket = self.owned_buckets[usize::from(previous_owner)].swap_remove(position);
             if self.has_state(previous_owner, ServerState::Suspended) {
                 self.return_bucket(bucket);
             }
-            self.own_buckets[usize::from(server)].push(bucket);
+            self.owned_buckets[usize::from(server)].push(bucket);
             self.table.assign(bucket as usize, server);
-            most_buckets_first.push(self.bucket_sort_key(bucket_count - 1, previous_owner));
+            servers_by_bucket_count.push(self.bucket_sort_key(bucket_count - 1, previous_owner));
         }
     }
 
@@ -202,11 +202,11 @@ impl Beamer {
         let initial_state =
             |server: u16| if cluster.is_member(server) { ServerState::Serving } else { ServerState::NotInPool };
         self.server_states = (0..server_count as u16).map(initial_state).collect();
-        self.own_buckets = vec![Vec::new(); server_count];
+        self.owned_buckets = vec![Vec::new(); server_count];
         self.borrowed_buckets = vec![Vec::new(); server_count];
         for bucket in 0..self.table.len() {
             let server = cluster.members()[bucket % cluster.members().len()];
-            self.own_buckets[usize::from(server)].push(bucket as u32);
+            self.owned_buckets[usize::from(server)].push(bucket as u32);
             self.table.assign(bucket, server);
         }
     }
@@ -221,7 +221,7 @@ impl Balancer for Beamer {
         }
     }
 
-    fn servers_changed(&mut self, cluster: &Cluster) {
+    fn on_servers_changed(&mut self, cluster: &Cluster) {
         self.table.begin_change(cluster.now);
         if self.server_states.is_empty() {
             return self.assign_all_buckets(cluster);
@@ -235,7 +235,7 @@ impl Balancer for Beamer {
         }
     }
 
-    fn connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
+    fn on_connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
         let Some(threshold_control) = self.threshold_control.filter(|control| cluster.now >= control.suspends_from)
         else {
             return;
@@ -252,7 +252,7 @@ impl Balancer for Beamer {
         }
     }
 
-    fn connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
+    fn on_connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
         let server = connection.server;
         if self.threshold_control.is_none() || !self.has_state(server, ServerState::Suspended) {
             return;

@@ -43,8 +43,8 @@ pub struct BucketTable {
     has_daisy_chaining: bool,
     /// Number of table changes so far. A connection stores the number at the time of its first packet.
     change_count: u32,
-    changed_at: Nanoseconds,
-    evictions: Option<Vec<Vec<Eviction>>>,
+    last_change_at: Nanoseconds,
+    evictions_by_bucket: Option<Vec<Vec<Eviction>>>,
 }
 
 impl BucketTable {
@@ -54,8 +54,8 @@ impl BucketTable {
             buckets: vec![Bucket { current: NO_SERVER, previous: NO_SERVER }; bucket_count],
             has_daisy_chaining,
             change_count: 0,
-            changed_at: 0,
-            evictions: keeps_history.then(|| vec![Vec::new(); bucket_count]),
+            last_change_at: 0,
+            evictions_by_bucket: keeps_history.then(|| vec![Vec::new(); bucket_count]),
         }
     }
 
@@ -79,7 +79,7 @@ impl BucketTable {
     /// Starts a table change, to which all assignments belong until the next call.
     pub fn begin_change(&mut self, now: Nanoseconds) {
         self.change_count += 1;
-        self.changed_at = now;
+        self.last_change_at = now;
     }
 
     /// Assigns a bucket to a server, as part of the current change.
@@ -98,7 +98,7 @@ impl BucketTable {
             (false, _) => entry.current,
         };
         entry.current = BucketServer { server, since_change: self.change_count };
-        if let Some(history) = &mut self.evictions
+        if let Some(history) = &mut self.evictions_by_bucket
             && evicted_server.server != NO_SERVER.server
         {
             let (server, since_change) = (evicted_server.server, evicted_server.since_change);
@@ -106,7 +106,7 @@ impl BucketTable {
                 server,
                 since_change,
                 until_change: self.change_count,
-                evicted_at: self.changed_at,
+                evicted_at: self.last_change_at,
             });
         }
     }
@@ -116,14 +116,14 @@ impl BucketTable {
     pub fn first_break_time(&self, connection: &Connection, now: Nanoseconds) -> Option<Nanoseconds> {
         let bucket = self.bucket_of_connection(connection.identity);
         let first_packet_change = connection.stored_state as u32;
-        let has_always_reached = |resident: &BucketServer| {
+        let is_reachable_since_first_packet = |resident: &BucketServer| {
             resident.server == connection.server && resident.since_change <= first_packet_change
         };
         let Bucket { current, previous } = &self.buckets[bucket];
-        if has_always_reached(current) || has_always_reached(previous) {
+        if is_reachable_since_first_packet(current) || is_reachable_since_first_packet(previous) {
             return None;
         }
-        let Some(history) = &self.evictions else { return Some(now) };
+        let Some(history) = &self.evictions_by_bucket else { return Some(now) };
         let eviction = history[bucket].iter().find(|eviction| {
             eviction.server == connection.server
                 && eviction.since_change <= first_packet_change

@@ -33,13 +33,13 @@ pub struct Cheetah {
     table: PlacementTable,
     /// Each load balancer's placement state, with round-robin positions and counts of assigned connections.
     placement_states: Vec<PlacementState>,
-    generation: u64,
-    keys: FleetCookieKeys,
+    table_generation: u64,
+    cookie_keys: FleetCookieKeys,
     time_key: CookieKey,
     rss_configs: Vec<RssConfig>,
     cores_per_server: u16,
     /// Number of open connections of each core, ordered by server and then by core.
-    core_open_connections: Vec<u32>,
+    core_connection_counts: Vec<u32>,
     /// Position of each server among the table's members, or of its first core slot.
     table_positions: Vec<usize>,
 }
@@ -53,7 +53,7 @@ impl Cheetah {
             true => Box::new(LeastPolicy::without_sampling(seed)),
             false => policy::policy_by_name(name, seed).expect("a method's policy exists"),
         };
-        let bucket_count = if uses_current_counts { one_bucket() } else { config.bucket_count };
+        let bucket_count = if uses_current_counts { single_bucket_count() } else { config.bucket_count };
         let rss_key = RssKey::random(&mut seeded_rng(seed, RNG_STREAM_RSS_KEY));
         let server_rss_config = |server: usize| RssConfig {
             key: rss_key.clone(),
@@ -68,23 +68,23 @@ impl Cheetah {
             bucket_count,
             table: PlacementTable::empty(bucket_count),
             placement_states: vec![PlacementState::default(); LOAD_BALANCERS_MAX],
-            generation: 0,
-            keys: FleetCookieKeys { keys, current: KeyIndex::First },
+            table_generation: 0,
+            cookie_keys: FleetCookieKeys { keys, current: KeyIndex::First },
             time_key: CookieKey::random(&mut rng),
             rss_configs: (0..servers).map(server_rss_config).collect(),
             cores_per_server: config.cores,
-            core_open_connections: vec![0; servers * usize::from(config.cores)],
+            core_connection_counts: vec![0; servers * usize::from(config.cores)],
             table_positions: vec![usize::MAX; servers],
         }
     }
 
     /// Returns the server pool from which the policy computes a table.
     fn build_pool(&self, cluster: &Cluster) -> Pool {
-        let total_connections: u64 = self.core_open_connections.iter().map(|count| u64::from(*count)).sum();
+        let total_connections: u64 = self.core_connection_counts.iter().map(|count| u64::from(*count)).sum();
         let mean_connections =
-            (total_connections as f64 / self.core_open_connections.len() as f64).max(f64::MIN_POSITIVE);
+            (total_connections as f64 / self.core_connection_counts.len() as f64).max(f64::MIN_POSITIVE);
         let build_server = |number: usize| {
-            let core_connections = &self.core_open_connections[number * usize::from(self.cores_per_server)..]
+            let core_connections = &self.core_connection_counts[number * usize::from(self.cores_per_server)..]
                 [..usize::from(self.cores_per_server)];
             PoolServer {
                 is_eligible: cluster.is_member(number as u16),
@@ -97,7 +97,7 @@ impl Cheetah {
                 ),
                 rss: Some(self.rss_configs[number].clone()),
                 // Current counts are kept up to date as the table's assigned connections instead.
-                open_connections: if self.has_current_counts() { 0 } else { cluster.open_connections(number as u16) },
+                open_connections: if self.uses_current_counts() { 0 } else { cluster.open_connections(number as u16) },
                 ..PoolServer::new(server_id(number as u16))
             }
         };
@@ -105,17 +105,17 @@ impl Cheetah {
     }
 
     /// Returns whether [`PlacementState::assigned_counts`] holds the current numbers of open connections.
-    fn has_current_counts(&self) -> bool {
+    fn uses_current_counts(&self) -> bool {
         self.load_info == LoadInfo::Current && self.policy.name() == LEAST_POLICY
     }
 
     /// Computes a new table for all load balancers, which keep their positions in the round-robin order.
     fn replace_table(&mut self, cluster: &Cluster) {
-        self.generation += 1;
-        self.table = self.policy.compute_table(&self.build_pool(cluster), self.bucket_count, self.generation);
+        self.table_generation += 1;
+        self.table = self.policy.compute_table(&self.build_pool(cluster), self.bucket_count, self.table_generation);
         if matches!(self.table.rule, PlacementRule::RoundRobin | PlacementRule::PowerOfTwo) {
             // These rules do not use buckets, so one bucket suffices for the next table.
-            self.bucket_count = one_bucket();
+            self.bucket_count = single_bucket_count();
         }
         for state in &mut self.placement_states {
             let round_robin_counter = state.round_robin_counter;
@@ -129,7 +129,7 @@ impl Cheetah {
     /// Copies the current numbers of open connections into the table's loads.
     fn copy_connection_counts(&mut self, cluster: &Cluster) {
         self.table_positions.fill(usize::MAX);
-        if self.has_current_counts() {
+        if self.uses_current_counts() {
             for (slot, core) in self.table.core_slots.iter().enumerate() {
                 self.table_positions[usize::from(core.server.get())] = slot;
                 self.placement_states[0].assigned_counts[slot] = cluster.open_connections(core.server.get());
@@ -158,19 +158,19 @@ impl Cheetah {
 
     /// Returns the cookie that a load balancer decodes from later packets of the connection.
     pub fn decoded_cookie(&self, connection: &Connection) -> Cookie {
-        decode_cookie(&self.keys, &identity_to_tuple(connection.identity), connection.stored_state as u32)
+        decode_cookie(&self.cookie_keys, &identity_to_tuple(connection.identity), connection.stored_state as u32)
     }
 
     /// Returns the two servers that the rule `PowerOfTwo` compares when it places a connection.
     #[cfg(test)]
-    pub fn compared_servers(&self, identity: u64) -> [coreward_model::ServerId; 2] {
-        use coreward_model::placement::{mix_hash, two_draws};
+    pub fn power_of_two_candidates(&self, identity: u64) -> [coreward_model::ServerId; 2] {
+        use coreward_model::placement::{draw_two_below, mix_hash};
         let hash = self.table.groups[0].toeplitz_hash(&identity_to_tuple(identity).bytes());
-        let (first, second) = two_draws(mix_hash(hash), self.table.members.len() as u32);
+        let (first, second) = draw_two_below(mix_hash(hash), self.table.members.len() as u32);
         [first, second].map(|position| self.table.members[position as usize].server)
     }
 
-    fn core_by_rss(&self, server: u16, tuple: &FourTuple) -> u16 {
+    fn rss_core(&self, server: u16, tuple: &FourTuple) -> u16 {
         if self.cores_per_server == 1 {
             return 0;
         }
@@ -186,7 +186,7 @@ impl Cheetah {
 /// Name of the only policy that has a different implementation for current counts.
 const LEAST_POLICY: &str = "least";
 
-fn one_bucket() -> BucketCount {
+fn single_bucket_count() -> BucketCount {
     BucketCount::new(1).expect("a power of two")
 }
 
@@ -199,38 +199,43 @@ impl Balancer for Cheetah {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
         let tuple = identity_to_tuple(identity);
         // With current counts, all load balancers have the same information, so one placement state serves all.
-        let load_balancer = if self.has_current_counts() { 0 } else { cluster.select_load_balancer(identity).into() };
+        let load_balancer = if self.uses_current_counts() { 0 } else { cluster.select_load_balancer(identity).into() };
         let server = self
             .table
             .select_server(&mut self.placement_states[load_balancer], &tuple)
             .expect("the pool is never empty");
-        let cookie =
-            stamp_tsval(&self.keys, &self.time_key, &tuple, Cookie::Server(server), (cluster.now / 1_000_000) as u32);
+        let cookie = stamp_tsval(
+            &self.cookie_keys,
+            &self.time_key,
+            &tuple,
+            Cookie::Server(server),
+            (cluster.now / 1_000_000) as u32,
+        );
         PlacedConnection {
             server: server.get(),
-            core: self.core_by_rss(server.get(), &tuple),
+            core: self.rss_core(server.get(), &tuple),
             stored_state: cookie.into(),
         }
     }
 
-    fn connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
+    fn on_connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
         let core_index = self.core_index(connection);
-        self.core_open_connections[core_index] += 1;
+        self.core_connection_counts[core_index] += 1;
         self.update_connection_count(connection.server, cluster);
     }
 
-    fn connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
+    fn on_connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
         let core_index = self.core_index(connection);
-        self.core_open_connections[core_index] -= 1;
+        self.core_connection_counts[core_index] -= 1;
         self.update_connection_count(connection.server, cluster);
     }
 
-    fn servers_changed(&mut self, cluster: &Cluster) {
+    fn on_servers_changed(&mut self, cluster: &Cluster) {
         self.replace_table(cluster);
     }
 
     fn uses_reports(&self) -> bool {
-        let has_current_loads = self.has_current_counts() || self.table.rule == PlacementRule::PowerOfTwo;
+        let has_current_loads = self.uses_current_counts() || self.table.rule == PlacementRule::PowerOfTwo;
         self.policy.reads_loads() && !(self.load_info == LoadInfo::Current && has_current_loads)
     }
 

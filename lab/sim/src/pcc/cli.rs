@@ -71,13 +71,13 @@ impl PccArgs {
             minutes: self.minutes,
             load_balancers: self.load_balancers,
             methods: self.methods,
-            seeds: self.seeds,
+            seed_count: self.seeds,
             load_info: self.load_info,
-            report_ms: self.report_ms,
+            report_interval_ms: self.report_ms,
             buckets_per_server: self.buckets_per_server,
             bucket_count: BucketCount::new(self.buckets)?,
             cores: self.cores,
-            has_second_counts: false,
+            records_per_second_counts: false,
         })?;
         Ok(outcome.render(self.format))
     }

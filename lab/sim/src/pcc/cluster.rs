@@ -31,8 +31,8 @@ pub struct Cluster {
     members: Vec<u16>,
     is_member: Vec<bool>,
     spare_servers: VecDeque<u16>,
-    open_connections: Vec<u32>,
-    pool_connections: u64,
+    open_connection_counts: Vec<u32>,
+    pool_connection_count: u64,
     load_balancers: Vec<u8>,
     idle_load_balancers: VecDeque<u8>,
     /// Tracker of the imbalance between the pool's servers.
@@ -50,8 +50,8 @@ impl Cluster {
             members: (0..servers as u16).collect(),
             is_member: (0..servers + spare_servers).map(|server| server < servers).collect(),
             spare_servers: (servers as u16..(servers + spare_servers) as u16).collect(),
-            open_connections: vec![0; servers + spare_servers],
-            pool_connections: 0,
+            open_connection_counts: vec![0; servers + spare_servers],
+            pool_connection_count: 0,
             load_balancers: (0..load_balancers as u8).collect(),
             idle_load_balancers: (load_balancers as u8..LOAD_BALANCERS_MAX as u8).collect(),
             imbalance,
@@ -67,16 +67,16 @@ impl Cluster {
     }
 
     pub fn server_count(&self) -> usize {
-        self.open_connections.len()
+        self.open_connection_counts.len()
     }
 
     pub fn open_connections(&self, server: u16) -> u32 {
-        self.open_connections[usize::from(server)]
+        self.open_connection_counts[usize::from(server)]
     }
 
     /// Returns the mean number of open connections per server in the pool.
     pub fn mean_open_connections(&self) -> f64 {
-        self.pool_connections as f64 / self.members.len() as f64
+        self.pool_connection_count as f64 / self.members.len() as f64
     }
 
     pub fn load_balancers(&self) -> &[u8] {
@@ -94,22 +94,22 @@ impl Cluster {
         self.imbalance.advance_to(now);
     }
 
-    pub fn connection_opened(&mut self, server: u16) {
-        let count = &mut self.open_connections[usize::from(server)];
+    pub fn add_connection(&mut self, server: u16) {
+        let connection_count = &mut self.open_connection_counts[usize::from(server)];
         if self.is_member[usize::from(server)] {
-            self.imbalance.connection_opened(*count);
-            self.pool_connections += 1;
+            self.imbalance.add_connection(*connection_count);
+            self.pool_connection_count += 1;
         }
-        *count += 1;
+        *connection_count += 1;
     }
 
-    pub fn connection_closed(&mut self, server: u16) {
-        let count = &mut self.open_connections[usize::from(server)];
+    pub fn remove_connection(&mut self, server: u16) {
+        let connection_count = &mut self.open_connection_counts[usize::from(server)];
         if self.is_member[usize::from(server)] {
-            self.imbalance.connection_closed(*count);
-            self.pool_connections -= 1;
+            self.imbalance.remove_connection(*connection_count);
+            self.pool_connection_count -= 1;
         }
-        *count -= 1;
+        *connection_count -= 1;
     }
 
     /// Applies the change. Returns `false` if nothing is left to add, or if only one is left and cannot be removed.
@@ -123,14 +123,14 @@ impl Cluster {
                 added_load_balancer.is_some()
             }
             ClusterChange::RemoveLoadBalancer => {
-                let count = self.load_balancers.len();
-                if count > 1 {
+                let load_balancer_count = self.load_balancers.len();
+                if load_balancer_count > 1 {
                     let removed_load_balancer =
-                        self.load_balancers.swap_remove(uniform_below(rng, count as u32) as usize);
+                        self.load_balancers.swap_remove(uniform_below(rng, load_balancer_count as u32) as usize);
                     // It is the first to start again, like a load balancer that reboots.
                     self.idle_load_balancers.push_front(removed_load_balancer);
                 }
-                count > 1
+                load_balancer_count > 1
             }
         }
     }
@@ -140,7 +140,7 @@ impl Cluster {
         let position = self.members.partition_point(|member| *member < server);
         self.members.insert(position, server);
         self.is_member[usize::from(server)] = true;
-        self.pool_connections += u64::from(self.open_connections(server));
+        self.pool_connection_count += u64::from(self.open_connections(server));
         self.imbalance.add_server(self.open_connections(server));
         true
     }
@@ -152,7 +152,7 @@ impl Cluster {
         let server = self.members.remove(uniform_below(rng, self.members.len() as u32) as usize);
         self.is_member[usize::from(server)] = false;
         self.spare_servers.push_back(server);
-        self.pool_connections -= u64::from(self.open_connections(server));
+        self.pool_connection_count -= u64::from(self.open_connections(server));
         self.imbalance.remove_server(self.open_connections(server));
         true
     }
@@ -173,14 +173,14 @@ mod tests {
     fn drained_server_keeps_its_connections_and_leaves_the_mean() {
         let mut rng = seeded_rng(1, 0);
         let mut cluster = Cluster::new(3, 1, 2, 0);
-        [0, 0, 1, 2, 2, 2].into_iter().for_each(|server| cluster.connection_opened(server));
+        [0, 0, 1, 2, 2, 2].into_iter().for_each(|server| cluster.add_connection(server));
         assert_eq!(cluster.mean_open_connections(), 2.0);
         assert!(cluster.apply_change(ClusterChange::RemoveServer, &mut rng));
         let drained_server = (0..3).find(|server| !cluster.is_member(*server)).unwrap();
         assert_eq!(cluster.mean_open_connections(), f64::from(6 - cluster.open_connections(drained_server)) / 2.0);
-        let connections_before = cluster.open_connections(drained_server);
-        cluster.connection_closed(drained_server);
-        assert_eq!(cluster.open_connections(drained_server), connections_before - 1);
+        let previous_connection_count = cluster.open_connections(drained_server);
+        cluster.remove_connection(drained_server);
+        assert_eq!(cluster.open_connections(drained_server), previous_connection_count - 1);
         // The spare server joins before the drained one, which has been outside the pool for a shorter time.
         assert!(cluster.apply_change(ClusterChange::AddServer, &mut rng) && cluster.is_member(3));
         assert!(cluster.apply_change(ClusterChange::AddServer, &mut rng) && cluster.is_member(drained_server));

@@ -6,7 +6,7 @@ use super::clock::{Nanoseconds, from_seconds};
 use super::cluster::{Cluster, ClusterChange};
 use super::connections::{Connection, Connections};
 use super::mix::ConnectionMix;
-use super::outcome::{SecondCounts, SeedOutcome};
+use super::outcome::{PerSecondCounts, SeedResult};
 use super::schedule::{ChangeSchedule, max_deviation};
 use super::{ClusterUpdates, Config};
 
@@ -25,7 +25,7 @@ pub fn server_count(config: &Config) -> usize {
     config.servers + spare_server_count(config)
 }
 
-pub fn simulate<B: Balancer>(config: &Config, mix: &ConnectionMix, seed: u64, balancer: B) -> SeedOutcome {
+pub fn simulate<B: Balancer>(config: &Config, mix: &ConnectionMix, seed: u64, balancer: B) -> SeedResult {
     Simulation::new(config, mix, seed, balancer).run()
 }
 
@@ -40,7 +40,7 @@ struct Simulation<'a, B> {
     report_interval: Nanoseconds,
     warm_up: Nanoseconds,
     end_time: Nanoseconds,
-    outcome: SeedOutcome,
+    seed_result: SeedResult,
 }
 
 impl<'a, B: Balancer> Simulation<'a, B> {
@@ -48,11 +48,11 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         let warm_up = settling_time(&config.arrivals, mix);
         let end_time = warm_up + from_seconds(config.minutes * 60.0);
         let cluster = Cluster::new(config.servers, spare_server_count(config), config.load_balancers, warm_up);
-        balancer.servers_changed(&cluster);
-        let report_interval = config.report_ms * 1_000_000;
+        balancer.on_servers_changed(&cluster);
+        let report_interval = config.report_interval_ms * 1_000_000;
         let second_count = (config.minutes * 60.0).ceil() as usize;
-        let second_counts =
-            vec![SecondCounts { pool_servers: config.servers, ..SecondCounts::default() }; second_count];
+        let per_second_counts =
+            vec![PerSecondCounts { pool_servers: config.servers, ..PerSecondCounts::default() }; second_count];
         Self {
             mix,
             next_report_at: balancer.uses_reports().then_some(report_interval),
@@ -64,14 +64,14 @@ impl<'a, B: Balancer> Simulation<'a, B> {
             report_interval,
             warm_up,
             end_time,
-            outcome: SeedOutcome {
-                second_counts: if config.has_second_counts { second_counts } else { Vec::new() },
-                ..SeedOutcome::default()
+            seed_result: SeedResult {
+                per_second_counts: if config.records_per_second_counts { per_second_counts } else { Vec::new() },
+                ..SeedResult::default()
             },
         }
     }
 
-    fn run(mut self) -> SeedOutcome {
+    fn run(mut self) -> SeedResult {
         loop {
             // If several events are simultaneous, connections end first, because an ended connection cannot be broken.
             let next_end = self.connections.next_end().unwrap_or(Nanoseconds::MAX);
@@ -101,7 +101,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
     fn open_next_connection(&mut self) {
         let Some((identity, kind)) = self.connection_source.pop_connection() else { return };
         let placement = self.balancer.place_connection(identity, &self.cluster);
-        self.cluster.connection_opened(placement.server);
+        self.cluster.add_connection(placement.server);
         let connection = Connection {
             identity,
             stored_state: placement.stored_state,
@@ -111,29 +111,29 @@ impl<'a, B: Balancer> Simulation<'a, B> {
             core: placement.core,
             kind,
         };
-        self.balancer.connection_opened(&connection, &self.cluster);
+        self.balancer.on_connection_opened(&connection, &self.cluster);
         self.connections.open(connection);
     }
 
     fn close_next_connection(&mut self) {
         let connection = self.connections.close_next().expect("one ends now");
         let first_break = self.balancer.first_break_time(&connection, &self.cluster);
-        self.connection_source.connection_ended(connection.kind);
-        self.cluster.connection_closed(connection.server);
-        self.balancer.connection_closed(&connection, &self.cluster);
+        self.connection_source.on_connection_ended(connection.kind);
+        self.cluster.remove_connection(connection.server);
+        self.balancer.on_connection_closed(&connection, &self.cluster);
         if self.cluster.now < self.warm_up {
             return;
         }
-        self.outcome.ended_connections += 1;
+        self.seed_result.ended_connections += 1;
         match first_break {
             Some(broken_at) => {
-                self.outcome.broken_connections += 1;
-                if !self.outcome.second_counts.is_empty() {
-                    let noticed_at = self.notice_time(&connection, broken_at);
-                    self.update_second_counts(noticed_at, |second| second.broken_connections += 1);
+                self.seed_result.broken_connections += 1;
+                if !self.seed_result.per_second_counts.is_empty() {
+                    let noticed_at = self.break_notice_time(&connection, broken_at);
+                    self.update_per_second_counts(noticed_at, |second| second.broken_connections += 1);
                 }
             }
-            None => self.update_second_counts(self.cluster.now, |second| second.completed_connections += 1),
+            None => self.update_per_second_counts(self.cluster.now, |second| second.completed_connections += 1),
         }
     }
 
@@ -142,20 +142,20 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         match self.change_schedule.apply_next_change(&mut self.cluster) {
             None => return,
             Some(ClusterChange::AddServer | ClusterChange::RemoveServer) => {
-                self.balancer.servers_changed(&self.cluster)
+                self.balancer.on_servers_changed(&self.cluster)
             }
             Some(ClusterChange::AddLoadBalancer | ClusterChange::RemoveLoadBalancer) => {
-                self.balancer.load_balancers_changed(&self.cluster, &mut self.connections);
+                self.balancer.on_load_balancers_changed(&self.cluster, &mut self.connections);
             }
         }
         let server_count = self.cluster.members().len();
         if self.cluster.now >= self.warm_up {
-            self.outcome.updates += 1;
+            self.seed_result.update_count += 1;
         }
         if server_count != previous_server_count {
-            let first_second = (self.cluster.now.saturating_sub(self.warm_up) / SECOND) as usize;
-            self.outcome
-                .second_counts
+            let first_second = (self.cluster.now.saturating_sub(self.warm_up) / NANOSECONDS_PER_SECOND) as usize;
+            self.seed_result
+                .per_second_counts
                 .iter_mut()
                 .skip(first_second)
                 .for_each(|second| second.pool_servers = server_count);
@@ -164,35 +164,37 @@ impl<'a, B: Balancer> Simulation<'a, B> {
 
     /// Returns when the client notices the break. This is at its next acknowledgement, or at the latest when the
     /// connection would regularly end.
-    fn notice_time(&self, connection: &Connection, broken_at: Nanoseconds) -> Nanoseconds {
+    fn break_notice_time(&self, connection: &Connection, broken_at: Nanoseconds) -> Nanoseconds {
         let kind = self.mix.kinds()[usize::from(connection.kind)];
         let packet_count = u128::from(kind.packet_count);
-        let elapsed = u128::from(broken_at - connection.start);
-        let next_packet = (elapsed * packet_count).div_ceil(kind.duration.into());
-        connection.start + (next_packet * u128::from(kind.duration) / packet_count) as Nanoseconds
+        let elapsed_ns = u128::from(broken_at - connection.start);
+        let next_packet_number = (elapsed_ns * packet_count).div_ceil(kind.duration.into());
+        connection.start + (next_packet_number * u128::from(kind.duration) / packet_count) as Nanoseconds
     }
 
-    fn update_second_counts(&mut self, time: Nanoseconds, update: impl FnOnce(&mut SecondCounts)) {
+    fn update_per_second_counts(&mut self, time: Nanoseconds, update: impl FnOnce(&mut PerSecondCounts)) {
         let Some(since_warm_up) = time.checked_sub(self.warm_up) else { return };
-        if let Some(second) = self.outcome.second_counts.get_mut((since_warm_up / SECOND) as usize) {
+        if let Some(second) =
+            self.seed_result.per_second_counts.get_mut((since_warm_up / NANOSECONDS_PER_SECOND) as usize)
+        {
             update(second);
         }
     }
 
-    fn finish(mut self) -> SeedOutcome {
-        self.outcome.imbalance = self.cluster.imbalance.average();
-        self.outcome.open_connections_at_end = self.connections.len();
-        if !self.outcome.second_counts.is_empty() {
+    fn finish(mut self) -> SeedResult {
+        self.seed_result.imbalance = self.cluster.imbalance.average_imbalance();
+        self.seed_result.open_connections_at_end = self.connections.len();
+        if !self.seed_result.per_second_counts.is_empty() {
             // Connections that are still open may have been broken within a reported second.
             while let Some(connection) = self.connections.close_next() {
                 if let Some(broken_at) = self.balancer.first_break_time(&connection, &self.cluster) {
-                    let noticed_at = self.notice_time(&connection, broken_at);
-                    self.update_second_counts(noticed_at, |second| second.broken_connections += 1);
+                    let noticed_at = self.break_notice_time(&connection, broken_at);
+                    self.update_per_second_counts(noticed_at, |second| second.broken_connections += 1);
                 }
             }
         }
-        self.outcome
+        self.seed_result
     }
 }
 
-const SECOND: Nanoseconds = 1_000_000_000;
+const NANOSECONDS_PER_SECOND: Nanoseconds = 1_000_000_000;

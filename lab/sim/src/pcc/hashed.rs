@@ -2,7 +2,7 @@
 //! them up in a connection table (`stateful-hash`).
 
 use coreward_model::ServerId;
-use coreward_model::policy::{MAGLEV_PUBLISHED_SIZE, maglev_table, modulo_table, ring_table};
+use coreward_model::policy::{MAGLEV_PAPER_SIZE, maglev_table, modulo_table, ring_table};
 
 use super::Config;
 use super::balancer::{Balancer, PlacedConnection};
@@ -26,10 +26,10 @@ const MAGLEV_LARGE_TABLE_SIZE: usize = 655_373;
 
 impl HashLayout {
     /// Returns how many buckets a table with this layout has.
-    pub fn size(self, servers: usize, buckets_per_server: u32) -> usize {
+    pub fn table_size(self, servers: usize, buckets_per_server: u32) -> usize {
         match self {
             HashLayout::Striped | HashLayout::Ring => bucket_count(servers, buckets_per_server),
-            HashLayout::Maglev if servers * MAGLEV_BUCKETS_PER_SERVER <= MAGLEV_PUBLISHED_SIZE => MAGLEV_PUBLISHED_SIZE,
+            HashLayout::Maglev if servers * MAGLEV_BUCKETS_PER_SERVER <= MAGLEV_PAPER_SIZE => MAGLEV_PAPER_SIZE,
             HashLayout::Maglev => MAGLEV_LARGE_TABLE_SIZE,
         }
     }
@@ -53,22 +53,26 @@ pub struct StatelessHashing {
 
 impl StatelessHashing {
     pub fn new(layout: HashLayout, config: &Config) -> Self {
-        let table_size = layout.size(config.servers, config.buckets_per_server);
-        Self { layout, table: BucketTable::new(table_size, false, config.has_second_counts) }
+        let table_size = layout.table_size(config.servers, config.buckets_per_server);
+        Self { layout, table: BucketTable::new(table_size, false, config.records_per_second_counts) }
     }
 
     /// Returns the server to which the connection's packets currently go.
-    pub fn server_of(&self, identity: u64) -> u16 {
+    pub fn server_for_connection(&self, identity: u64) -> u16 {
         self.table.current_server(self.table.bucket_of_connection(identity))
     }
 }
 
 impl Balancer for StatelessHashing {
     fn place_connection(&mut self, identity: u64, _cluster: &Cluster) -> PlacedConnection {
-        PlacedConnection { server: self.server_of(identity), core: 0, stored_state: self.table.last_change_number() }
+        PlacedConnection {
+            server: self.server_for_connection(identity),
+            core: 0,
+            stored_state: self.table.last_change_number(),
+        }
     }
 
-    fn servers_changed(&mut self, cluster: &Cluster) {
+    fn on_servers_changed(&mut self, cluster: &Cluster) {
         let ids: Vec<ServerId> = cluster.members().iter().copied().map(server_id).collect();
         self.table.begin_change(cluster.now);
         for (bucket, position) in self.layout.server_indices(&ids, self.table.len()).into_iter().enumerate() {
@@ -86,19 +90,19 @@ impl Balancer for StatelessHashing {
 /// each load balancer that stores the connection has a bit.
 #[derive(Debug)]
 pub struct StatefulHashing {
-    fallback: StatelessHashing,
+    fallback_hashing: StatelessHashing,
     load_balancer_mask: u64,
 }
 
 impl StatefulHashing {
     pub fn new(layout: HashLayout, config: &Config) -> Self {
-        Self { fallback: StatelessHashing::new(layout, config), load_balancer_mask: 0 }
+        Self { fallback_hashing: StatelessHashing::new(layout, config), load_balancer_mask: 0 }
     }
 
     /// Returns the server to which a load balancer without an entry for the connection sends its packets.
     #[cfg(test)]
-    pub fn server_of(&self, identity: u64) -> u16 {
-        self.fallback.server_of(identity)
+    pub fn server_for_connection(&self, identity: u64) -> u16 {
+        self.fallback_hashing.server_for_connection(identity)
     }
 }
 
@@ -110,27 +114,27 @@ impl Balancer for StatefulHashing {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
         PlacedConnection {
             stored_state: 1 << cluster.select_load_balancer(identity),
-            ..self.fallback.place_connection(identity, cluster)
+            ..self.fallback_hashing.place_connection(identity, cluster)
         }
     }
 
-    fn servers_changed(&mut self, cluster: &Cluster) {
+    fn on_servers_changed(&mut self, cluster: &Cluster) {
         self.load_balancer_mask = load_balancer_bits(cluster.load_balancers());
-        self.fallback.servers_changed(cluster);
+        self.fallback_hashing.on_servers_changed(cluster);
     }
 
     /// Checks all connections, because each may now reach another load balancer. Hashed ones keep their server.
-    fn load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
+    fn on_load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
         // A load balancer that stops or restarts loses its connection table.
         let surviving_mask = self.load_balancer_mask & load_balancer_bits(cluster.load_balancers());
         self.load_balancer_mask = load_balancer_bits(cluster.load_balancers());
-        let fallback = &self.fallback;
+        let fallback = &self.fallback_hashing;
         for connection in connections.iter_mut().filter(|connection| connection.rerouted_at.is_none()) {
             connection.stored_state &= surviving_mask;
             let current_bit = 1 << cluster.select_load_balancer(connection.identity);
             if connection.stored_state & current_bit == 0 {
                 connection.stored_state |= current_bit;
-                if fallback.server_of(connection.identity) != connection.server {
+                if fallback.server_for_connection(connection.identity) != connection.server {
                     connection.rerouted_at = Some(cluster.now);
                 }
             }

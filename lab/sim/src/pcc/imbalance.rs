@@ -14,7 +14,7 @@ pub struct ImbalanceTracker {
     updated_at: Nanoseconds,
     /// Integral of the imbalance (max/mean) over the time with connections, which the next field contains.
     imbalance_integral: f64,
-    measured_time: f64,
+    measured_ns: f64,
 }
 
 impl ImbalanceTracker {
@@ -27,7 +27,7 @@ impl ImbalanceTracker {
             max_connections: 0,
             updated_at: start,
             imbalance_integral: 0.0,
-            measured_time: 0.0,
+            measured_ns: 0.0,
         }
     }
 
@@ -37,9 +37,9 @@ impl ImbalanceTracker {
             return;
         }
         if self.connection_count > 0 {
-            let elapsed = (now - self.updated_at) as f64;
-            self.imbalance_integral += self.current_imbalance() * elapsed;
-            self.measured_time += elapsed;
+            let elapsed_ns = (now - self.updated_at) as f64;
+            self.imbalance_integral += self.current_imbalance() * elapsed_ns;
+            self.measured_ns += elapsed_ns;
         }
         self.updated_at = now;
     }
@@ -50,8 +50,8 @@ impl ImbalanceTracker {
     }
 
     /// Returns the imbalance (max/mean), averaged over the time with connections, or 1.0 if there were none.
-    pub fn average(&self) -> f64 {
-        if self.measured_time > 0.0 { self.imbalance_integral / self.measured_time } else { 1.0 }
+    pub fn average_imbalance(&self) -> f64 {
+        if self.measured_ns > 0.0 { self.imbalance_integral / self.measured_ns } else { 1.0 }
     }
 
     pub fn add_server(&mut self, connections: u32) {
@@ -68,14 +68,14 @@ impl ImbalanceTracker {
     }
 
     /// Counts a new connection on a server that had `previous_connections` connections.
-    pub fn connection_opened(&mut self, previous_connections: u32) {
+    pub fn add_connection(&mut self, previous_connections: u32) {
         self.connection_count += 1;
         self.add_to_histogram(previous_connections as usize + 1);
         self.remove_from_histogram(previous_connections as usize);
     }
 
     /// Removes a closed connection from a server that had `previous_connections` connections.
-    pub fn connection_closed(&mut self, previous_connections: u32) {
+    pub fn remove_connection(&mut self, previous_connections: u32) {
         self.connection_count -= 1;
         self.add_to_histogram(previous_connections as usize - 1);
         self.remove_from_histogram(previous_connections as usize);
@@ -126,23 +126,23 @@ mod tests {
                 }
                 (slot @ Some(_), 0) => imbalance.remove_server(slot.take().unwrap()),
                 (Some(count), 1..20) if *count > 0 => {
-                    imbalance.connection_closed(*count);
+                    imbalance.remove_connection(*count);
                     *count -= 1;
                 }
                 (Some(count), 20..) => {
-                    imbalance.connection_opened(*count);
+                    imbalance.add_connection(*count);
                     *count += 1;
                 }
                 _ => (),
             }
         }
         assert!(
-            (imbalance.average() - imbalance_integral / measured_time).abs() < 1e-9,
+            (imbalance.average_imbalance() - imbalance_integral / measured_time).abs() < 1e-9,
             "{} {}",
-            imbalance.average(),
+            imbalance.average_imbalance(),
             imbalance_integral / measured_time
         );
-        assert!(imbalance.average() > 1.2);
+        assert!(imbalance.average_imbalance() > 1.2);
     }
 
     #[test]
@@ -150,6 +150,6 @@ mod tests {
         let mut imbalance = ImbalanceTracker::starting_at(0);
         imbalance.add_server(0);
         imbalance.advance_to(100);
-        assert_eq!(imbalance.average(), 1.0);
+        assert_eq!(imbalance.average_imbalance(), 1.0);
     }
 }

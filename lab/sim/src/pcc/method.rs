@@ -90,26 +90,26 @@ impl HashLayout {
 pub enum MethodError {
     /// No method, layout or policy has the given name.
     #[error(transparent)]
-    Unknown(#[from] UnknownName),
+    UnknownName(#[from] UnknownName),
     /// The method `cheetah` was given without a policy.
     #[error(
         "method \"cheetah\": expected cheetah:POLICY with a policy out of {list}",
         list = policy::policy_names().join(", ")
     )]
-    NoPolicy,
+    MissingPolicy,
     /// The parameter of `beamer` is not a threshold.
     #[error("method \"beamer:{0}\": expected a threshold above 0, at most 100, as 0.1 for 10 % above the mean")]
-    Threshold(String),
+    InvalidThreshold(String),
     /// The parameter of a method with small cookies is not a number of bits.
     #[error(
         "method {0:?}: expected {name}:BITS with BITS from 0 to {max}, then, if not hash, :LAYOUT",
         name = .0.split(':').next().unwrap_or_default(),
         max = if .0.starts_with(HASH_INDEX) { "4, +TAG_BITS from 0 to 12 optionally" } else { "12" }
     )]
-    Bits(String),
+    InvalidBits(String),
     /// A parameter was given to a method that takes none.
     #[error("method {0:?}: it takes no parameter")]
-    Parameter(String),
+    UnexpectedParameter(String),
 }
 
 /// Syntax of all methods with their parameters.
@@ -154,24 +154,25 @@ impl FromStr for Method {
             ("beamer", None) => Ok(Method::Beamer { threshold: None }),
             ("beamer", Some(text)) => {
                 let threshold = text.parse().ok().filter(|threshold: &f64| *threshold > 0.0 && *threshold <= 100.0);
-                let threshold = threshold.ok_or_else(|| MethodError::Threshold(text.to_owned()))?;
+                let threshold = threshold.ok_or_else(|| MethodError::InvalidThreshold(text.to_owned()))?;
                 Ok(Method::Beamer { threshold: Some(threshold) })
             }
             ("stateful-hash", None) => Ok(Method::Stateful(HashLayout::Striped)),
             ("stateful-hash", Some(layout)) => Ok(Method::Stateful(HashLayout::parse_name(layout)?)),
             (HISTORY_TAG | HISTORY_TAG_KEPT, parameter) => {
                 let (bits, layout) = parse_bits_and_layout(parameter.unwrap_or_default())?;
-                let bits = parse_bits(MAX_TAG_BITS, bits).ok_or_else(|| MethodError::Bits(method_text.to_owned()))?;
+                let bits =
+                    parse_bits(MAX_TAG_BITS, bits).ok_or_else(|| MethodError::InvalidBits(method_text.to_owned()))?;
                 Ok(Method::HistoryTag { tag_bits: bits, renews_tags: name == HISTORY_TAG, layout })
             }
             (HASH_INDEX, parameter) => {
                 let (bits, layout) = parse_bits_and_layout(parameter.unwrap_or_default())?;
                 let (bits, tag_bits) = bits.split_once('+').unwrap_or((bits, "0"));
                 let parsed_bits = parse_bits(MAX_INDEX_BITS, bits).zip(parse_bits(MAX_TAG_BITS, tag_bits));
-                let (bits, tag_bits) = parsed_bits.ok_or_else(|| MethodError::Bits(method_text.to_owned()))?;
+                let (bits, tag_bits) = parsed_bits.ok_or_else(|| MethodError::InvalidBits(method_text.to_owned()))?;
                 Ok(Method::HashIndex { index_bits: bits, tag_bits, layout })
             }
-            ("cheetah", None) => Err(MethodError::NoPolicy),
+            ("cheetah", None) => Err(MethodError::MissingPolicy),
             ("cheetah", Some(requested_policy)) => {
                 let known_policy = policy::policy_names().into_iter().find(|name| *name == requested_policy);
                 let policy =
@@ -180,7 +181,7 @@ impl FromStr for Method {
             }
             (name, parameter) => match (HashLayout::from_name(name), parameter) {
                 (Some(layout), None) => Ok(Method::Hashed(layout)),
-                (Some(_), Some(_)) => Err(MethodError::Parameter(method_text.to_owned())),
+                (Some(_), Some(_)) => Err(MethodError::UnexpectedParameter(method_text.to_owned())),
                 (None, _) => Err(UnknownName::new("method", method_text, METHOD_SYNTAX).into()),
             },
         }

@@ -58,7 +58,7 @@ pub struct ConnectionMix {
     kinds: Vec<ConnectionKind>,
     /// Indices of the kinds, each repeated as often as its weight.
     weighted_kinds: Vec<u8>,
-    mean_duration: f64,
+    mean_duration_ns: f64,
 }
 
 impl ConnectionMix {
@@ -76,15 +76,15 @@ impl ConnectionMix {
 
     /// Returns a mix whose connections all last `seconds`.
     #[cfg(test)]
-    pub fn constant(seconds: f64) -> Self {
+    pub fn constant_duration(seconds: f64) -> Self {
         Self::new(vec![ConnectionKind { duration: super::clock::from_seconds(seconds), packet_count: 1 }], vec![0])
     }
 
     fn new(kinds: Vec<ConnectionKind>, weighted_kinds: Vec<u8>) -> Self {
         let total_duration: u128 =
             weighted_kinds.iter().map(|kind| u128::from(kinds[usize::from(*kind)].duration)).sum();
-        let mean_duration = total_duration as f64 / weighted_kinds.len() as f64;
-        Self { kinds, weighted_kinds, mean_duration }
+        let mean_duration_ns = total_duration as f64 / weighted_kinds.len() as f64;
+        Self { kinds, weighted_kinds, mean_duration_ns }
     }
 
     pub fn kinds(&self) -> &[ConnectionKind] {
@@ -102,8 +102,8 @@ impl ConnectionMix {
     }
 
     /// Returns the mean duration of connections (ns).
-    pub fn mean_duration(&self) -> f64 {
-        self.mean_duration
+    pub fn mean_duration_ns(&self) -> f64 {
+        self.mean_duration_ns
     }
 
     pub fn longest_duration(&self) -> Nanoseconds {
@@ -121,7 +121,7 @@ mod tests {
         let mix = ConnectionMix::web_server();
         assert_eq!(mix.weighted_kinds().len(), 908);
         // The expected values are those of the file. Its mean size is 6.2 KB.
-        assert!((mix.mean_duration() / 1e9 - 26.3013).abs() < 1e-4, "{}", mix.mean_duration());
+        assert!((mix.mean_duration_ns() / 1e9 - 26.3013).abs() < 1e-4, "{}", mix.mean_duration_ns());
         assert_eq!(mix.kinds()[usize::from(mix.weighted_kinds()[454])].duration, from_seconds(0.544234));
         assert_eq!(mix.longest_duration(), 150_403_355_000);
         let bytes: f64 = WEB_SERVER_CONNECTIONS.iter().map(|(_, bytes, weight)| bytes * f64::from(*weight)).sum();

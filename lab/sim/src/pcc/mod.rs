@@ -30,7 +30,7 @@ use coreward_model::placement::BucketCount;
 use hashed::{StatefulHashing, StatelessHashing};
 pub use method::{HashLayout, MAX_INDEX_BITS, MAX_TAG_BITS, Method, MethodError};
 pub use mix::{ConnectionKind, ConnectionMix};
-pub use outcome::{MethodOutcome, Outcome, SecondCounts, SeedOutcome};
+pub use outcome::{MethodOutcome, Outcome, PerSecondCounts, SeedResult};
 pub use schedule::ClusterUpdates;
 use small_cookies::{CookieFields, SmallCookies};
 
@@ -61,11 +61,11 @@ pub struct Config {
     /// Methods to compare. All of them get the same connections and changes.
     pub methods: Vec<Method>,
     /// Number of seeds, which are numbered from 1.
-    pub seeds: u64,
+    pub seed_count: u64,
     /// How recent the load information is that policies use.
     pub load_info: LoadInfo,
     /// Interval between two reports, and between the tables computed from them (ms), from 10 to 60000.
-    pub report_ms: u64,
+    pub report_interval_ms: u64,
     /// Minimum number of buckets per server for hash, consistent-hash and beamer, from 1 to 1000. (maglev uses its
     /// published sizes.)
     pub buckets_per_server: u32,
@@ -74,7 +74,7 @@ pub struct Config {
     /// Number of cores of each server, from 1 to 128, which only affects policies such as crossrss.
     pub cores: u16,
     /// Whether the results of each second are counted. If so, memory use grows with the number of changes.
-    pub has_second_counts: bool,
+    pub records_per_second_counts: bool,
 }
 
 impl Default for Config {
@@ -88,13 +88,13 @@ impl Default for Config {
             minutes: 2.0,
             load_balancers: 1,
             methods: DEFAULT_METHODS.iter().map(|name| name.parse().expect("it exists")).collect(),
-            seeds: 3,
+            seed_count: 3,
             load_info: LoadInfo::Current,
-            report_ms: 100,
+            report_interval_ms: 100,
             buckets_per_server: 100,
             bucket_count: BucketCount::new(2048).expect("a power of two"),
             cores: 1,
-            has_second_counts: false,
+            records_per_second_counts: false,
         }
     }
 }
@@ -123,8 +123,8 @@ impl Config {
             methods: ["hash", "consistent-hash", "beamer", "cheetah:awrr"]
                 .map(|name| name.parse().expect("it exists"))
                 .to_vec(),
-            seeds: 10,
-            has_second_counts: true,
+            seed_count: 10,
+            records_per_second_counts: true,
             ..Self::default()
         }
     }
@@ -138,33 +138,33 @@ pub const DEFAULT_METHODS: [&str; 8] =
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Error {
     #[error("{0} servers: expected 1 to {SERVERS_MAX}")]
-    Servers(usize),
+    InvalidServerCount(usize),
     #[error("{0} connections: expected a number from 1 to {CONNECTIONS_MAX}")]
-    Connections(f64),
+    InvalidConnectionCount(f64),
     #[error("{0} requests per second: expected a number from 1 to 1000000")]
-    Requests(f64),
+    InvalidRequestRate(f64),
     #[error("{0} clients: expected 1 to 1000")]
-    Clients(u32),
+    InvalidClientCount(u32),
     #[error("{0} updates per minute: expected a number from 0 to {UPDATES_MAX}")]
-    UpdateRate(f64),
+    InvalidUpdateRate(f64),
     /// A scheduled change is outside the run, or earlier than the change before it.
     #[error("a change at second {0}: expected a number from 0 on, none before the one that it follows")]
-    ChangeAt(f64),
+    InvalidChangeTime(f64),
     #[error("{0} minutes: expected a number above 0, at most 1440")]
-    Minutes(f64),
+    InvalidMinutes(f64),
     #[error("{0} load balancers: expected 1 to {max}", max = LOAD_BALANCERS_MAX / 2)]
-    LoadBalancers(usize),
+    InvalidLoadBalancerCount(usize),
     #[error("no methods: expected at least one")]
     NoMethods,
     #[error("{0} seeds: expected 1 to 1000")]
-    Seeds(u64),
+    InvalidSeedCount(u64),
     #[error("reports every {0} ms: expected 10 to 60000")]
-    ReportInterval(u64),
+    InvalidReportInterval(u64),
     #[error("{0} buckets per server: expected 1 to 1000")]
-    BucketsPerServer(u32),
+    InvalidBucketsPerServer(u32),
     /// The number of cores is out of range. It is limited by the size of an indirection table.
     #[error("{0} cores: expected 1 to 128")]
-    Cores(u16),
+    InvalidCoreCount(u16),
 }
 
 const SERVERS_MAX: usize = 7_000;
@@ -175,15 +175,15 @@ const UPDATES_MAX: u32 = 6_000;
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     check_config(config)?;
     let mix = ConnectionMix::web_server();
-    let seeds = 1..=config.seeds;
+    let seeds = 1..=config.seed_count;
     let inputs: Vec<(Method, u64)> =
         config.methods.iter().flat_map(|method| seeds.clone().map(|seed| (*method, seed))).collect();
-    let seed_outcomes = par_map_ordered(&inputs, |(method, seed)| run_method(config, &mix, *method, *seed));
-    let methods = config.methods.iter().zip(seed_outcomes.chunks(config.seeds as usize));
+    let seed_results = par_map_ordered(&inputs, |(method, seed)| run_method(config, &mix, *method, *seed));
+    let methods = config.methods.iter().zip(seed_results.chunks(config.seed_count as usize));
     Ok(Outcome { methods: methods.map(|(method, runs)| MethodOutcome::new(*method, runs.to_vec())).collect() })
 }
 
-fn run_method(config: &Config, mix: &ConnectionMix, method: Method, seed: u64) -> SeedOutcome {
+fn run_method(config: &Config, mix: &ConnectionMix, method: Method, seed: u64) -> SeedResult {
     let server_count = engine::server_count(config);
     match method {
         Method::Hashed(layout) => engine::simulate(config, mix, seed, StatelessHashing::new(layout, config)),
@@ -212,19 +212,25 @@ fn run_method(config: &Config, mix: &ConnectionMix, method: Method, seed: u64) -
 }
 
 fn check_config(config: &Config) -> Result<(), Error> {
-    require((1..=SERVERS_MAX).contains(&config.servers), Error::Servers(config.servers))?;
+    require((1..=SERVERS_MAX).contains(&config.servers), Error::InvalidServerCount(config.servers))?;
     check_arrivals(&config.arrivals)?;
     check_updates(&config.updates)?;
-    require(config.minutes > 0.0 && config.minutes <= 1440.0, Error::Minutes(config.minutes))?;
+    require(config.minutes > 0.0 && config.minutes <= 1440.0, Error::InvalidMinutes(config.minutes))?;
     require(
         (1..=LOAD_BALANCERS_MAX / 2).contains(&config.load_balancers),
-        Error::LoadBalancers(config.load_balancers),
+        Error::InvalidLoadBalancerCount(config.load_balancers),
     )?;
     require(!config.methods.is_empty(), Error::NoMethods)?;
-    require((1..=1_000).contains(&config.seeds), Error::Seeds(config.seeds))?;
-    require((10..=60_000).contains(&config.report_ms), Error::ReportInterval(config.report_ms))?;
-    require((1..=1_000).contains(&config.buckets_per_server), Error::BucketsPerServer(config.buckets_per_server))?;
-    require((1..=128).contains(&config.cores), Error::Cores(config.cores))
+    require((1..=1_000).contains(&config.seed_count), Error::InvalidSeedCount(config.seed_count))?;
+    require(
+        (10..=60_000).contains(&config.report_interval_ms),
+        Error::InvalidReportInterval(config.report_interval_ms),
+    )?;
+    require(
+        (1..=1_000).contains(&config.buckets_per_server),
+        Error::InvalidBucketsPerServer(config.buckets_per_server),
+    )?;
+    require((1..=128).contains(&config.cores), Error::InvalidCoreCount(config.cores))
 }
 
 /// Fails with `error` unless `is_valid` is true.
@@ -234,28 +240,31 @@ fn require(is_valid: bool, error: Error) -> Result<(), Error> {
 
 fn check_arrivals(arrivals: &ArrivalProcess) -> Result<(), Error> {
     match *arrivals {
-        ArrivalProcess::OpenLoop { mean_open_connections: connections } => {
-            require((1.0..=f64::from(CONNECTIONS_MAX)).contains(&connections), Error::Connections(connections))
-        }
+        ArrivalProcess::OpenLoop { mean_open_connections: connections } => require(
+            (1.0..=f64::from(CONNECTIONS_MAX)).contains(&connections),
+            Error::InvalidConnectionCount(connections),
+        ),
         ArrivalProcess::ClosedLoop { clients, request_rate } => {
-            require((1..=1_000).contains(&clients), Error::Clients(clients))?;
+            require((1..=1_000).contains(&clients), Error::InvalidClientCount(clients))?;
             [request_rate.base_per_s, request_rate.peak_per_s]
                 .into_iter()
-                .try_for_each(|rate| require((1.0..=1e6).contains(&rate), Error::Requests(rate)))
+                .try_for_each(|rate| require((1.0..=1e6).contains(&rate), Error::InvalidRequestRate(rate)))
         }
     }
 }
 
 fn check_updates(updates: &ClusterUpdates) -> Result<(), Error> {
     match updates {
-        ClusterUpdates::PerMinute { servers, load_balancers } => [*servers, *load_balancers]
-            .into_iter()
-            .try_for_each(|rate| require((0.0..=f64::from(UPDATES_MAX)).contains(&rate), Error::UpdateRate(rate))),
+        ClusterUpdates::PerMinute { servers, load_balancers } => {
+            [*servers, *load_balancers].into_iter().try_for_each(|rate| {
+                require((0.0..=f64::from(UPDATES_MAX)).contains(&rate), Error::InvalidUpdateRate(rate))
+            })
+        }
         ClusterUpdates::Scheduled(changes) => {
-            let mut previous_at = 0.0;
+            let mut previous_change_seconds = 0.0;
             for (at, _) in changes {
-                require((previous_at..=86_400.0).contains(at), Error::ChangeAt(*at))?;
-                previous_at = *at;
+                require((previous_change_seconds..=86_400.0).contains(at), Error::InvalidChangeTime(*at))?;
+                previous_change_seconds = *at;
             }
             Ok(())
         }

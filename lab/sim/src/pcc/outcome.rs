@@ -8,7 +8,7 @@ use crate::seed_summary::SeedSummary;
 
 /// Results of one method with one seed.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct SeedOutcome {
+pub struct SeedResult {
     /// Number of connections that ended after the warm-up.
     pub ended_connections: u64,
     /// Number of connections that ended after the warm-up and had been broken.
@@ -16,15 +16,15 @@ pub struct SeedOutcome {
     /// Imbalance (max/mean) between the servers' connection counts, averaged over time.
     pub imbalance: f64,
     /// Number of server and load balancer changes after the warm-up.
-    pub updates: u64,
+    pub update_count: u64,
     pub open_connections_at_end: usize,
-    /// Results of each second after the warm-up. Empty unless [`super::Config::has_second_counts`] is set.
-    pub second_counts: Vec<SecondCounts>,
+    /// Results of each second after the warm-up. Empty unless [`super::Config::records_per_second_counts`] is set.
+    pub per_second_counts: Vec<PerSecondCounts>,
 }
 
 /// Results of a single second, for one method with one seed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct SecondCounts {
+pub struct PerSecondCounts {
     /// Number of connections that ended in this second without having been broken.
     pub completed_connections: u64,
     /// Number of connections whose clients noticed in this second that they were broken.
@@ -33,7 +33,7 @@ pub struct SecondCounts {
     pub pool_servers: usize,
 }
 
-impl SeedOutcome {
+impl SeedResult {
     /// Returns the percentage of the ended connections that were broken.
     pub fn broken_pct(&self) -> f64 {
         if self.ended_connections == 0 {
@@ -44,7 +44,7 @@ impl SeedOutcome {
     }
 }
 
-impl SecondCounts {
+impl PerSecondCounts {
     /// Returns the number of broken connections as a percentage of the completed ones (Cheetah, NSDI'20, Fig. 9).
     pub fn broken_pct(&self) -> f64 {
         100.0 * self.broken_connections as f64 / self.completed_connections.max(1) as f64
@@ -65,21 +65,21 @@ pub struct MethodOutcome {
     pub updates: u64,
     /// Results of each seed, beginning with seed 1.
     #[serde(skip)]
-    pub runs: Vec<SeedOutcome>,
+    pub runs: Vec<SeedResult>,
 }
 
 impl MethodOutcome {
     /// Summarizes the results of all seeds. There must be at least one.
-    pub(super) fn new(method: Method, runs: Vec<SeedOutcome>) -> Self {
-        let summarize = |to_value: fn(&SeedOutcome) -> f64| {
+    pub(super) fn new(method: Method, runs: Vec<SeedResult>) -> Self {
+        let summarize = |to_value: fn(&SeedResult) -> f64| {
             SeedSummary::from_values(&runs.iter().map(to_value).collect::<Vec<_>>()).expect("at least one seed")
         };
         Self {
             method,
-            broken_pct: summarize(SeedOutcome::broken_pct),
+            broken_pct: summarize(SeedResult::broken_pct),
             imbalance: summarize(|run| run.imbalance),
             connections: runs.iter().map(|run| run.ended_connections).sum(),
-            updates: runs.iter().map(|run| run.updates).sum(),
+            updates: runs.iter().map(|run| run.update_count).sum(),
             runs,
         }
     }

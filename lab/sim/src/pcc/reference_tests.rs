@@ -16,7 +16,7 @@ use super::engine::{server_count, simulate};
 use super::hashed::{StatefulHashing, StatelessHashing};
 use super::mix::ConnectionMix;
 use super::small_cookies::{CookieFields, SmallCookies};
-use super::{ArrivalProcess, ClusterUpdates, Config, HashLayout, SeedOutcome};
+use super::{ArrivalProcess, ClusterUpdates, Config, HashLayout, SeedResult};
 
 /// Reference model of the network. It determines which server a connection's packets reach.
 trait ReferenceNetwork<B> {
@@ -60,26 +60,26 @@ impl<B: Balancer, N: ReferenceNetwork<B>> Balancer for CheckedBalancer<B, N> {
         placement
     }
 
-    fn connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
+    fn on_connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
         self.network.begin_connection(connection, cluster);
         self.open_connections.insert(connection.identity, (connection.clone(), None));
-        self.balancer.connection_opened(connection, cluster);
+        self.balancer.on_connection_opened(connection, cluster);
         self.send_on_all_connections(cluster);
     }
 
-    fn connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
+    fn on_connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
         self.open_connections.remove(&connection.identity);
-        self.balancer.connection_closed(connection, cluster);
+        self.balancer.on_connection_closed(connection, cluster);
         self.send_on_all_connections(cluster);
     }
 
-    fn servers_changed(&mut self, cluster: &Cluster) {
-        self.balancer.servers_changed(cluster);
+    fn on_servers_changed(&mut self, cluster: &Cluster) {
+        self.balancer.on_servers_changed(cluster);
         self.send_on_all_connections(cluster);
     }
 
-    fn load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
-        self.balancer.load_balancers_changed(cluster, connections);
+    fn on_load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
+        self.balancer.on_load_balancers_changed(cluster, connections);
         self.send_on_all_connections(cluster);
     }
 
@@ -108,7 +108,7 @@ impl ReferenceNetwork<StatelessHashing> for BucketNetwork {
     fn begin_connection(&mut self, _: &Connection, _: &Cluster) {}
 
     fn send_packet(&mut self, connection: &Connection, balancer: &StatelessHashing, _: &Cluster) -> u16 {
-        balancer.server_of(connection.identity)
+        balancer.server_for_connection(connection.identity)
     }
 }
 
@@ -166,21 +166,21 @@ impl ReferenceNetwork<StatefulHashing> for ConnectionTableNetwork {
 
     fn send_packet(&mut self, connection: &Connection, balancer: &StatefulHashing, cluster: &Cluster) -> u16 {
         let table = self.tables.entry(cluster.select_load_balancer(connection.identity)).or_default();
-        *table.entry(connection.identity).or_insert_with(|| balancer.server_of(connection.identity))
+        *table.entry(connection.identity).or_insert_with(|| balancer.server_for_connection(connection.identity))
     }
 }
 
 /// Model with one table per tag, in which every connection has a tag and an index.
 #[derive(Default)]
 struct TagTableNetwork {
-    configuration_numbers: BTreeMap<u32, u32>,
+    configuration_number_by_tag: BTreeMap<u32, u32>,
     /// Tag in the last packet of each connection, by identity.
     tags: BTreeMap<u64, u32>,
 }
 
 impl ReferenceNetwork<SmallCookies> for TagTableNetwork {
     fn update(&mut self, balancer: &SmallCookies, _: &Cluster) {
-        self.configuration_numbers.insert(
+        self.configuration_number_by_tag.insert(
             balancer.current_configuration_number() % balancer.tag_count(),
             balancer.current_configuration_number(),
         );
@@ -194,7 +194,7 @@ impl ReferenceNetwork<SmallCookies> for TagTableNetwork {
         let (identity, index) = (connection.identity, (connection.stored_state >> 32) as u32);
         let tag = self.tags.get_mut(&identity).unwrap();
         let reached_server =
-            balancer.server(self.configuration_numbers[&(*tag % balancer.tag_count())], identity, index);
+            balancer.server(self.configuration_number_by_tag[&(*tag % balancer.tag_count())], identity, index);
         let keeps_server = balancer.server(balancer.current_configuration_number(), identity, index) == reached_server;
         if balancer.renews_tags() && keeps_server {
             *tag = balancer.current_configuration_number();
@@ -220,7 +220,7 @@ impl ReferenceNetwork<Cheetah> for CookieNetwork {
 }
 
 /// Returns the configuration of a small cluster whose servers and load balancers change frequently.
-fn churning_cluster(servers: usize, load_balancers: usize) -> Config {
+fn churning_cluster_config(servers: usize, load_balancers: usize) -> Config {
     Config {
         servers,
         arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 60.0 },
@@ -228,7 +228,7 @@ fn churning_cluster(servers: usize, load_balancers: usize) -> Config {
         minutes: 1.0,
         load_balancers,
         buckets_per_server: 4,
-        has_second_counts: true,
+        records_per_second_counts: true,
         ..Config::default()
     }
 }
@@ -238,11 +238,11 @@ fn check_against_reference<B: Balancer, N: ReferenceNetwork<B>>(
     seed: u64,
     balancer: B,
     network: N,
-) -> SeedOutcome {
+) -> SeedResult {
     let outcome = simulate(config, &ConnectionMix::web_server(), seed, CheckedBalancer::new(balancer, network));
-    assert!(outcome.ended_connections > 50 && outcome.updates > 30, "{outcome:?}");
-    let completed_in_seconds: u64 = outcome.second_counts.iter().map(|second| second.completed_connections).sum();
-    assert_eq!(completed_in_seconds, outcome.ended_connections - outcome.broken_connections);
+    assert!(outcome.ended_connections > 50 && outcome.update_count > 30, "{outcome:?}");
+    let completed_connections: u64 = outcome.per_second_counts.iter().map(|second| second.completed_connections).sum();
+    assert_eq!(completed_connections, outcome.ended_connections - outcome.broken_connections);
     outcome
 }
 
@@ -251,7 +251,7 @@ proptest! {
 
     #[test]
     fn bucket_tables_equal_the_reference(seed: u64, servers in 2usize..12, layout in 0usize..3) {
-        let config = churning_cluster(servers, 2);
+        let config = churning_cluster_config(servers, 2);
         let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
         let run = check_against_reference(&config, seed, StatelessHashing::new(layout, &config), BucketNetwork);
         prop_assert!(run.broken_connections > 0);
@@ -261,7 +261,7 @@ proptest! {
     fn daisy_chaining_equals_the_reference(
         seed: u64, servers in 2usize..12, threshold in proptest::option::of(0.05f64..1.0)
     ) {
-        let config = churning_cluster(servers, 2);
+        let config = churning_cluster_config(servers, 2);
         let suspends_from = 20_000_000_000;
         let threshold_control = threshold.map(|threshold| ThresholdControl { threshold, suspends_from });
         let beamer = Beamer::new(threshold_control, &config, seed);
@@ -270,7 +270,7 @@ proptest! {
 
     #[test]
     fn connection_tables_equal_the_reference(seed: u64, servers in 2usize..12, load_balancers in 1usize..5) {
-        let config = churning_cluster(servers, load_balancers);
+        let config = churning_cluster_config(servers, load_balancers);
         check_against_reference(&config, seed, StatefulHashing::new(HashLayout::Striped, &config),
             ConnectionTableNetwork::default());
     }
@@ -280,7 +280,7 @@ proptest! {
         seed: u64, servers in 2usize..12, layout in 0usize..3, tag_bits in 0u8..6, renews_tags: bool,
         index_bits in 0u8..3
     ) {
-        let config = churning_cluster(servers, 2);
+        let config = churning_cluster_config(servers, 2);
         let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
         let (fields, mix) = (CookieFields { tag_bits, renews_tags, index_bits }, ConnectionMix::web_server());
         let cookies = SmallCookies::new(fields, layout, &config, server_count(&config), mix.longest_duration());
@@ -291,7 +291,7 @@ proptest! {
     fn cookies_equal_the_reference(
         seed: u64, servers in 2usize..12, policy in proptest::sample::select(coreward_model::policy::policy_names())
     ) {
-        let config = Config { cores: 3, report_ms: 500, ..churning_cluster(servers, 3) };
+        let config = Config { cores: 3, report_interval_ms: 500, ..churning_cluster_config(servers, 3) };
         let run = check_against_reference(&config, seed, Cheetah::new(policy, &config, server_count(&config), seed),
             CookieNetwork);
         prop_assert_eq!(run.broken_connections, 0);
@@ -311,26 +311,26 @@ impl Balancer for CheckedCheetah {
         if self.1 == "least" {
             assert_eq!(Some(server_connections), min_connections);
         } else {
-            let compared_servers: [ServerId; 2] = self.0.compared_servers(identity);
-            assert!(compared_servers.contains(&server_id(placement.server)));
+            let candidate_servers: [ServerId; 2] = self.0.power_of_two_candidates(identity);
+            assert!(candidate_servers.contains(&server_id(placement.server)));
             assert_eq!(
                 Some(server_connections),
-                compared_servers.iter().map(|server| cluster.open_connections(server.get())).min()
+                candidate_servers.iter().map(|server| cluster.open_connections(server.get())).min()
             );
         }
         placement
     }
 
-    fn connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
-        self.0.connection_opened(connection, cluster);
+    fn on_connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
+        self.0.on_connection_opened(connection, cluster);
     }
 
-    fn connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
-        self.0.connection_closed(connection, cluster);
+    fn on_connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
+        self.0.on_connection_closed(connection, cluster);
     }
 
-    fn servers_changed(&mut self, cluster: &Cluster) {
-        self.0.servers_changed(cluster);
+    fn on_servers_changed(&mut self, cluster: &Cluster) {
+        self.0.on_servers_changed(cluster);
         assert!(!self.0.uses_reports());
     }
 
@@ -341,9 +341,11 @@ impl Balancer for CheckedCheetah {
 
 /// Checks that the policies use current connection counts if the configuration makes them available.
 #[test]
-fn least_and_pow2_use_current_counts() {
-    let config =
-        Config { arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 2_000.0 }, ..churning_cluster(40, 2) };
+fn least_and_pow2_policies_use_current_connection_counts() {
+    let config = Config {
+        arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 2_000.0 },
+        ..churning_cluster_config(40, 2)
+    };
     for policy in ["least", "pow2"] {
         let balancer = CheckedCheetah(Cheetah::new(policy, &config, server_count(&config), 1), policy);
         let run = simulate(&config, &ConnectionMix::web_server(), 1, balancer);

@@ -36,7 +36,7 @@ pub struct ChangeSchedule {
     rng: Xoshiro256PlusPlus,
     next_change_at: Option<Nanoseconds>,
     /// Index of the next change in [`ClusterUpdates::Scheduled`].
-    next_index: usize,
+    next_scheduled_index: usize,
     nominal_counts: (usize, usize),
     warm_up: Nanoseconds,
 }
@@ -46,9 +46,15 @@ impl ChangeSchedule {
     pub fn new(updates: &ClusterUpdates, cluster: &Cluster, warm_up: Nanoseconds, seed: u64) -> Self {
         let nominal_counts = (cluster.members().len(), cluster.load_balancers().len());
         let rng = seeded_rng(seed, RNG_STREAM_CHANGES);
-        let mut schedule =
-            Self { updates: updates.clone(), rng, next_change_at: None, next_index: 0, nominal_counts, warm_up };
-        schedule.schedule_next(0);
+        let mut schedule = Self {
+            updates: updates.clone(),
+            rng,
+            next_change_at: None,
+            next_scheduled_index: 0,
+            nominal_counts,
+            warm_up,
+        };
+        schedule.schedule_next_change(0);
         schedule
     }
 
@@ -59,23 +65,23 @@ impl ChangeSchedule {
     /// Applies the next change and returns it, or `None` if it is impossible, like an addition without a spare server.
     pub fn apply_next_change(&mut self, cluster: &mut Cluster) -> Option<ClusterChange> {
         let change = match &self.updates {
-            ClusterUpdates::Scheduled(changes) => changes[self.next_index].1,
+            ClusterUpdates::Scheduled(changes) => changes[self.next_scheduled_index].1,
             ClusterUpdates::PerMinute { servers, load_balancers } => {
-                let total = servers + load_balancers;
-                let changes_servers = load_balancers == &0.0 || uniform_unit(&mut self.rng) * total < *servers;
+                let total_rate = servers + load_balancers;
+                let changes_servers = load_balancers == &0.0 || uniform_unit(&mut self.rng) * total_rate < *servers;
                 let is_addition = uniform_below(&mut self.rng, 2) == 1;
                 random_change(changes_servers, is_addition, cluster, self.nominal_counts)
             }
         };
-        self.next_index += 1;
-        self.schedule_next(cluster.now);
+        self.next_scheduled_index += 1;
+        self.schedule_next_change(cluster.now);
         cluster.apply_change(change, &mut self.rng).then_some(change)
     }
 
-    fn schedule_next(&mut self, now: Nanoseconds) {
+    fn schedule_next_change(&mut self, now: Nanoseconds) {
         self.next_change_at = match &self.updates {
             ClusterUpdates::Scheduled(changes) => {
-                changes.get(self.next_index).map(|(at, _)| self.warm_up + from_seconds(*at))
+                changes.get(self.next_scheduled_index).map(|(at, _)| self.warm_up + from_seconds(*at))
             }
             ClusterUpdates::PerMinute { servers, load_balancers } => {
                 let changes_per_second = (servers + load_balancers) / 60.0;

@@ -46,7 +46,7 @@ struct PoolConfiguration {
 /// first configuration, with the hash index in the upper 32 bits.
 #[derive(Debug)]
 pub struct SmallCookies {
-    fields: CookieFields,
+    cookie_fields: CookieFields,
     layout: HashLayout,
     bucket_count: usize,
     /// Configurations that open connections may still use. The current one is last.
@@ -55,38 +55,38 @@ pub struct SmallCookies {
     first_configuration_number: u32,
     longest_duration: Nanoseconds,
     /// Number of each server's connections in its last report. `None` if policies use current counts.
-    reported_connections: Option<Vec<u32>>,
+    reported_connection_counts: Option<Vec<u32>>,
 }
 
 impl SmallCookies {
     /// Creates load balancers for the configured cluster. No connection is longer than `longest_duration`.
     pub fn new(
-        fields: CookieFields,
+        cookie_fields: CookieFields,
         layout: HashLayout,
         config: &Config,
         servers: usize,
         longest_duration: Nanoseconds,
     ) -> Self {
         Self {
-            fields,
+            cookie_fields,
             layout,
-            bucket_count: layout.size(config.servers, config.buckets_per_server),
+            bucket_count: layout.table_size(config.servers, config.buckets_per_server),
             configurations: VecDeque::new(),
             first_configuration_number: 0,
             longest_duration,
-            reported_connections: (config.load_info == LoadInfo::Reported).then(|| vec![0; servers]),
+            reported_connection_counts: (config.load_info == LoadInfo::Reported).then(|| vec![0; servers]),
         }
     }
 
     /// Returns how many successive configurations have different tags.
     pub fn tag_count(&self) -> u32 {
-        1 << self.fields.tag_bits
+        1 << self.cookie_fields.tag_bits
     }
 
     /// Returns whether a connection is given the current tag if this tag also leads to its server.
     #[cfg(test)]
     pub fn renews_tags(&self) -> bool {
-        self.fields.renews_tags
+        self.cookie_fields.renews_tags
     }
 
     pub fn current_configuration_number(&self) -> u32 {
@@ -105,7 +105,7 @@ impl SmallCookies {
     }
 
     fn connection_count(&self, server: u16, cluster: &Cluster) -> u32 {
-        self.reported_connections.as_ref().map_or_else(
+        self.reported_connection_counts.as_ref().map_or_else(
             || cluster.open_connections(server),
             |reported_connections| reported_connections[usize::from(server)],
         )
@@ -118,7 +118,7 @@ impl SmallCookies {
         let has_same_server = self.server(number, connection.identity, index) == connection.server;
         let is_tag_reused = (number - previous_tag).is_multiple_of(self.tag_count());
         match (has_same_server, is_tag_reused) {
-            (true, _) if self.fields.renews_tags || is_tag_reused => Some(number),
+            (true, _) if self.cookie_fields.renews_tags || is_tag_reused => Some(number),
             (false, true) => None,
             _ => Some(previous_tag),
         }
@@ -128,14 +128,14 @@ impl SmallCookies {
 impl Balancer for SmallCookies {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
         let current_number = self.current_configuration_number();
-        let candidates =
-            (0..1u32 << self.fields.index_bits).map(|index| (index, self.server(current_number, identity, index)));
-        let least_loaded = candidates.min_by_key(|(_, server)| self.connection_count(*server, cluster));
-        let (index, server) = least_loaded.expect("there is at least one hash function");
+        let candidates = (0..1u32 << self.cookie_fields.index_bits)
+            .map(|index| (index, self.server(current_number, identity, index)));
+        let least_loaded_candidate = candidates.min_by_key(|(_, server)| self.connection_count(*server, cluster));
+        let (index, server) = least_loaded_candidate.expect("there is at least one hash function");
         PlacedConnection { server, core: 0, stored_state: u64::from(index) << 32 | u64::from(current_number) }
     }
 
-    fn servers_changed(&mut self, cluster: &Cluster) {
+    fn on_servers_changed(&mut self, cluster: &Cluster) {
         let ids: Vec<ServerId> = cluster.members().iter().copied().map(server_id).collect();
         let table_size = if self.layout == HashLayout::Striped { ids.len() } else { self.bucket_count };
         let server_indices = self.layout.server_indices(&ids, table_size);
@@ -153,11 +153,11 @@ impl Balancer for SmallCookies {
     }
 
     fn uses_reports(&self) -> bool {
-        self.fields.index_bits > 0 && self.reported_connections.is_some()
+        self.cookie_fields.index_bits > 0 && self.reported_connection_counts.is_some()
     }
 
     fn process_reports(&mut self, cluster: &Cluster) {
-        if let Some(reported_connections) = &mut self.reported_connections {
+        if let Some(reported_connections) = &mut self.reported_connection_counts {
             reported_connections
                 .iter_mut()
                 .enumerate()
@@ -188,7 +188,7 @@ mod tests {
             arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 2_000.0 },
             updates: ClusterUpdates::PerMinute { servers: updates_per_minute, load_balancers: 0.0 },
             methods: methods.iter().map(|name| name.parse().unwrap()).collect(),
-            seeds: 1,
+            seed_count: 1,
             ..Config::default()
         };
         run(&config).unwrap().methods

@@ -49,7 +49,7 @@ impl ServerArgs {
             cores: self.cores,
             service: self.service.clone(),
             latency: self.latency,
-            requests: self.requests,
+            request_count: self.requests,
             connection_count: self.connections,
             skew: self.skew,
             ..Config::default()
@@ -124,7 +124,7 @@ impl RpcArgs {
             load: self.load,
             seed: self.seed,
             queue_limit: self.queue,
-            window: self.window,
+            window_length: self.window,
             ..self.server.to_config()
         };
         let start = Instant::now();
@@ -208,8 +208,8 @@ mod tests {
     fn json_output_has_the_documented_fields() {
         let outcome = run(&Config {
             service: "bimodal:0.1:5".parse().unwrap(),
-            window: Some(1_000.0),
-            requests: 50_000,
+            window_length: Some(1_000.0),
+            request_count: 50_000,
             ..Config::default()
         })
         .unwrap();

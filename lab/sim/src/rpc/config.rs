@@ -19,7 +19,7 @@ pub struct Config {
     /// Offered load as a fraction of the cores' total capacity.
     pub load: f64,
     /// Number of requests. The first tenth is the warm-up, which is not measured.
-    pub requests: u64,
+    pub request_count: u64,
     /// Seed of the random numbers. Equal seeds yield equal results.
     pub seed: u64,
     /// Number of connections over which the requests are distributed, or `None` if every request has its own.
@@ -30,7 +30,7 @@ pub struct Config {
     /// Maximum number of requests inside the server, above which requests are dropped, or `None` if unlimited.
     pub queue_limit: Option<u64>,
     /// Duration of each window in [`Outcome::windows`](super::Outcome), in units of service time.
-    pub window: Option<f64>,
+    pub window_length: Option<f64>,
 }
 
 impl Default for Config {
@@ -41,12 +41,12 @@ impl Default for Config {
             service: ServiceTimeDistribution::Exponential,
             latency: 0.0,
             load: 0.8,
-            requests: 1_000_000,
+            request_count: 1_000_000,
             seed: 1,
             connection_count: None,
             skew: 0.0,
             queue_limit: None,
-            window: None,
+            window_length: None,
         }
     }
 }
@@ -57,7 +57,7 @@ pub enum Error {
     #[error("0 cores: expected 1 to 65535")]
     NoCores,
     #[error("load {0}: expected a number above 0")]
-    Load(f64),
+    InvalidLoad(f64),
     /// The load exceeds the policy's capacity, so that queues would grow without limit.
     #[error(
         "load {load}: expected less than {capacity}, which is what {policy} can carry with this service time and \
@@ -70,14 +70,14 @@ pub enum Error {
         policy: Policy,
     },
     #[error("latency {0}: expected a number from 0 to 1000000 service times")]
-    Latency(f64),
+    InvalidLatency(f64),
     /// There are too few requests for quantiles, or so many that times do not fit into 64 bits.
     #[error("{requests} requests: expected 10 to {max} at this load")]
-    Requests { requests: u64, max: u64 },
+    InvalidRequestCount { requests: u64, max: u64 },
     #[error("skew {0}: expected a number from 0 to 10")]
-    Skew(f64),
+    InvalidSkew(f64),
     #[error("window {0}: expected a number from 0.001 to 1000000000 service times")]
-    Window(f64),
+    InvalidWindow(f64),
     #[error("a queue of 0 requests: expected at least 1")]
     ZeroQueueLimit,
     /// No request was measured, because the bounded queue was always full.
@@ -85,7 +85,7 @@ pub enum Error {
     NothingMeasured,
     /// The policy's groups have more or fewer cores in total than the server.
     #[error("policy {policy}: its groups have {grouped_cores} cores, the server has {cores}")]
-    Groups { policy: Policy, grouped_cores: u32, cores: u16 },
+    GroupCoreCountMismatch { policy: Policy, grouped_cores: u32, cores: u16 },
     /// Cores cannot be divided, because the number of services is not two or there are fewer than two cores.
     #[error(
         "policy {policy}: {services} services on {cores} cores: expected two services (bimodal) and at least 2 cores"
@@ -95,12 +95,12 @@ pub enum Error {
     #[error("policy {0}: allocator=core: expected assignment=dedicated or hybrid")]
     NothingToAllocate(Policy),
     #[error("SLO {0}: expected a number above 0, in multiples of the service time")]
-    Slo(f64),
+    InvalidSlo(f64),
     #[error("no seeds: expected at least one")]
     NoSeeds,
     /// There are no bisection steps, or more than a run's precision justifies.
     #[error("{0} steps of bisection: expected 1 to 30")]
-    Steps(u32),
+    InvalidStepCount(u32),
 }
 
 impl Config {
@@ -113,7 +113,7 @@ impl Config {
             Policy::Rss => {
                 policy_capacity.min(f64::from(bucket_count) / f64::from(cores * bucket_count.div_ceil(cores)))
             }
-            Policy::RssRebalanced(_) => policy_capacity.min(f64::from(bucket_count) / f64::from(cores)),
+            Policy::RssRebalancedEvery(_) => policy_capacity.min(f64::from(bucket_count) / f64::from(cores)),
             Policy::RankedQueue(ref options) => {
                 policy_capacity * f64::from(options.worker_count(self.cores)) / f64::from(self.cores)
             }
@@ -122,7 +122,7 @@ impl Config {
     }
 
     /// Checks that all values are in range, and that the policy can sustain the load.
-    pub(crate) fn check_stable(&self, bucket_count: u32) -> Result<(), Error> {
+    pub(crate) fn check_load_below_capacity(&self, bucket_count: u32) -> Result<(), Error> {
         self.check_ranges()?;
         let capacity = self.capacity(bucket_count);
         if self.queue_limit.is_none() && self.load >= capacity {
@@ -138,40 +138,44 @@ impl Config {
             return Err(Error::NoCores);
         }
         if !(self.load > 0.0 && self.load.is_finite()) {
-            return Err(Error::Load(self.load));
+            return Err(Error::InvalidLoad(self.load));
         }
         if !is_within(self.latency, 0.0, 1e6) {
-            return Err(Error::Latency(self.latency));
+            return Err(Error::InvalidLatency(self.latency));
         }
         // Arrivals may last for half of the time that 64 bits represent. The other half is for queues.
         let mean_arrival_interval = self.service.mean() / (self.load * f64::from(self.cores));
         let max_requests = (Tick::MAX / 2) as f64 / TICKS_PER_UNIT as f64 / mean_arrival_interval;
-        if self.requests < 10 || self.requests as f64 > max_requests {
-            return Err(Error::Requests { requests: self.requests, max: max_requests as u64 });
+        if self.request_count < 10 || self.request_count as f64 > max_requests {
+            return Err(Error::InvalidRequestCount { requests: self.request_count, max: max_requests as u64 });
         }
         if !is_within(self.skew, 0.0, 10.0) {
-            return Err(Error::Skew(self.skew));
+            return Err(Error::InvalidSkew(self.skew));
         }
-        if let Some(window) = self.window.filter(|window| !is_within(*window, 1e-3, 1e9)) {
-            return Err(Error::Window(window));
+        if let Some(window) = self.window_length.filter(|window| !is_within(*window, 1e-3, 1e9)) {
+            return Err(Error::InvalidWindow(window));
         }
         if self.queue_limit == Some(0) {
             return Err(Error::ZeroQueueLimit);
         }
         if let Policy::RankedQueue(options) = &self.policy {
-            self.check_assignment(options)?;
+            self.check_core_assignment(options)?;
         }
         if let Policy::GroupedFcfs { groups, cores_per_group } = self.policy {
             let grouped_cores = u32::from(groups.get()) * u32::from(cores_per_group.get());
             if grouped_cores != u32::from(self.cores) {
-                return Err(Error::Groups { policy: self.policy.clone(), grouped_cores, cores: self.cores });
+                return Err(Error::GroupCoreCountMismatch {
+                    policy: self.policy.clone(),
+                    grouped_cores,
+                    cores: self.cores,
+                });
             }
         }
         Ok(())
     }
 
     /// Checks that cores can be assigned to services as the options request.
-    fn check_assignment(&self, options: &JbsrqOptions) -> Result<(), Error> {
+    fn check_core_assignment(&self, options: &JbsrqOptions) -> Result<(), Error> {
         if options.assignment == CoreAssignmentMode::CompleteShare {
             return match options.allocator {
                 AllocatorLocation::Nic => Ok(()),

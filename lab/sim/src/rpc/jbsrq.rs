@@ -88,7 +88,7 @@ impl Default for JbsrqOptions {
     /// load monitor's interval are 5 us, which is 5/3 of the mean of Exp(3).
     fn default() -> Self {
         Self {
-            lambda: Lambda::PUBLISHED,
+            lambda: Lambda::PAPER_VALUE,
             queue_depth: const { NonZeroU16::new(4).unwrap() },
             rank_rule: RankRule::Ranked,
             scheduler: Selection::FirstEligible,
@@ -134,13 +134,14 @@ impl FromStr for JbsrqOptions {
 impl JbsrqOptions {
     fn set_option(&mut self, name: &str, value: &str) -> Result<(), String> {
         let invalid_option = |expected: &str| format!("{name} {value:?}: expected {expected}");
-        let parse_interval = || parse_time(value, MIN_OPTION_TIME).ok_or_else(|| invalid_option(EXPECTED_INTERVAL));
+        let parse_interval =
+            || parse_time(value, MIN_OPTION_TIME).ok_or_else(|| invalid_option(EXPECTED_INTERVAL_TEXT));
         match name {
             "lambda" => {
                 let lambda = value.parse().map_err(|_| invalid_option("a number from 0 to 1"))?;
                 self.lambda = Lambda::new(lambda).map_err(|error| error.to_string())?;
             }
-            "depth" => self.queue_depth = value.parse().map_err(|_| invalid_option(EXPECTED_COUNT))?,
+            "depth" => self.queue_depth = value.parse().map_err(|_| invalid_option(EXPECTED_COUNT_TEXT))?,
             "rank" => {
                 let rank_rule = find_by_name(&RANK_RULES, value);
                 self.rank_rule = rank_rule.ok_or_else(|| invalid_option("jbsrq, global or per-service"))?;
@@ -187,14 +188,14 @@ fn find_by_name<T: Copy>(names: &[(&str, T)], name: &str) -> Option<T> {
     names.iter().find(|(known_name, _)| *known_name == name).map(|(_, value)| *value)
 }
 
-fn name_of<T: PartialEq>(names: &[(&'static str, T)], value: T) -> String {
+fn find_name<T: PartialEq>(names: &[(&'static str, T)], value: T) -> String {
     names.iter().find(|(_, known_value)| *known_value == value).map_or("", |(name, _)| *name).to_owned()
 }
 
 /// Shortest interval to which an option can be set, in units of service time.
 const MIN_OPTION_TIME: f64 = 0.001;
-const EXPECTED_INTERVAL: &str = "a time from 0.001 to 1000000 service times";
-const EXPECTED_COUNT: &str = "a number from 1 to 65535";
+const EXPECTED_INTERVAL_TEXT: &str = "a time from 0.001 to 1000000 service times";
+const EXPECTED_COUNT_TEXT: &str = "a number from 1 to 65535";
 
 fn parse_time(text: &str, min: f64) -> Option<f64> {
     text.parse().ok().filter(|time| (min..=1e6).contains(time))
@@ -207,15 +208,15 @@ impl fmt::Display for JbsrqOptions {
         let options = [
             ("lambda", self.lambda.get().to_string(), default.lambda.get().to_string()),
             ("depth", self.queue_depth.to_string(), default.queue_depth.to_string()),
-            ("rank", name_of(&RANK_RULES, self.rank_rule), name_of(&RANK_RULES, default.rank_rule)),
-            ("scheduler", name_of(&SCHEDULERS, self.scheduler), name_of(&SCHEDULERS, default.scheduler)),
+            ("rank", find_name(&RANK_RULES, self.rank_rule), find_name(&RANK_RULES, default.rank_rule)),
+            ("scheduler", find_name(&SCHEDULERS, self.scheduler), find_name(&SCHEDULERS, default.scheduler)),
             ("quantum", self.quantum.to_string(), default.quantum.to_string()),
             ("priorities", self.priorities.to_string(), default.priorities.to_string()),
             ("switch", self.switch_cost.to_string(), default.switch_cost.to_string()),
             ("assignment", self.assignment.to_string(), default.assignment.to_string()),
             ("interval", self.monitor_interval.to_string(), default.monitor_interval.to_string()),
             ("reserved", self.reserved_cores.to_string(), default.reserved_cores.to_string()),
-            ("allocator", name_of(&ALLOCATORS, self.allocator), name_of(&ALLOCATORS, default.allocator)),
+            ("allocator", find_name(&ALLOCATORS, self.allocator), find_name(&ALLOCATORS, default.allocator)),
         ];
         let changed_options = options.iter().filter(|(_, value, default)| value != default);
         let option_texts: Vec<String> = changed_options.map(|(name, value, _)| format!("{name}={value}")).collect();

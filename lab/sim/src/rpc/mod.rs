@@ -47,17 +47,17 @@ pub struct Outcome {
 
 /// Runs the simulation. An error names the value that is out of range, and the allowed range.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
-    config.check_stable(BUCKET_COUNT)?;
+    config.check_load_below_capacity(BUCKET_COUNT)?;
     let class_times = config.service.class_times();
-    let mut recorder = LatencyRecorder::new(class_times.len(), config.window);
+    let mut recorder = LatencyRecorder::new(class_times.len(), config.window_length);
     let dropped_requests = simulate(config, config.load, &mut recorder);
     let class_latency =
         |(service, quantiles): (f64, Option<LatencySummary>)| Some(ClassLatency { service, quantiles: quantiles? });
     Ok(Outcome {
         all: recorder.all_latencies().ok_or(Error::NothingMeasured)?,
         classes: class_times.into_iter().zip(recorder.class_latencies()).filter_map(class_latency).collect(),
-        requests: config.requests,
-        dropped_pct: dropped_requests as f64 / config.requests as f64 * 100.0,
+        requests: config.request_count,
+        dropped_pct: dropped_requests as f64 / config.request_count as f64 * 100.0,
         windows: recorder.into_windows(),
     })
 }
@@ -92,16 +92,16 @@ impl<O: Observer> ServerVisitor<O> for WorkloadRunner<'_, O> {
 
     fn visit(self, mut server: impl Server<O>) -> u64 {
         let mut workload = Workload::new(self.config, self.load);
-        let warm_up = self.config.requests / 10;
+        let warm_up_requests = self.config.request_count / 10;
         let queue_limit = self.config.queue_limit.unwrap_or(u64::MAX);
         let mut dropped_requests = 0;
-        for number in 0..self.config.requests {
+        for number in 0..self.config.request_count {
             let request = workload.draw_request();
-            if number == warm_up {
+            if number == warm_up_requests {
                 self.observer.measure_from(request.arrived_at);
             }
             server.advance(request.arrived_at, self.observer);
-            if self.observer.is_decided() {
+            if self.observer.is_result_decided() {
                 return dropped_requests;
             }
             if server.outstanding_count() < queue_limit {

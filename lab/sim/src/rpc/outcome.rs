@@ -43,36 +43,36 @@ pub struct WindowLatency {
 pub struct LatencyHistogram {
     histogram: Histogram<u64>,
     /// Exact sum of all latencies (ticks). The histogram alone would only yield an approximate sum.
-    sum: u128,
+    latency_sum: u128,
 }
 
 impl LatencyHistogram {
     fn new() -> Self {
         let mut histogram = Histogram::new_with_max(TICKS_PER_UNIT << 10, 3).expect("3 digits are allowed");
         histogram.auto(true);
-        Self { histogram, sum: 0 }
+        Self { histogram, latency_sum: 0 }
     }
 
     #[inline]
     fn record(&mut self, latency: Tick) {
         self.histogram.record(latency).expect("a histogram that grows takes every value");
-        self.sum += u128::from(latency);
+        self.latency_sum += u128::from(latency);
     }
 
-    fn add(&mut self, other: &Self) {
+    fn merge(&mut self, other: &Self) {
         self.histogram.add(&other.histogram).expect("a histogram that grows takes every value");
-        self.sum += other.sum;
+        self.latency_sum += other.latency_sum;
     }
 
     /// Returns mean and quantiles of the latencies, or `None` if there are none.
-    fn quantiles(&self) -> Option<LatencySummary> {
+    fn summarize(&self) -> Option<LatencySummary> {
         let count = self.histogram.len();
         if count == 0 {
             return None;
         }
         let latency_at_quantile =
             |quantile| to_units(self.histogram.median_equivalent(self.histogram.value_at_quantile(quantile)));
-        let mean = self.sum as f64 / count as f64 / TICKS_PER_UNIT as f64;
+        let mean = self.latency_sum as f64 / count as f64 / TICKS_PER_UNIT as f64;
         Some(LatencySummary {
             mean,
             p50: latency_at_quantile(0.5),
@@ -118,13 +118,13 @@ impl LatencyRecorder {
     /// Returns the latencies of all classes together, or `None` if there were no responses.
     pub fn all_latencies(&self) -> Option<LatencySummary> {
         let mut all_classes = LatencyHistogram::new();
-        self.class_histograms.iter().for_each(|class| all_classes.add(class));
-        all_classes.quantiles()
+        self.class_histograms.iter().for_each(|class| all_classes.merge(class));
+        all_classes.summarize()
     }
 
     /// Returns the latencies of each class, which are `None` for a class without responses.
     pub fn class_latencies(&self) -> impl Iterator<Item = Option<LatencySummary>> {
-        self.class_histograms.iter().map(LatencyHistogram::quantiles)
+        self.class_histograms.iter().map(LatencyHistogram::summarize)
     }
 
     pub fn into_windows(self) -> Vec<WindowLatency> {
@@ -145,14 +145,14 @@ impl LatencyWindows {
     }
 
     fn close_window(&mut self) {
-        if let Some(quantiles) = self.window_histogram.quantiles() {
+        if let Some(quantiles) = self.window_histogram.summarize() {
             self.closed_windows.push(WindowLatency {
                 from: to_units(self.window_start),
                 responses: self.window_histogram.histogram.len(),
                 quantiles,
             });
             self.window_histogram.histogram.reset();
-            self.window_histogram.sum = 0;
+            self.window_histogram.latency_sum = 0;
         }
     }
 }
@@ -163,7 +163,7 @@ pub trait Observer: ResponseSink {
     fn measure_from(&mut self, start_time: Tick);
 
     /// Returns whether the result is already certain, so that the simulation can end early.
-    fn is_decided(&self) -> bool {
+    fn is_result_decided(&self) -> bool {
         false
     }
 }

@@ -75,10 +75,10 @@ pub struct PeakLoadEstimate {
 /// between them. An error names the value that is out of range, and the allowed range.
 pub fn find_peak_load(search: &PeakConfig) -> Result<PeakLoadEstimate, Error> {
     if !(search.slo > 0.0 && search.slo.is_finite()) {
-        return Err(Error::Slo(search.slo));
+        return Err(Error::InvalidSlo(search.slo));
     }
     if !(1..=30).contains(&search.steps) {
-        return Err(Error::Steps(search.steps));
+        return Err(Error::InvalidStepCount(search.steps));
     }
     if search.seeds.is_empty() {
         return Err(Error::NoSeeds);
@@ -88,7 +88,7 @@ pub fn find_peak_load(search: &PeakConfig) -> Result<PeakLoadEstimate, Error> {
     let configs: Vec<Config> = search
         .seeds
         .clone()
-        .map(|seed| Config { seed, queue_limit: None, window: None, ..search.config.clone() })
+        .map(|seed| Config { seed, queue_limit: None, window_length: None, ..search.config.clone() })
         .collect();
     let peaks = par_map_ordered(&configs, |config| bisect_peak_load(search, config));
     Ok(confidence_interval(&peaks, 0.5f64.powi(search.steps as i32)))
@@ -109,12 +109,12 @@ fn bisect_peak_load(search: &PeakConfig, config: &Config) -> f64 {
 
 /// Returns whether the 99th percentile of latency is within the SLO at `load`.
 fn meets_slo(search: &PeakConfig, config: &Config, load: f64) -> bool {
-    let slo_unit = if search.slo_unit == SloUnit::Mean { config.service.mean() } else { 1.0 };
-    let measured_requests = config.requests - config.requests / 10;
+    let slo_unit_time = if search.slo_unit == SloUnit::Mean { config.service.mean() } else { 1.0 };
+    let measured_requests = config.request_count - config.request_count / 10;
     let mut observer = SloObserver {
         measured_from: NEVER,
-        latency_bound: to_ticks(search.slo * slo_unit),
-        class_limit: if search.slo_metric == SloMetric::Short { 1 } else { u8::MAX },
+        latency_bound: to_ticks(search.slo * slo_unit_time),
+        first_uncounted_class: if search.slo_metric == SloMetric::Short { 1 } else { u8::MAX },
         max_late_response_count: measured_requests / 100,
         response_count: 0,
         late_response_count: 0,
@@ -129,7 +129,7 @@ struct SloObserver {
     measured_from: Tick,
     latency_bound: Tick,
     /// Class from which on requests are not counted.
-    class_limit: u8,
+    first_uncounted_class: u8,
     /// Number of late responses above which the SLO is missed, which is 1 % of all counted requests.
     max_late_response_count: u64,
     response_count: u64,
@@ -139,7 +139,7 @@ struct SloObserver {
 impl ResponseSink for SloObserver {
     #[inline]
     fn handle_response(&mut self, response: &Response) {
-        if response.request.arrived_at >= self.measured_from && response.request.class < self.class_limit {
+        if response.request.arrived_at >= self.measured_from && response.request.class < self.first_uncounted_class {
             self.response_count += 1;
             self.late_response_count +=
                 u64::from(response.departed_at - response.request.arrived_at > self.latency_bound);
@@ -153,7 +153,7 @@ impl Observer for SloObserver {
     }
 
     #[inline]
-    fn is_decided(&self) -> bool {
+    fn is_result_decided(&self) -> bool {
         self.late_response_count > self.max_late_response_count
     }
 }
@@ -171,7 +171,7 @@ fn confidence_interval(values: &[f64], step: f64) -> PeakLoadEstimate {
 /// Returns the 97.5 % quantile of Student's t distribution from a standard table. Between two rows, the one with fewer
 /// degrees of freedom is used, which widens the interval.
 fn student_t_quantile(degrees_of_freedom: usize) -> f64 {
-    const TABLE: [(usize, f64); 20] = [
+    const QUANTILE_TABLE: [(usize, f64); 20] = [
         (1, 12.706),
         (2, 4.303),
         (3, 3.182),
@@ -193,7 +193,7 @@ fn student_t_quantile(degrees_of_freedom: usize) -> f64 {
         (60, 2.000),
         (120, 1.980),
     ];
-    TABLE.iter().rev().find(|(row, _)| *row <= degrees_of_freedom).map_or(0.0, |(_, t)| *t)
+    QUANTILE_TABLE.iter().rev().find(|(row, _)| *row <= degrees_of_freedom).map_or(0.0, |(_, t)| *t)
 }
 
 #[cfg(test)]

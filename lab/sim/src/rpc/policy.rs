@@ -31,10 +31,10 @@ pub enum Policy {
     /// Hashes connections to buckets, which are mapped to cores (`rss`).
     Rss,
     /// Does the same as `rss`, but redistributes the buckets optimally every T (`rss-rebalanced:T`).
-    RssRebalanced(f64),
+    RssRebalancedEvery(f64),
     /// Does the same as `rss`, but lets idle cores steal from the longest queue (`work-stealing[:COST]`). A stolen
     /// request takes COST longer.
-    WorkStealing(f64),
+    WorkStealingAtCost(f64),
     /// Lets all requests share all cores equally, which is an ideal (`ps`, processor sharing).
     ProcessorSharing,
     /// Hashes requests to X groups of Y cores, each of which has one ideal queue (`dfcfs:X,Y`).
@@ -50,10 +50,10 @@ pub enum Policy {
 pub enum PolicyError {
     /// No policy has the given name.
     #[error(transparent)]
-    Unknown(#[from] UnknownName),
+    UnknownName(#[from] UnknownName),
     /// The parameters of a policy are invalid.
     #[error("policy {given:?}: expected {expected}")]
-    Parameters { given: String, expected: String },
+    InvalidParameters { given: String, expected: String },
 }
 
 /// Syntax of all policies with their parameters.
@@ -89,7 +89,7 @@ impl FromStr for Policy {
         let Some(policy_syntax) = syntax else {
             return Err(UnknownName::new("policy", policy_text, POLICY_SYNTAX).into());
         };
-        Self::parse_parameters(name, parameters).map_err(|detail| PolicyError::Parameters {
+        Self::parse_parameters(name, parameters).map_err(|detail| PolicyError::InvalidParameters {
             given: policy_text.to_owned(),
             expected: policy_syntax.to_string() + &detail,
         })
@@ -113,11 +113,11 @@ impl Policy {
             ("rss", None) => Ok(Self::Rss),
             ("rss-rebalanced", Some(interval_text)) => {
                 let regroup_interval = parse_time(interval_text).filter(|every| *every >= MIN_REGROUP_INTERVAL);
-                Ok(Self::RssRebalanced(regroup_interval.ok_or(" with T from 0.01 to 1000000 service times")?))
+                Ok(Self::RssRebalancedEvery(regroup_interval.ok_or(" with T from 0.01 to 1000000 service times")?))
             }
-            ("work-stealing", None) => Ok(Self::WorkStealing(DEFAULT_STEALING_COST)),
+            ("work-stealing", None) => Ok(Self::WorkStealingAtCost(DEFAULT_STEALING_COST)),
             ("work-stealing", Some(cost)) => {
-                Ok(Self::WorkStealing(parse_time(cost).ok_or(" with COST from 0 to 1000000 service times")?))
+                Ok(Self::WorkStealingAtCost(parse_time(cost).ok_or(" with COST from 0 to 1000000 service times")?))
             }
             ("ps", None) => Ok(Self::ProcessorSharing),
             ("dfcfs", Some(pair_text)) => {
@@ -158,8 +158,8 @@ impl fmt::Display for Policy {
             Self::ClassBoundedQueue(options) if *options == ClassBoundOptions::default() => f.write_str("jbsrq-fifo"),
             Self::ClassBoundedQueue(options) => write!(f, "jbsrq-fifo:{options}"),
             Self::Rss => f.write_str("rss"),
-            Self::RssRebalanced(regroup_interval) => write!(f, "rss-rebalanced:{regroup_interval}"),
-            Self::WorkStealing(cost) => write!(f, "work-stealing:{cost}"),
+            Self::RssRebalancedEvery(regroup_interval) => write!(f, "rss-rebalanced:{regroup_interval}"),
+            Self::WorkStealingAtCost(cost) => write!(f, "work-stealing:{cost}"),
             Self::ProcessorSharing => f.write_str("ps"),
             Self::GroupedFcfs { groups, cores_per_group } => write!(f, "dfcfs:{groups},{cores_per_group}"),
         }
@@ -178,7 +178,7 @@ impl Policy {
 
     /// Returns whether requests reach the core of their connection's RSS hash, which load balancers can predict.
     pub fn follows_rss(&self) -> bool {
-        matches!(self, Self::Rss | Self::RssRebalanced(_) | Self::WorkStealing(_))
+        matches!(self, Self::Rss | Self::RssRebalancedEvery(_) | Self::WorkStealingAtCost(_))
     }
 
     /// Returns the load below which this policy's queues are stable, as a fraction of the cores' capacity.

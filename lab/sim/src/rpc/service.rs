@@ -39,24 +39,24 @@ pub struct LongClass {
 pub enum ServiceTimeError {
     /// No distribution has the given name.
     #[error(transparent)]
-    Unknown(#[from] UnknownName),
+    UnknownName(#[from] UnknownName),
     /// The parameters of a distribution are invalid.
     #[error("service {given:?}: expected {expected}")]
-    Parameters { given: String, expected: &'static str },
+    InvalidParameters { given: String, expected: &'static str },
     #[error("service {given:?}: fraction {fraction}: expected a number from 0 to 1")]
-    Fraction { given: String, fraction: f64 },
+    InvalidFraction { given: String, fraction: f64 },
     #[error("service {given:?}: the fractions add up to {fraction_sum}: expected at most 1")]
-    Sum { given: String, fraction_sum: f64 },
+    FractionSumTooLarge { given: String, fraction_sum: f64 },
     /// The service time of a long class is out of range, or is not a number.
     #[error("service {given:?}: factor {factor}: expected a number from 1 to 1000000 (the unit is the shortest class)")]
-    Factor { given: String, factor: f64 },
+    InvalidFactor { given: String, factor: f64 },
 }
 
-const FIXED: &str = "fixed";
-const EXPONENTIAL: &str = "exp";
-const LOG_NORMAL: &str = "lognormal:SIGMA";
-const BIMODAL: &str = "bimodal:FRACTION:FACTOR";
-const TRIMODAL: &str = "trimodal:FRACTION:FACTOR:FRACTION:FACTOR";
+const FIXED_SYNTAX: &str = "fixed";
+const EXPONENTIAL_SYNTAX: &str = "exp";
+const LOG_NORMAL_SYNTAX: &str = "lognormal:SIGMA";
+const BIMODAL_SYNTAX: &str = "bimodal:FRACTION:FACTOR";
+const TRIMODAL_SYNTAX: &str = "trimodal:FRACTION:FACTOR:FRACTION:FACTOR";
 /// Maximum service time of a class in units. It ensures that the ticks of a run of any length fit into 64 bits.
 const MAX_CLASS_SERVICE_TIME: f64 = 1e6;
 /// Maximum sigma. If it were larger, the few longest requests of a run would determine the run's mean.
@@ -72,20 +72,22 @@ impl FromStr for ServiceTimeDistribution {
         let numbers: Option<Vec<f64>> = parameters.map_or(Some(Vec::new()), |parameter_text| {
             parameter_text.split(':').map(|number| number.parse().ok()).collect()
         });
-        let parameter_error = |expected| ServiceTimeError::Parameters { given: service_text.to_owned(), expected };
+        let parameter_error =
+            |expected| ServiceTimeError::InvalidParameters { given: service_text.to_owned(), expected };
         match (name, numbers.as_deref()) {
             ("fixed", Some([])) => Ok(Self::Fixed),
             ("exp", Some([])) => Ok(Self::Exponential),
             ("lognormal", Some(&[sigma])) if sigma > 0.0 && sigma <= MAX_SIGMA => Ok(Self::LogNormal(sigma)),
             ("bimodal", Some(numbers)) if numbers.len() == 2 => Self::parse_classes(service_text, numbers),
             ("trimodal", Some(numbers)) if numbers.len() == 4 => Self::parse_classes(service_text, numbers),
-            ("fixed", _) => Err(parameter_error(FIXED)),
-            ("exp", _) => Err(parameter_error(EXPONENTIAL)),
+            ("fixed", _) => Err(parameter_error(FIXED_SYNTAX)),
+            ("exp", _) => Err(parameter_error(EXPONENTIAL_SYNTAX)),
             ("lognormal", _) => Err(parameter_error("lognormal:SIGMA with SIGMA above 0, at most 4")),
-            ("bimodal", _) => Err(parameter_error(BIMODAL)),
-            ("trimodal", _) => Err(parameter_error(TRIMODAL)),
+            ("bimodal", _) => Err(parameter_error(BIMODAL_SYNTAX)),
+            ("trimodal", _) => Err(parameter_error(TRIMODAL_SYNTAX)),
             _ => {
-                let known_forms = [FIXED, EXPONENTIAL, LOG_NORMAL, BIMODAL, TRIMODAL];
+                let known_forms =
+                    [FIXED_SYNTAX, EXPONENTIAL_SYNTAX, LOG_NORMAL_SYNTAX, BIMODAL_SYNTAX, TRIMODAL_SYNTAX];
                 Err(UnknownName::new("service", service_text, known_forms).into())
             }
         }
@@ -95,8 +97,8 @@ impl FromStr for ServiceTimeDistribution {
 impl fmt::Display for ServiceTimeDistribution {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Fixed => f.write_str(FIXED),
-            Self::Exponential => f.write_str(EXPONENTIAL),
+            Self::Fixed => f.write_str(FIXED_SYNTAX),
+            Self::Exponential => f.write_str(EXPONENTIAL_SYNTAX),
             Self::LogNormal(sigma) => write!(f, "lognormal:{sigma}"),
             Self::Classes(classes) => {
                 f.write_str(if classes.len() == 1 { "bimodal" } else { "trimodal" })?;
@@ -112,17 +114,17 @@ impl ServiceTimeDistribution {
         let parse_class = |fraction_and_factor: &[f64]| {
             let [fraction, factor] = [fraction_and_factor[0], fraction_and_factor[1]];
             if !(0.0..=1.0).contains(&fraction) {
-                return Err(ServiceTimeError::Fraction { given: to_owned_text(), fraction });
+                return Err(ServiceTimeError::InvalidFraction { given: to_owned_text(), fraction });
             }
             if !(1.0..=MAX_CLASS_SERVICE_TIME).contains(&factor) {
-                return Err(ServiceTimeError::Factor { given: to_owned_text(), factor });
+                return Err(ServiceTimeError::InvalidFactor { given: to_owned_text(), factor });
             }
             Ok(LongClass { fraction, factor })
         };
         let classes: Vec<LongClass> = numbers.chunks(2).map(parse_class).collect::<Result<_, _>>()?;
         let fraction_sum: f64 = classes.iter().map(|class| class.fraction).sum();
         if fraction_sum > 1.0 {
-            return Err(ServiceTimeError::Sum { given: to_owned_text(), fraction_sum });
+            return Err(ServiceTimeError::FractionSumTooLarge { given: to_owned_text(), fraction_sum });
         }
         Ok(Self::Classes(classes))
     }

@@ -15,7 +15,7 @@ use crate::random::exponential;
 /// (common random numbers).
 #[derive(Debug)]
 pub struct Workload {
-    mean_arrival_interval: f64,
+    mean_arrival_interval_ticks: f64,
     service_time_sampler: ServiceTimeSampler,
     connection_sampler: Option<ConnectionSampler>,
     priorities: Priorities,
@@ -37,7 +37,8 @@ impl Workload {
             ConnectionSampler::new(count.get(), config.skew, &mut seeded_rng(config.seed, RNG_STREAM_CONNECTIONS))
         });
         Self {
-            mean_arrival_interval: config.service.mean() / (load * f64::from(config.cores)) * TICKS_PER_UNIT as f64,
+            mean_arrival_interval_ticks: config.service.mean() / (load * f64::from(config.cores))
+                * TICKS_PER_UNIT as f64,
             service_time_sampler: config.service.sampler(),
             connection_sampler,
             priorities: config.policy.priorities(),
@@ -50,7 +51,7 @@ impl Workload {
 
     #[inline]
     pub fn draw_request(&mut self) -> Request {
-        self.last_arrival_at += (exponential(&mut self.arrival_rng) * self.mean_arrival_interval + 0.5) as Tick;
+        self.last_arrival_at += (exponential(&mut self.arrival_rng) * self.mean_arrival_interval_ticks + 0.5) as Tick;
         let (class, work) = self.service_time_sampler.sample(&mut self.service_rng);
         let hash = self.hash_rng.next_u32();
         Request {
@@ -90,8 +91,9 @@ impl ConnectionSampler {
         let mut scaled_weights: Vec<f64> =
             weights.iter().map(|weight| weight / total_weight * f64::from(count)).collect();
         let hashes: Vec<u32> = weights.iter().map(|_| rng.next_u32()).collect();
-        let own_entry = |hash: &u32| AliasEntry { threshold: 1 << 32, connection_hash: *hash, alias_hash: *hash };
-        let mut entries: Vec<AliasEntry> = hashes.iter().map(own_entry).collect();
+        let entry_without_alias =
+            |hash: &u32| AliasEntry { threshold: 1 << 32, connection_hash: *hash, alias_hash: *hash };
+        let mut entries: Vec<AliasEntry> = hashes.iter().map(entry_without_alias).collect();
         let (mut small, mut large): (Vec<usize>, Vec<usize>) =
             (0..scaled_weights.len()).partition(|i| scaled_weights[*i] < 1.0);
         while let (Some(small_index), Some(large_index)) = (small.pop(), large.last().copied()) {

@@ -11,7 +11,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use coreward_model::FourTuple;
 
-use super::{Batch, CoreServiceRate, FirstPacket, FlowEvent, Packet, SkipCounts, Trace, TraceError};
+use super::{CoreServiceRate, FirstPacket, FlowEvent, Packet, PacketBatch, SkipCounts, Trace, TraceError};
 
 /// Maximum number of packets in a batch merged from the copies.
 const MAX_BATCH_PACKETS: usize = 16_384;
@@ -22,7 +22,7 @@ pub struct TraceSlice {
     from_ns: u64,
     until_ns: u64,
     /// First packet of each flow that began before the slice but has not yet sent within it, by flow number.
-    unsent_flows: HashMap<u32, FirstPacket>,
+    unsent_first_packets: HashMap<u32, FirstPacket>,
     /// Numbers of the flows that have sent within the slice and have not ended.
     open_flows: HashMap<u32, ()>,
     has_ended: bool,
@@ -32,11 +32,18 @@ impl TraceSlice {
     /// Creates the slice from `from_ns` to `until_ns`. Panics when the trace has a history, which cannot be cut.
     pub fn new(trace: Box<dyn Trace>, from_ns: u64, until_ns: u64) -> Self {
         assert_eq!(trace.history_ns(), 0, "a trace with a history is not cut");
-        Self { trace, from_ns, until_ns, unsent_flows: HashMap::new(), open_flows: HashMap::new(), has_ended: false }
+        Self {
+            trace,
+            from_ns,
+            until_ns,
+            unsent_first_packets: HashMap::new(),
+            open_flows: HashMap::new(),
+            has_ended: false,
+        }
     }
 
     /// Copies the packets of `source_batch` that are within the slice, with shifted times.
-    fn copy_packets_in_slice(&mut self, source_batch: &Batch, slice_batch: &mut Batch) {
+    fn copy_packets_in_slice(&mut self, source_batch: &PacketBatch, slice_batch: &mut PacketBatch) {
         let mut first_packets = source_batch.first_packets.iter();
         for packet in &source_batch.packets {
             let first_packet = if packet.event.opens() { first_packets.next().copied() } else { None };
@@ -54,15 +61,20 @@ impl TraceSlice {
 
     fn track_packet_before_slice(&mut self, packet: &Packet, first_packet: Option<FirstPacket>) {
         if let Some(first_packet) = first_packet {
-            self.unsent_flows.insert(packet.flow_number, first_packet);
+            self.unsent_first_packets.insert(packet.flow_number, first_packet);
         }
         if packet.event.closes() {
-            self.unsent_flows.remove(&packet.flow_number);
+            self.unsent_first_packets.remove(&packet.flow_number);
         }
     }
 
-    fn process_packet_in_slice(&mut self, packet: &Packet, first_packet: Option<FirstPacket>, slice_batch: &mut Batch) {
-        let unsent_first_packet = self.unsent_flows.remove(&packet.flow_number);
+    fn process_packet_in_slice(
+        &mut self,
+        packet: &Packet,
+        first_packet: Option<FirstPacket>,
+        slice_batch: &mut PacketBatch,
+    ) {
+        let unsent_first_packet = self.unsent_first_packets.remove(&packet.flow_number);
         if unsent_first_packet.is_some() && !packet.event.is_packet() {
             return;
         }
@@ -81,9 +93,9 @@ impl TraceSlice {
 }
 
 impl Trace for TraceSlice {
-    fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
+    fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError> {
         batch.clear();
-        let mut source_batch = Batch::default();
+        let mut source_batch = PacketBatch::default();
         while batch.packets.is_empty() && !self.has_ended {
             self.trace.read(&mut source_batch)?;
             self.has_ended |= source_batch.packets.is_empty();
@@ -125,7 +137,7 @@ struct TraceCopy {
     trace: Box<dyn Trace>,
     start_ns: u64,
     copy_number: u32,
-    batch: Batch,
+    batch: PacketBatch,
     next_packet_index: usize,
     next_first_packet_index: usize,
 }
@@ -157,7 +169,7 @@ impl TraceOverlay {
             trace,
             start_ns,
             copy_number,
-            batch: Batch::default(),
+            batch: PacketBatch::default(),
             next_packet_index: 0,
             next_first_packet_index: 0,
         };
@@ -177,7 +189,7 @@ impl TraceOverlay {
 }
 
 impl Trace for TraceOverlay {
-    fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
+    fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError> {
         batch.clear();
         if !self.is_started {
             self.is_started = true;
@@ -270,7 +282,7 @@ mod tests {
     use super::*;
 
     /// Trace in which flow 5 sends at 0, 10, .. 90 ns, and flow 6 at 35 and 65 ns.
-    struct SmallTrace(Vec<Batch>);
+    struct SmallTrace(Vec<PacketBatch>);
 
     fn small_trace() -> Box<dyn Trace> {
         let tuple = |port| FourTuple::ipv4((Ipv4Addr::new(10, 0, 0, 1), port), (Ipv4Addr::new(10, 9, 0, 1), 80));
@@ -281,12 +293,12 @@ mod tests {
         packets.push(packet(35, 6, FlowEvent::OPENS));
         packets.push(packet(65, 6, FlowEvent::CLOSES));
         packets.sort_by_key(|packet| packet.time_ns);
-        let batch = Batch { packets, first_packets: vec![first_packet(1), first_packet(2)] };
+        let batch = PacketBatch { packets, first_packets: vec![first_packet(1), first_packet(2)] };
         Box::new(SmallTrace(vec![batch]))
     }
 
     impl Trace for SmallTrace {
-        fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
+        fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError> {
             *batch = self.0.pop().unwrap_or_default();
             Ok(())
         }
@@ -297,7 +309,7 @@ mod tests {
     }
 
     fn read_all_packets(mut trace: impl Trace) -> (Vec<(u64, u32, FlowEvent)>, Vec<FirstPacket>) {
-        let (mut batch, mut packets, mut first_packets) = (Batch::default(), Vec::new(), Vec::new());
+        let (mut batch, mut packets, mut first_packets) = (PacketBatch::default(), Vec::new(), Vec::new());
         loop {
             trace.read(&mut batch).unwrap();
             if batch.packets.is_empty() {
@@ -344,13 +356,13 @@ mod tests {
     #[test]
     fn addresses_of_a_copy_do_not_all_differ_by_the_same_constant() {
         let addresses = ["10.0.0.1", "10.0.0.2", "10.0.0.3"].map(|text| text.parse::<Ipv4Addr>().unwrap());
-        let differences: std::collections::HashSet<u32> = addresses
+        let address_differences: std::collections::HashSet<u32> = addresses
             .map(|address| match address_in_copy(address.into(), 3) {
                 IpAddr::V4(copied_address) => copied_address.to_bits() ^ address.to_bits(),
                 IpAddr::V6(_) => unreachable!("stays IPv4"),
             })
             .into();
-        assert_eq!(differences.len(), 3);
+        assert_eq!(address_differences.len(), 3);
         let v6: IpAddr = "2001:db8::1".parse().unwrap();
         assert_ne!(address_in_copy(v6, 1), address_in_copy(v6, 2));
         assert_eq!(address_in_copy(v6, 0), v6);

@@ -2,7 +2,7 @@
 
 use coreward_model::arrivals::ArrivalLog;
 
-use super::{Batch, CoreServiceRate, FirstPacket, FlowEvent, Packet, Trace, TraceError};
+use super::{CoreServiceRate, FirstPacket, FlowEvent, Packet, PacketBatch, Trace, TraceError};
 
 const MAX_BATCH_PACKETS: usize = 16_384;
 
@@ -39,7 +39,7 @@ impl ArrivalTrace {
 }
 
 impl Trace for ArrivalTrace {
-    fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
+    fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError> {
         batch.clear();
         let end_index = (self.next_request_index + MAX_BATCH_PACKETS).min(self.requests.len());
         for (due_us, connection, index) in &self.requests[self.next_request_index..end_index] {

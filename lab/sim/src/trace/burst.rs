@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use super::campus::{ActiveFlow, FlowGenerator, KeyedFirstPacket, append_packets, sort_batch};
 use super::settings::{SettingError, parse_settings};
-use super::{Batch, Trace, TraceError};
+use super::{PacketBatch, Trace, TraceError};
 
 /// Start of the burst (ns). It is within the first window, which is not measured.
 const BURST_START_NS: u64 = 500_000_000;
@@ -43,9 +43,9 @@ impl FromStr for BurstSettings {
         for setting in parse_settings("burst", text) {
             let setting = setting?;
             match setting.name {
-                "seed" => settings.seed = Some(setting.to_integer_in(0..=u64::MAX)?),
-                "connections" => settings.connections = setting.to_integer_in(1..=1_000_000)? as u32,
-                "seconds" => settings.seconds = setting.to_integer_in(2..=3_600)?,
+                "seed" => settings.seed = Some(setting.parse_integer_in(0..=u64::MAX)?),
+                "connections" => settings.connections = setting.parse_integer_in(1..=1_000_000)? as u32,
+                "seconds" => settings.seconds = setting.parse_integer_in(2..=3_600)?,
                 _ => return Err(setting.unknown_name_error(&["seed", "connections", "seconds"])),
             }
         }
@@ -67,7 +67,7 @@ impl BurstTrace {
         let end_ns = settings.seconds * 1_000_000_000;
         let active_flows = (0..settings.connections).map(|number| {
             let start_ns = BURST_START_NS as f64 + flow_generator.draw_uniform() * BURST_DURATION_NS as f64;
-            let rate_pps = flow_generator.draw_rate();
+            let rate_pps = flow_generator.draw_rate_pps();
             // The connection cannot send that many packets until the end.
             let packet_count = rate_pps * end_ns as f64 / 1e9 + 1.0;
             ActiveFlow::new(number, start_ns, rate_pps, packet_count as u32, flow_generator.draw_tuple())
@@ -77,7 +77,7 @@ impl BurstTrace {
 }
 
 impl Trace for BurstTrace {
-    fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
+    fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError> {
         batch.clear();
         while batch.packets.is_empty() && self.slice_start_ns < self.end_ns {
             let until_ns = (self.slice_start_ns + SLICE_NS).min(self.end_ns);

@@ -2,9 +2,9 @@
 //!
 //! Flows arrive as a Poisson process. The number of packets in a flow (its length) is drawn from a mixture. This
 //! mixture was fitted to one hour on AGH University's uplink (6.5 million flows, 681 million packets). The source is
-//! `length` of all flows in agh_2015061019_IPv4_anon (Jurkiewicz, "flow-models 2.0", SoftwareX 24 (2023) 101506). A
-//! flow sends evenly spaced packets, the first one at its arrival. Its rate is lognormal with median 150 packets/s and
-//! sigma 1.3, but at least length / 300 s and at most 4,000 packets/s.
+//! `length_distribution` of all flows in agh_2015061019_IPv4_anon (Jurkiewicz, "flow-models 2.0", SoftwareX 24 (2023)
+//! 101506). A flow sends evenly spaced packets, the first one at its arrival. Its rate is lognormal with median 150
+//! packets/s and sigma 1.3, but at least length / 300 s and at most 4,000 packets/s.
 //!
 //! With these limits of the rate, a flow has at most 1.2 million packets. Longer flows (1 of 240,000) are drawn again.
 //! The mean length is then 106 (in the data 104.5, in the mixture without a limit 116). Flows over 57,000 packets carry
@@ -27,17 +27,17 @@ use rand_distr::{Distribution as _, Exp1, LogNormal};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::settings::{SettingError, parse_settings};
-use super::{Batch, FirstPacket, FlowEvent, Packet, Trace, TraceError};
+use super::{FirstPacket, FlowEvent, Packet, PacketBatch, Trace, TraceError};
 
 /// Component of the mixture for packets per flow, with its weight and distribution (parameters of SciPy with `loc` 0).
 struct MixtureComponent {
     weight: f64,
-    length: LengthDistribution,
+    length_distribution: LengthDistribution,
 }
 
 enum LengthDistribution {
     /// Uniform distribution between 0 and this value.
-    Uniform(f64),
+    UniformUpTo(f64),
     /// Lognormal distribution, that is `scale` x exp(`s` x a standard normal number).
     Lognormal { s: f64, scale: f64 },
 }
@@ -45,27 +45,27 @@ enum LengthDistribution {
 /// Distribution of the number of packets per flow, as a mixture of distributions (flow-models,
 /// agh_2015061019_IPv4_anon, mixtures/all/length, Jurkiewicz 2023).
 const FLOW_LENGTH_MIXTURE: [MixtureComponent; 10] = [
-    MixtureComponent { weight: 0.2667839375411922, length: LengthDistribution::Uniform(1.0) },
-    MixtureComponent { weight: 0.2498173937170916, length: LengthDistribution::Uniform(2.0) },
-    MixtureComponent { weight: 0.07891291919980845, length: LengthDistribution::Uniform(3.0) },
-    MixtureComponent { weight: 0.04500096756101436, length: LengthDistribution::Uniform(4.0) },
-    MixtureComponent { weight: 0.01744045367227924, length: LengthDistribution::Uniform(5.0) },
-    MixtureComponent { weight: 0.08315270229031899, length: LengthDistribution::Uniform(6.0) },
+    MixtureComponent { weight: 0.2667839375411922, length_distribution: LengthDistribution::UniformUpTo(1.0) },
+    MixtureComponent { weight: 0.2498173937170916, length_distribution: LengthDistribution::UniformUpTo(2.0) },
+    MixtureComponent { weight: 0.07891291919980845, length_distribution: LengthDistribution::UniformUpTo(3.0) },
+    MixtureComponent { weight: 0.04500096756101436, length_distribution: LengthDistribution::UniformUpTo(4.0) },
+    MixtureComponent { weight: 0.01744045367227924, length_distribution: LengthDistribution::UniformUpTo(5.0) },
+    MixtureComponent { weight: 0.08315270229031899, length_distribution: LengthDistribution::UniformUpTo(6.0) },
     MixtureComponent {
         weight: 0.1332450209694342,
-        length: LengthDistribution::Lognormal { s: 0.49364076506762783, scale: 7.379776617881778 },
+        length_distribution: LengthDistribution::Lognormal { s: 0.49364076506762783, scale: 7.379776617881778 },
     },
     MixtureComponent {
         weight: 0.07856960684414944,
-        length: LengthDistribution::Lognormal { s: 0.7294315551184803, scale: 20.034092933439634 },
+        length_distribution: LengthDistribution::Lognormal { s: 0.7294315551184803, scale: 20.034092933439634 },
     },
     MixtureComponent {
         weight: 0.0376312022303655,
-        length: LengthDistribution::Lognormal { s: 1.1885847327306296, scale: 107.16017390959571 },
+        length_distribution: LengthDistribution::Lognormal { s: 1.1885847327306296, scale: 107.16017390959571 },
     },
     MixtureComponent {
         weight: 0.009445795974345318,
-        length: LengthDistribution::Lognormal { s: 2.0387101598164863, scale: 1373.9749450320094 },
+        length_distribution: LengthDistribution::Lognormal { s: 2.0387101598164863, scale: 1373.9749450320094 },
     },
 ];
 
@@ -116,10 +116,10 @@ impl FromStr for CampusSettings {
         for setting in parse_settings("campus", text) {
             let setting = setting?;
             match setting.name {
-                "seed" => settings.seed = Some(setting.to_integer_in(0..=u64::MAX)?),
-                "flows" => settings.flows_per_s = setting.to_integer_in(1..=1_000_000)? as f64,
-                "seconds" => settings.seconds = setting.to_integer_in(1..=3_600)?,
-                "history" => settings.history_s = setting.to_integer_in(0..=MAX_FLOW_SECONDS as u64)?,
+                "seed" => settings.seed = Some(setting.parse_integer_in(0..=u64::MAX)?),
+                "flows" => settings.flows_per_s = setting.parse_integer_in(1..=1_000_000)? as f64,
+                "seconds" => settings.seconds = setting.parse_integer_in(1..=3_600)?,
+                "history" => settings.history_s = setting.parse_integer_in(0..=MAX_FLOW_SECONDS as u64)?,
                 _ => return Err(setting.unknown_name_error(&["seed", "flows", "seconds", "history"])),
             }
         }
@@ -130,7 +130,7 @@ impl FromStr for CampusSettings {
 /// Flow that has packets left to send. Its times are in ns after the start of the history.
 pub(super) struct ActiveFlow {
     next_packet_ns: f64,
-    interval_ns: f64,
+    packet_interval_ns: f64,
     remaining_packets: u32,
     flow_number: u32,
     is_new: bool,
@@ -141,7 +141,7 @@ impl ActiveFlow {
     pub fn new(flow_number: u32, first_packet_ns: f64, rate_pps: f64, packet_count: u32, tuple: FourTuple) -> Self {
         Self {
             next_packet_ns: first_packet_ns,
-            interval_ns: 1e9 / rate_pps,
+            packet_interval_ns: 1e9 / rate_pps,
             remaining_packets: packet_count,
             flow_number,
             is_new: true,
@@ -150,12 +150,12 @@ impl ActiveFlow {
     }
 
     fn first_packet(&self) -> FirstPacket {
-        FirstPacket { tuple: self.tuple, rate_pps: Some(1e9 / self.interval_ns) }
+        FirstPacket { tuple: self.tuple, rate_pps: Some(1e9 / self.packet_interval_ns) }
     }
 
     /// Returns the time at which the flow ends, which is one interval after its last packet.
     fn end_ns(&self) -> f64 {
-        self.next_packet_ns + f64::from(self.remaining_packets) * self.interval_ns
+        self.next_packet_ns + f64::from(self.remaining_packets) * self.packet_interval_ns
     }
 }
 
@@ -203,7 +203,7 @@ impl CampusTrace {
             let arrival_s = self.next_arrival_s;
             let unit_gap: f64 = Exp1.sample(&mut self.flow_generator.rng);
             self.next_arrival_s += unit_gap * self.mean_arrival_gap_s;
-            let (length, rate) = (self.flow_generator.draw_packet_count(), self.flow_generator.draw_rate());
+            let (length, rate) = (self.flow_generator.draw_packet_count(), self.flow_generator.draw_rate_pps());
             let rate = rate.max(length / MAX_FLOW_SECONDS);
             let tuple = self.flow_generator.draw_tuple();
             // These packets were sent before the trace and its history begin.
@@ -227,7 +227,7 @@ impl CampusTrace {
     }
 
     /// Reads the next slice of the history, which contains only the begins and ends of flows.
-    fn read_history(&mut self, batch: &mut Batch) {
+    fn read_history(&mut self, batch: &mut PacketBatch) {
         let until_ns = (self.slice_start_ns + HISTORY_SLICE_NS).min(self.history_ns);
         self.add_arrivals_until(until_ns);
         let mut first_packets = Vec::new();
@@ -241,7 +241,7 @@ impl CampusTrace {
         }
     }
 
-    fn read_packets(&mut self, batch: &mut Batch) {
+    fn read_packets(&mut self, batch: &mut PacketBatch) {
         let until_ns = (self.slice_start_ns + SLICE_NS).min(self.end_ns);
         self.add_arrivals_until(until_ns);
         let mut first_packets = Vec::new();
@@ -251,7 +251,7 @@ impl CampusTrace {
         self.finish_slice(batch, first_packets, until_ns);
     }
 
-    fn finish_slice(&mut self, batch: &mut Batch, first_packets: Vec<KeyedFirstPacket>, until_ns: u64) {
+    fn finish_slice(&mut self, batch: &mut PacketBatch, first_packets: Vec<KeyedFirstPacket>, until_ns: u64) {
         self.free_flow_numbers
             .extend(self.active_flows.extract_if(.., |flow| flow.remaining_packets == 0).map(|flow| flow.flow_number));
         sort_batch(batch, first_packets);
@@ -260,7 +260,7 @@ impl CampusTrace {
 }
 
 impl Trace for CampusTrace {
-    fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
+    fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError> {
         batch.clear();
         // A slice may be empty, but an empty batch would signal the end of the trace.
         while batch.packets.is_empty() && self.slice_start_ns < self.end_ns {
@@ -283,7 +283,7 @@ impl Trace for CampusTrace {
 }
 
 /// Sorts the packets of a batch by time, and appends the first packets of its flows in the same order.
-pub(super) fn sort_batch(batch: &mut Batch, mut first_packets: Vec<KeyedFirstPacket>) {
+pub(super) fn sort_batch(batch: &mut PacketBatch, mut first_packets: Vec<KeyedFirstPacket>) {
     // If a flow begins and ends in the same nanosecond, its begin comes first.
     batch.packets.sort_unstable_by_key(|packet| (packet.time_ns, packet.flow_number, packet.event.closes()));
     first_packets.sort_unstable_by_key(|(key, _)| *key);
@@ -301,7 +301,7 @@ fn append_history_events(
     if flow.is_new {
         let time_ns = flow.next_packet_ns as u64;
         first_packets.push(((time_ns, flow.flow_number), flow.first_packet()));
-        events.push(event(time_ns, FlowEvent::BEGINS));
+        events.push(event(time_ns, FlowEvent::BEGINS_IN_HISTORY));
         flow.is_new = false;
     }
     if flow.end_ns() < until_ns {
@@ -313,8 +313,8 @@ fn append_history_events(
 /// Skips the packets that the flow has sent during the history, which ends at `now_ns`.
 fn skip_packets_before(flow: &mut ActiveFlow, now_ns: f64) {
     let sent_packets =
-        ((now_ns - flow.next_packet_ns) / flow.interval_ns).ceil().clamp(0.0, f64::from(flow.remaining_packets));
-    flow.next_packet_ns += sent_packets * flow.interval_ns;
+        ((now_ns - flow.next_packet_ns) / flow.packet_interval_ns).ceil().clamp(0.0, f64::from(flow.remaining_packets));
+    flow.next_packet_ns += sent_packets * flow.packet_interval_ns;
     flow.remaining_packets -= sent_packets as u32;
 }
 
@@ -338,7 +338,7 @@ pub(super) fn append_packets(
             flow.is_new = false;
         }
         packets.push(Packet { time_ns, flow_number: flow.flow_number, wire_bytes: MEAN_PACKET_BYTES, event });
-        flow.next_packet_ns += flow.interval_ns;
+        flow.next_packet_ns += flow.packet_interval_ns;
         flow.remaining_packets -= 1;
     }
 }
@@ -352,8 +352,8 @@ pub(super) struct FlowGenerator {
 }
 
 enum FlowLengthSampler {
-    Uniform(f64),
-    Lognormal(f64, LogNormal<f64>),
+    UniformUpTo(f64),
+    ScaledLognormal(f64, LogNormal<f64>),
 }
 
 impl FlowGenerator {
@@ -361,10 +361,10 @@ impl FlowGenerator {
         let mut cumulative_weight = 0.0;
         let mixture_components = FLOW_LENGTH_MIXTURE.iter().map(|component| {
             cumulative_weight += component.weight;
-            let sampler = match component.length {
-                LengthDistribution::Uniform(high) => FlowLengthSampler::Uniform(high),
+            let sampler = match component.length_distribution {
+                LengthDistribution::UniformUpTo(high) => FlowLengthSampler::UniformUpTo(high),
                 LengthDistribution::Lognormal { s, scale } => {
-                    FlowLengthSampler::Lognormal(scale, LogNormal::new(0.0, s).expect("a constant above 0"))
+                    FlowLengthSampler::ScaledLognormal(scale, LogNormal::new(0.0, s).expect("a constant above 0"))
                 }
             };
             (cumulative_weight, sampler)
@@ -384,8 +384,8 @@ impl FlowGenerator {
                 .partition_point(|(cumulative_weight, _)| *cumulative_weight <= drawn_weight)
                 .min(self.mixture_components.len() - 1);
             let length = match &self.mixture_components[component_index].1 {
-                FlowLengthSampler::Uniform(high) => self.rng.random::<f64>() * high,
-                FlowLengthSampler::Lognormal(scale, lognormal) => scale * lognormal.sample(&mut self.rng),
+                FlowLengthSampler::UniformUpTo(high) => self.rng.random::<f64>() * high,
+                FlowLengthSampler::ScaledLognormal(scale, lognormal) => scale * lognormal.sample(&mut self.rng),
             };
             if length <= MAX_FLOW_PACKETS {
                 return length.ceil().max(1.0);
@@ -394,7 +394,7 @@ impl FlowGenerator {
     }
 
     /// Draws a flow's rate (packets/s), independently of its number of packets.
-    pub fn draw_rate(&mut self) -> f64 {
+    pub fn draw_rate_pps(&mut self) -> f64 {
         (MEDIAN_RATE_PPS * self.rate_distribution.sample(&mut self.rng)).min(MAX_RATE_PPS)
     }
 
@@ -433,11 +433,11 @@ mod tests {
     #[test]
     fn traffic_is_stationary_from_the_first_second() {
         let mut packets_per_second = [0.0; 6];
-        let seeds = 12;
-        for seed in 1..=seeds {
+        let seed_count = 12;
+        for seed in 1..=seed_count {
             let mut trace =
                 CampusTrace::new(&CampusSettings { seconds: 6, history_s: 0, ..CampusSettings::default() }, seed);
-            let mut batch = Batch::default();
+            let mut batch = PacketBatch::default();
             loop {
                 trace.read(&mut batch).unwrap();
                 if batch.packets.is_empty() {
@@ -450,7 +450,7 @@ mod tests {
             }
         }
         // 3,000 flows with 106 packets each arrive per second. Long flows make the seeds' rates differ by 5 %.
-        for packets in packets_per_second.map(|packets| packets / f64::from(seeds as u32)) {
+        for packets in packets_per_second.map(|packets| packets / f64::from(seed_count as u32)) {
             assert!((290_000.0..350_000.0).contains(&packets), "{packets_per_second:?}");
         }
         assert!((packets_per_second[0] / packets_per_second[5] - 1.0).abs() < 0.05, "{packets_per_second:?}");
@@ -458,9 +458,9 @@ mod tests {
 
     /// Returns the numbers of packets, started flows, and flows that are open at the first packet, followed by the
     /// highest flow number.
-    fn check_trace(campus: CampusSettings) -> (u64, usize, usize, u32) {
+    fn read_and_check_trace(campus: CampusSettings) -> (u64, usize, usize, u32) {
         let mut trace = CampusTrace::new(&campus, 1);
-        let (mut batch, mut last_ns, mut open_flows) = (Batch::default(), 0, std::collections::HashSet::new());
+        let (mut batch, mut last_ns, mut open_flows) = (PacketBatch::default(), 0, std::collections::HashSet::new());
         let (mut packets, mut opened_flow_count, mut ongoing_flow_count, mut max_flow_number) = (0, 0, 0, 0);
         loop {
             trace.read(&mut batch).unwrap();
@@ -495,7 +495,7 @@ mod tests {
     #[test]
     fn packets_are_in_order_and_flows_open_and_close_once() {
         let campus = CampusSettings { flows_per_s: 200.0, seconds: 3, history_s: 0, seed: Some(4) };
-        let (cold_packets, opened_flow_count, ongoing_flow_count, max_flow_number) = check_trace(campus);
+        let (cold_packets, opened_flow_count, ongoing_flow_count, max_flow_number) = read_and_check_trace(campus);
         assert!(
             cold_packets > 10_000
                 && (600..900).contains(&opened_flow_count)
@@ -504,7 +504,7 @@ mod tests {
             "{cold_packets} {opened_flow_count}"
         );
         let (packets, opened_flow_count, ongoing_flow_count, max_flow_number) =
-            check_trace(CampusSettings { history_s: 300, ..campus });
+            read_and_check_trace(CampusSettings { history_s: 300, ..campus });
         // The flows are the same, and only their placement differs. A packet at time 0 may be rounded to either side.
         assert!(packets.abs_diff(cold_packets) <= 2, "{packets} and {cold_packets} packets");
         assert!(

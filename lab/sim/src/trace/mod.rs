@@ -7,8 +7,8 @@
 //! * [`arrivals`]: arrival logs of the demo
 //! * [`amplify`]: overlay of several copies of a trace
 //!
-//! A [`Trace`] is read in [`Batch`]es and is never completely in memory. Flow numbers are dense and are reused after a
-//! flow has ended, so an array indexed by them only needs memory for the open flows.
+//! A [`Trace`] is read in [`PacketBatch`]es and is never completely in memory. Flow numbers are dense and are reused
+//! after a flow has ended, so an array indexed by them only needs memory for the open flows.
 
 pub mod amplify;
 pub mod arrivals;
@@ -53,7 +53,7 @@ impl FlowEvent {
     pub const EXPIRES: FlowEvent = FlowEvent(4 | 2);
 
     /// The flow starts during the trace's [history](Trace::history_ns). There is no packet.
-    pub const BEGINS: FlowEvent = FlowEvent(4 | 1);
+    pub const BEGINS_IN_HISTORY: FlowEvent = FlowEvent(4 | 1);
 
     pub fn opens(self) -> bool {
         self.0 & 1 != 0
@@ -79,14 +79,14 @@ pub struct FirstPacket {
 
 /// Consecutive packets of a trace.
 #[derive(Debug, Clone, Default)]
-pub struct Batch {
+pub struct PacketBatch {
     /// Packets in the order of time.
     pub packets: Vec<Packet>,
     /// Flows that the packets of this batch open, in the order of these packets.
     pub first_packets: Vec<FirstPacket>,
 }
 
-impl Batch {
+impl PacketBatch {
     /// Empties the batch but keeps its memory for reuse.
     pub fn clear(&mut self) {
         self.packets.clear();
@@ -108,7 +108,7 @@ pub struct CoreServiceRate {
 pub trait Trace: Send {
     /// Replaces the contents of `batch` by the next packets. An empty batch means that the trace has ended. An error
     /// names the fault and its position.
-    fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError>;
+    fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError>;
 
     /// Returns how many packets have been skipped so far, for each reason.
     fn skip_counts(&self) -> SkipCounts {

@@ -12,10 +12,10 @@ pub enum SettingError {
     NotAPair { generator: &'static str, text: String },
     /// The generator does not have this setting.
     #[error("{generator}: {name}")]
-    Name { generator: &'static str, name: UnknownName },
+    UnknownSetting { generator: &'static str, name: UnknownName },
     /// The value is not an integer, or is out of range.
     #[error("{generator}: {name}={value}: expected a whole number from {low} to {high}")]
-    Value { generator: &'static str, name: String, value: String, low: u64, high: u64 },
+    InvalidValue { generator: &'static str, name: String, value: String, low: u64, high: u64 },
 }
 
 /// Setting of a traffic generator, given as `name=value`.
@@ -38,8 +38,8 @@ pub fn parse_settings<'a>(
 
 impl Setting<'_> {
     /// Returns the value as an integer. Fails when it is not an integer, or is not within `range`.
-    pub fn to_integer_in(&self, range: RangeInclusive<u64>) -> Result<u64, SettingError> {
-        self.value.parse().ok().filter(|value| range.contains(value)).ok_or_else(|| SettingError::Value {
+    pub fn parse_integer_in(&self, range: RangeInclusive<u64>) -> Result<u64, SettingError> {
+        self.value.parse().ok().filter(|value| range.contains(value)).ok_or_else(|| SettingError::InvalidValue {
             generator: self.generator,
             name: self.name.to_owned(),
             value: self.value.to_owned(),
@@ -50,6 +50,6 @@ impl Setting<'_> {
 
     pub fn unknown_name_error(&self, known_names: &[&str]) -> SettingError {
         let unknown_name = UnknownName::new("setting", self.name, known_names.iter().copied());
-        SettingError::Name { generator: self.generator, name: unknown_name }
+        SettingError::UnknownSetting { generator: self.generator, name: unknown_name }
     }
 }

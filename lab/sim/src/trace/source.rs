@@ -10,7 +10,7 @@ use super::burst::{BurstSettings, BurstTrace};
 use super::campus::{CampusSettings, CampusTrace};
 use super::capture::{CaptureTrace, FileFormat, ReadOptions, input};
 use super::settings::SettingError;
-use super::{Batch, Trace, TraceError};
+use super::{PacketBatch, Trace, TraceError};
 
 /// Source of a trace, as selected by `--trace`.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,10 +26,10 @@ pub enum TraceSource {
 pub enum SourceError {
     /// The settings of a generator are invalid.
     #[error(transparent)]
-    Setting(#[from] SettingError),
+    InvalidSetting(#[from] SettingError),
     /// The text is empty.
     #[error("a trace without a name: expected a file, or campus[:seed=1,flows=3000,seconds=10]")]
-    Empty,
+    EmptyText,
 }
 
 impl Default for TraceSource {
@@ -43,7 +43,7 @@ impl FromStr for TraceSource {
 
     fn from_str(text: &str) -> Result<Self, SourceError> {
         match text.split_once(':') {
-            _ if text.is_empty() => Err(SourceError::Empty),
+            _ if text.is_empty() => Err(SourceError::EmptyText),
             Some(("campus", settings)) => Ok(TraceSource::Campus(settings.parse()?)),
             None if text == "campus" => Ok(TraceSource::default()),
             Some(("burst", settings)) => Ok(TraceSource::Burst(settings.parse()?)),
@@ -114,7 +114,7 @@ impl TraceSource {
         if let Some(end_ns) = trace.end_ns() {
             return Ok(end_ns);
         }
-        let (mut batch, mut last_ns) = (Batch::default(), 0);
+        let (mut batch, mut last_ns) = (PacketBatch::default(), 0);
         loop {
             trace.read(&mut batch)?;
             let Some(last_packet) = batch.packets.last() else { return Ok(last_ns + 1) };

@@ -123,17 +123,17 @@ fn simulated_series_is_drawn_with_the_measured_one() {
 #[test]
 fn simulated_series_need_a_live_figure_and_a_simulation() {
     let parse_error = |text: &str| Scenario::parse("s.toml", text).unwrap_err().to_string();
-    let simulated_only = LIVE_AND_SIMULATED_TOML.replace("[live]\nminutes = 1\nseconds = 5\n", "");
-    assert!(parse_error(&simulated_only).contains("simulated = true: expected [live]"));
-    let without_simulation = SCENARIO_TOML.replacen("label = \"other\"", "label = \"other\"\nsimulated = true", 1);
-    assert!(parse_error(&without_simulation).contains("one of [rpc], [lb], [pcc], [path] with it"));
+    let toml_without_live = LIVE_AND_SIMULATED_TOML.replace("[live]\nminutes = 1\nseconds = 5\n", "");
+    assert!(parse_error(&toml_without_live).contains("simulated = true: expected [live]"));
+    let toml_without_simulation = SCENARIO_TOML.replacen("label = \"other\"", "label = \"other\"\nsimulated = true", 1);
+    assert!(parse_error(&toml_without_simulation).contains("one of [rpc], [lb], [pcc], [path] with it"));
 }
 
 #[test]
-fn live_figures_are_listed_and_not_part_of_all() {
+fn live_figures_are_listed_but_not_among_simulated_figures() {
     let figure_names = |figures: Vec<EmbeddedScenario>| figures.iter().map(|figure| figure.name).collect::<Vec<_>>();
-    let names_with_live = figure_names(library::with_live_figures(&[LIVE_FIGURE]));
-    assert!(!figure_names(library::all_figures()).contains(&"cheetah-5-live"));
+    let names_with_live = figure_names(library::simulated_and_live_figures(&[LIVE_FIGURE]));
+    assert!(!figure_names(library::simulated_figures()).contains(&"cheetah-5-live"));
     let position = names_with_live.iter().position(|name| *name == "cheetah-5-live").unwrap();
     assert_eq!(&names_with_live[position - 1..=position + 1], ["cheetah-2c", "cheetah-5-live", "cheetah-6"]);
 }

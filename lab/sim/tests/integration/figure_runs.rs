@@ -35,7 +35,7 @@ fn render_files(result: &FigureResult, scenario: &Scenario) -> [String; 4] {
 
 #[test]
 fn every_scenario_gives_a_complete_figure() {
-    for embedded_scenario in library::all_figures() {
+    for embedded_scenario in library::simulated_figures() {
         let scenario = shrunk_scenario(&embedded_scenario);
         let result = run_figure(&embedded_scenario, &scenario);
         let name = embedded_scenario.name;
@@ -62,7 +62,7 @@ fn every_scenario_gives_a_complete_figure() {
 #[test]
 fn results_do_not_depend_on_the_number_of_threads() {
     for name in ["turbo-2b", "crossrss-2b"] {
-        let embedded_scenario = library::find_figure(name, &library::all_figures()).unwrap();
+        let embedded_scenario = library::find_figure(name, &library::simulated_figures()).unwrap();
         let scenario = shrunk_scenario(&embedded_scenario);
         let files_with_threads = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
@@ -74,7 +74,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
 
 #[test]
 fn figure_page_needs_no_external_resources() {
-    let embedded_scenario = library::find_figure("turbo-11", &library::all_figures()).unwrap();
+    let embedded_scenario = library::find_figure("turbo-11", &library::simulated_figures()).unwrap();
     let scenario = shrunk_scenario(&embedded_scenario);
     let [.., page] = render_files(&run_figure(&embedded_scenario, &scenario), &scenario);
     for external_reference in ["<script", "<link", "src=", "href=\"http", "url(", "@import"] {

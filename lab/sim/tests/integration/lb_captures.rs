@@ -4,7 +4,7 @@ use std::io::Write as _;
 use std::path::PathBuf;
 
 use coreward_sim::trace::capture::{ReadOptions, writer};
-use coreward_sim::trace::{Batch, FirstPacket, FlowEvent, Packet, SkipCounts, TraceSource};
+use coreward_sim::trace::{FirstPacket, FlowEvent, Packet, PacketBatch, SkipCounts, TraceSource};
 
 const SECOND_NS: u64 = 1_000_000_000;
 
@@ -43,7 +43,7 @@ impl TraceContents {
 
 fn read_trace_with_options(path: PathBuf, options: ReadOptions) -> Result<TraceContents, String> {
     let mut trace = TraceSource::File(path).open(1, options).map_err(|error| error.to_string())?;
-    let (mut contents, mut batch) = (TraceContents::default(), Batch::default());
+    let (mut contents, mut batch) = (TraceContents::default(), PacketBatch::default());
     loop {
         trace.read(&mut batch).map_err(|error| error.to_string())?;
         if batch.packets.is_empty() {
@@ -359,7 +359,7 @@ fn small_steps_back_in_time_are_counted_and_large_ones_rejected() {
 }
 
 #[test]
-fn snap_length_without_ports_is_rejected() {
+fn capture_cut_off_before_the_ports_is_rejected() {
     let directory = TestDirectory::new();
     let frames = three_frames(|packet| untagged_ethernet_frame(packet)[..34].to_vec());
     let error = TraceContents::read_error(directory.write_file("a.pcap", &pcap_file(false, true, 1, &frames)));
@@ -410,7 +410,7 @@ fn generated_trace_round_trips_through_a_capture() {
     writer::write(source.open(1, ReadOptions::default()).unwrap().as_mut(), 96, &mut bytes).unwrap();
     let contents = read_trace(directory.write_file("campus.pcap", &bytes)).unwrap();
     let mut trace = source.open(1, ReadOptions::default()).unwrap();
-    let (mut batch, mut packets, mut tuples) = (Batch::default(), Vec::new(), Vec::new());
+    let (mut batch, mut packets, mut tuples) = (PacketBatch::default(), Vec::new(), Vec::new());
     loop {
         trace.read(&mut batch).unwrap();
         if batch.packets.is_empty() {

@@ -66,9 +66,9 @@ fn crossrss_plus_spreads_a_burst_no_worse_than_round_robin() {
 
 /// In CrossRSS's Fig. 2b, a server with balanced cores drops fewer packets at the same load.
 #[test]
-fn balanced_cores_serve_more_near_saturation() {
+fn balanced_cores_serve_more_packets_near_saturation() {
     let loaded_config = Config {
-        core_capacity: Some(19_500.0),
+        core_capacity_pps: Some(19_500.0),
         ..build_config("campus:history=100,seconds=4", &["hash", "crossrss"], 1..=6)
     };
     let outcome = run(&loaded_config).unwrap();
@@ -117,7 +117,7 @@ fn simulation_of_arrival_logs_agrees_with_their_replay() {
 }
 
 #[test]
-fn capture_gives_the_results_of_its_trace() {
+fn capture_gives_the_same_results_as_its_trace() {
     let source: TraceSource = "campus:seed=3,flows=500,seconds=4,history=0".parse().unwrap();
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("campus.pcap");
@@ -208,7 +208,7 @@ fn invalid_configurations_are_rejected() {
     assert_eq!(run_error(Config { cores: 0, ..campus_config() }), "cores 0: expected at least 1");
     let too_many_cores = Config { servers: 1_000, cores: 100, ..campus_config() };
     assert_eq!(run_error(too_many_cores), "servers x cores 100000: expected at most 65536 cores in all");
-    assert_eq!(run_error(Config { report_ms: 0, ..campus_config() }), "report-ms 0: expected 1 to 10000");
+    assert_eq!(run_error(Config { report_interval_ms: 0, ..campus_config() }), "report-ms 0: expected 1 to 10000");
     assert_eq!(
         run_error(Config { racks: Some(5), ..campus_config() }),
         "racks 5: expected 1 to 4, the number of servers"
@@ -219,7 +219,8 @@ fn invalid_configurations_are_rejected() {
         "table-delay-ms 100: expected less than the 100 ms between reports"
     );
     assert!(
-        run_error(Config { core_capacity: Some(0.0), ..campus_config() }).starts_with("core-capacity 0: expected 1 to")
+        run_error(Config { core_capacity_pps: Some(0.0), ..campus_config() })
+            .starts_with("core-capacity 0: expected 1 to")
     );
     let unknown_policy_error = run_error(Config { policies: vec!["crosrss".to_owned()], ..campus_config() });
     assert!(unknown_policy_error.contains("did you mean crossrss"), "{unknown_policy_error}");

@@ -7,13 +7,13 @@ fn run_combinations(config: &Config) -> Vec<CombinationOutcome> {
     run(config).unwrap().combinations
 }
 
-fn config_of_single_requests() -> Config {
+fn single_request_config() -> Config {
     Config { requests_per_connection: 1.0, policies: vec!["hash".to_owned()], ..Config::default() }
 }
 
 #[test]
 fn one_server_with_one_core_is_an_m_m_1_queue() {
-    let config = Config { servers: 1, cores: 1, load: 0.7, seconds: 100.0, ..config_of_single_requests() };
+    let config = Config { servers: 1, cores: 1, load: 0.7, seconds: 100.0, ..single_request_config() };
     for combination in run_combinations(&config) {
         let (mean, theory) = (combination.mean.mean, 1.0 / 0.3);
         assert!((mean / theory - 1.0).abs() < 0.02, "{}: {mean} against {theory}", combination.dispatch);
@@ -30,7 +30,7 @@ fn one_server_behind_a_load_balancer_equals_the_server_alone() {
         latency,
         load: 0.8,
         dispatch_policies: vec![jsq.clone()],
-        ..config_of_single_requests()
+        ..single_request_config()
     };
     let path_combinations = run_combinations(&Config { seconds: 5.0, ..path_config });
     let server_outcome = rpc::run(&rpc::Config { policy: jsq, latency, load: 0.8, ..rpc::Config::default() }).unwrap();
@@ -68,26 +68,26 @@ fn round_robin_beats_hashing_and_feedback_beats_round_robin() {
         cores: 1,
         policies: ["hash", "rr", "awrr", "pow2"].map(str::to_owned).to_vec(),
         dispatch_policies: vec![rpc::Policy::Rss],
-        report_ms: 10.0,
+        report_interval_ms: 10.0,
         load: 0.6,
         seeds: vec![1, 2, 3],
-        ..config_of_single_requests()
+        ..single_request_config()
     };
-    let p99_of_policies = |config: &Config| run_combinations(config).iter().map(|c| c.p99.median).collect::<Vec<_>>();
+    let policy_p99s = |config: &Config| run_combinations(config).iter().map(|c| c.p99.median).collect::<Vec<_>>();
     // In Cheetah's Fig. 6, all requests need the same work.
     let equal_work_config =
         Config { service: "fixed".parse().unwrap(), unit_us: 6_000.0, seconds: 10.0, ..pool_config.clone() };
-    let [hash, rr, ..] = p99_of_policies(&equal_work_config)[..] else { panic!("four policies") };
+    let [hash, rr, ..] = policy_p99s(&equal_work_config)[..] else { panic!("four policies") };
     assert!(hash > 2.0 * rr, "hash {hash}, rr {rr}");
     // In Fig. 8, 10 % of the requests take 500 ms and the others 500 us.
     let skewed_work_config = Config {
         service: "bimodal:0.1:1000".parse().unwrap(),
         unit_us: 500.0,
         seconds: 80.0,
-        report_ms: 20.0,
+        report_interval_ms: 20.0,
         ..pool_config
     };
-    let [hash, rr, awrr, pow2] = p99_of_policies(&skewed_work_config)[..] else { panic!("four policies") };
+    let [hash, rr, awrr, pow2] = policy_p99s(&skewed_work_config)[..] else { panic!("four policies") };
     assert!(awrr < 0.7 * hash && pow2 < 0.7 * hash && rr > 1.2 * awrr, "{hash}, {rr}, {awrr}, {pow2}");
 }
 

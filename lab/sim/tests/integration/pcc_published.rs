@@ -3,7 +3,7 @@
 
 use coreward_model::placement::BucketCount;
 use coreward_sim::output::{Format, Printable as _};
-use coreward_sim::pcc::{ArrivalProcess, ClusterUpdates, Config, MethodOutcome, SecondCounts, run};
+use coreward_sim::pcc::{ArrivalProcess, ClusterUpdates, Config, MethodOutcome, PerSecondCounts, run};
 use coreward_sim::seed_summary::SeedSummary;
 
 fn build_config(methods: &[&str], connections: f64, updates_per_minute: f64) -> Config {
@@ -74,13 +74,13 @@ fn threshold_trades_broken_connections_for_balance_as_in_cheetah_figure_2c() {
 fn broken_connections_per_second_are_as_in_cheetah_figure_9() {
     let config = Config::cheetah_figure_9();
     let method_outcomes = run_methods(&config);
-    let median_over_seeds = |method: &MethodOutcome, second: usize, to_value: fn(&SecondCounts) -> f64| {
-        let values: Vec<f64> = method.runs.iter().map(|run| to_value(&run.second_counts[second])).collect();
+    let median_over_seeds = |method: &MethodOutcome, second: usize, to_value: fn(&PerSecondCounts) -> f64| {
+        let values: Vec<f64> = method.runs.iter().map(|run| to_value(&run.per_second_counts[second])).collect();
         SeedSummary::from_values(&values).unwrap().median
     };
     let peak_broken_pct = |method: &MethodOutcome, first_second: usize, end_second: usize| {
         (first_second..end_second)
-            .map(|second| median_over_seeds(method, second, SecondCounts::broken_pct))
+            .map(|second| median_over_seeds(method, second, PerSecondCounts::broken_pct))
             .fold(0.0, f64::max)
     };
     let [hash, ring, beamer, cheetah] = [0, 1, 2, 3].map(|method| &method_outcomes[method]);
@@ -95,7 +95,7 @@ fn broken_connections_per_second_are_as_in_cheetah_figure_9() {
             .iter()
             .all(|method| peak_broken_pct(method, 0, 4) == 0.0 && peak_broken_pct(method, 35, 45) == 0.0)
     );
-    let pool_servers = [0, 5, 12, 14, 16, 30].map(|second| hash.runs[0].second_counts[second].pool_servers);
+    let pool_servers = [0, 5, 12, 14, 16, 30].map(|second| hash.runs[0].per_second_counts[second].pool_servers);
     assert_eq!(pool_servers, [24, 27, 30, 30, 28, 22]);
     // No connection breaks, so all requests complete, which are 1,500 a second at first and up to 2,500.
     let completed_connections =
@@ -114,22 +114,22 @@ fn load_balancer_changes_break_connections_in_connection_tables() {
     let mut config = Config { servers: 50, load_balancers: 4, ..build_config(&methods, 2_000.0, 20.0) };
     let broken_pcts =
         |config: &Config| run_methods(config).iter().map(|outcome| outcome.broken_pct.median).collect::<Vec<_>>();
-    let with_server_changes = broken_pcts(&config);
+    let server_change_pcts = broken_pcts(&config);
     config.updates = ClusterUpdates::PerMinute { servers: 20.0, load_balancers: 6.0 };
-    let with_both_changes = broken_pcts(&config);
+    let both_changes_pcts = broken_pcts(&config);
     config.updates = ClusterUpdates::PerMinute { servers: 0.0, load_balancers: 6.0 };
-    let with_load_balancer_changes = broken_pcts(&config);
+    let lb_change_pcts = broken_pcts(&config);
     // A connection stays at one load balancer, whose table keeps the connection's server.
-    assert_eq!(with_server_changes[2..], [0.0, 0.0, 0.0]);
+    assert_eq!(server_change_pcts[2..], [0.0, 0.0, 0.0]);
     // While the set of servers does not change, all load balancers hash a connection to the same server.
-    assert_eq!(with_load_balancer_changes, [0.0; 5]);
+    assert_eq!(lb_change_pcts, [0.0; 5]);
     assert!(
-        with_both_changes[2] > 5.0
-            && with_both_changes[3] > 0.3
-            && with_both_changes[3] < with_both_changes[2]
-            && with_both_changes[2] < with_both_changes[0]
-            && with_both_changes[4] == 0.0,
-        "{with_both_changes:?}"
+        both_changes_pcts[2] > 5.0
+            && both_changes_pcts[3] > 0.3
+            && both_changes_pcts[3] < both_changes_pcts[2]
+            && both_changes_pcts[2] < both_changes_pcts[0]
+            && both_changes_pcts[4] == 0.0,
+        "{both_changes_pcts:?}"
     );
 }
 
@@ -139,9 +139,9 @@ fn equal_seeds_give_equal_bytes_on_any_number_of_threads() {
         servers: 30,
         load_balancers: 3,
         minutes: 0.5,
-        seeds: 3,
-        report_ms: 500,
-        bucket_count: BucketCount::PUBLISHED,
+        seed_count: 3,
+        report_interval_ms: 500,
+        bucket_count: BucketCount::PAPER_VALUE,
         updates: ClusterUpdates::PerMinute { servers: 30.0, load_balancers: 10.0 },
         ..build_config(
             &["maglev", "beamer:0.3", "stateful-hash", "cheetah:crossrss-plus", "cheetah:awrr"],
@@ -157,8 +157,8 @@ fn equal_seeds_give_equal_bytes_on_any_number_of_threads() {
     assert_eq!(with_one, with_three);
     assert_eq!(with_one.render(Format::Json), with_three.render(Format::Json));
     // The results for a seed do not depend on the number of seeds, and different seeds yield different results.
-    let outcome_of_two_seeds = run(&Config { seeds: 2, ..config.clone() }).unwrap();
-    assert_eq!(outcome_of_two_seeds.methods[0].runs, with_one.methods[0].runs[..2]);
+    let two_seed_outcome = run(&Config { seed_count: 2, ..config.clone() }).unwrap();
+    assert_eq!(two_seed_outcome.methods[0].runs, with_one.methods[0].runs[..2]);
     assert_ne!(with_one.methods[0].runs[0], with_one.methods[0].runs[1]);
 }
 
@@ -202,8 +202,11 @@ fn impossible_configurations_are_rejected() {
     );
     assert_eq!(run_error(Config { load_balancers: 33, ..valid_config() }), "33 load balancers: expected 1 to 32");
     assert_eq!(run_error(Config { methods: vec![], ..valid_config() }), "no methods: expected at least one");
-    assert_eq!(run_error(Config { seeds: 0, ..valid_config() }), "0 seeds: expected 1 to 1000");
-    assert_eq!(run_error(Config { report_ms: 5, ..valid_config() }), "reports every 5 ms: expected 10 to 60000");
+    assert_eq!(run_error(Config { seed_count: 0, ..valid_config() }), "0 seeds: expected 1 to 1000");
+    assert_eq!(
+        run_error(Config { report_interval_ms: 5, ..valid_config() }),
+        "reports every 5 ms: expected 10 to 60000"
+    );
     assert_eq!(run_error(Config { cores: 0, ..valid_config() }), "0 cores: expected 1 to 128");
     assert_eq!(
         run_error(Config { buckets_per_server: 0, ..valid_config() }),

@@ -99,7 +99,7 @@ proptest! {
 
 fn simulate_policy(policy: &str, cores: u16, service: &str, load: f64) -> Outcome {
     let (policy, service) = (policy.parse().unwrap(), service.parse().unwrap());
-    run(&Config { policy, cores, service, load, requests: 1_000_000, ..Config::default() }).unwrap()
+    run(&Config { policy, cores, service, load, request_count: 1_000_000, ..Config::default() }).unwrap()
 }
 
 /// Returns the mean latency of the short requests, followed by that of the long ones.
@@ -113,24 +113,25 @@ fn cores_that_cannot_change_services_behave_like_two_servers() {
     // All cores are reserved, 8 for each service. 90 % of the requests are short (1) and 10 % are long (9). Each class
     // therefore needs 0.5 of 8 cores.
     let class_means = class_mean_latencies("jbsrq:assignment=dedicated,reserved=8", "bimodal:0.1:9", 0.5);
-    let mean_of_separate_server = simulate_policy("jbsq:4", 8, "fixed", 0.5).all.mean;
+    let separate_server_mean = simulate_policy("jbsq:4", 8, "fixed", 0.5).all.mean;
     assert!(
-        (class_means[0] / mean_of_separate_server - 1.0).abs() < 0.01,
-        "{class_means:?}, alone {mean_of_separate_server}"
+        (class_means[0] / separate_server_mean - 1.0).abs() < 0.01,
+        "{class_means:?}, alone {separate_server_mean}"
     );
     assert!(
-        (class_means[1] / (9.0 * mean_of_separate_server) - 1.0).abs() < 0.02,
-        "{class_means:?}, alone {mean_of_separate_server}"
+        (class_means[1] / (9.0 * separate_server_mean) - 1.0).abs() < 0.02,
+        "{class_means:?}, alone {separate_server_mean}"
     );
 }
 
 #[test]
 fn allocator_on_a_core_does_not_change_the_other_cores() {
     // All 16 worker cores are reserved, 8 for each service. Core 17 belongs to the allocator.
-    let without_allocator_core = simulate_policy("jbsrq:assignment=dedicated,reserved=8", 16, "bimodal:0.1:9", 0.5);
+    let outcome_without_allocator_core =
+        simulate_policy("jbsrq:assignment=dedicated,reserved=8", 16, "bimodal:0.1:9", 0.5);
     let policy = "jbsrq:assignment=dedicated,reserved=8,allocator=core";
-    let with_allocator_core = simulate_policy(policy, 17, "bimodal:0.1:9", 0.5 * 16.0 / 17.0);
-    assert_eq!(without_allocator_core.classes, with_allocator_core.classes);
+    let outcome_with_allocator_core = simulate_policy(policy, 17, "bimodal:0.1:9", 0.5 * 16.0 / 17.0);
+    assert_eq!(outcome_without_allocator_core.classes, outcome_with_allocator_core.classes);
     let config = |load| Config {
         policy: "jbsrq:assignment=dedicated,allocator=core".parse().unwrap(),
         service: "bimodal:0.1:9".parse().unwrap(),
@@ -145,10 +146,10 @@ fn allocator_on_a_core_does_not_change_the_other_cores() {
 fn load_hints_move_cores_to_the_loaded_service() {
     // The long requests need 9.3 cores, which is more than half of 16.
     let service = "bimodal:0.2:20";
-    let fixed_cores = class_mean_latencies("jbsrq:assignment=dedicated,reserved=8", service, 0.7);
+    let fixed_core_latencies = class_mean_latencies("jbsrq:assignment=dedicated,reserved=8", service, 0.7);
     let [share, dedicated, hybrid] = ["share", "dedicated", "hybrid"]
         .map(|name| class_mean_latencies(&format!("jbsrq:assignment={name}"), service, 0.7));
-    assert!(fixed_cores[1] > 1_000.0, "8 cores are too few: {fixed_cores:?}");
+    assert!(fixed_core_latencies[1] > 1_000.0, "8 cores are too few: {fixed_core_latencies:?}");
     for class_means in [share, dedicated, hybrid] {
         assert!(class_means[1] < 60.0 && class_means[0] < 3.0, "{class_means:?}");
     }
@@ -176,7 +177,7 @@ fn bounded_queue_accepts_any_load_and_drops_excess_requests() {
 
 #[test]
 fn windows_cover_the_run_after_the_warm_up() {
-    let outcome = run(&Config { window: Some(500.0), requests: 200_000, ..Config::default() }).unwrap();
+    let outcome = run(&Config { window_length: Some(500.0), request_count: 200_000, ..Config::default() }).unwrap();
     assert_eq!(outcome.windows.iter().map(|window| window.responses).sum::<u64>(), 180_000);
     assert!(outcome.windows.is_sorted_by(|a, b| a.from + 500.0 <= b.from));
     let mean_over_windows = |to_value: fn(&coreward_sim::rpc::WindowLatency) -> f64| {
@@ -202,8 +203,12 @@ fn invalid_configurations_are_rejected() {
         run_error(Config { latency: 0.5, ..config_with_policy("cfcfs") })
             .contains("expected less than 0.5, which is what cfcfs")
     );
-    assert!(run_error(Config { requests: 5, ..config_with_policy("jsq") }).starts_with("5 requests: expected 10 to"));
-    assert!(run_error(Config { window: Some(0.0), ..config_with_policy("jsq") }).starts_with("window 0: expected"));
+    assert!(
+        run_error(Config { request_count: 5, ..config_with_policy("jsq") }).starts_with("5 requests: expected 10 to")
+    );
+    assert!(
+        run_error(Config { window_length: Some(0.0), ..config_with_policy("jsq") }).starts_with("window 0: expected")
+    );
     // Most of the 300 cores have 2 buckets out of 512, so each receives 1/256 of all requests.
     assert!(
         run_error(Config { cores: 300, load: 0.9, ..config_with_policy("rss") }).contains("expected less than 0.853")

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
 use coreward_model::dispatch::{
-    Dispatcher, JoinBoundedShortestRankedQueue, JoinLightestQueue, JoinShortestQueue, Lambda, RoundRobinCore,
+    Dispatcher, JoinBoundedShortestRankedQueue, JoinLightestQueue, JoinShortestQueue, Lambda, RoundRobinDispatcher,
 };
 use coreward_sim::rpc::server::{
     Cores, DisciplineCores, FifoCores, NicServer, PriorityCores, ProcessorSharing, Request, Response, ResponseSink,
@@ -193,7 +193,7 @@ proptest! {
     ) {
         let requests = with_one_service(&requests);
         let depth = depth.try_into().unwrap();
-        let ranked_dispatcher = JoinBoundedShortestRankedQueue::new(cores, 1, Lambda::PUBLISHED, depth);
+        let ranked_dispatcher = JoinBoundedShortestRankedQueue::new(cores, 1, Lambda::PAPER_VALUE, depth);
         let ranked_cores = DisciplineCores::new(cores, latency, PriorityCores::new(cores, 1, 10, 0));
         let bounded_dispatcher = JoinShortestQueue::bounded(cores, depth);
         prop_assert_eq!(
@@ -211,12 +211,13 @@ proptest! {
         quantum in 1u64..100,
         cost in 0u64..30,
     ) {
-        let ranked_dispatcher = JoinBoundedShortestRankedQueue::new(cores, 2, Lambda::PUBLISHED, 4.try_into().unwrap());
+        let ranked_dispatcher =
+            JoinBoundedShortestRankedQueue::new(cores, 2, Lambda::PAPER_VALUE, 4.try_into().unwrap());
         let yielding_cores = DisciplineCores::new(cores, latency, PriorityCores::new(cores, 2, quantum, cost));
         let stealing_cores = DisciplineCores::new(cores, latency, StealingCores::new(cores, cost));
         let departure_lists =
             [simulate_departures(&requests, ranked_dispatcher, yielding_cores),
-                simulate_departures(&requests, RoundRobinCore::new(cores), stealing_cores)];
+                simulate_departures(&requests, RoundRobinDispatcher::new(cores), stealing_cores)];
         for departures in departure_lists {
             prop_assert_eq!(departures.len(), requests.len());
             let mut is_answered = vec![false; requests.len()];
@@ -238,7 +239,7 @@ proptest! {
         let central_dispatcher = JoinShortestQueue::bounded(cores, std::num::NonZeroU16::MIN);
         let times = |left: Vec<(u64, u32)>| left.into_iter().map(|(left, _)| left).collect::<Vec<_>>();
         prop_assert_eq!(
-            times(simulate_departures(&equal_requests, RoundRobinCore::new(cores), stealing)),
+            times(simulate_departures(&equal_requests, RoundRobinDispatcher::new(cores), stealing)),
             times(simulate_departures(&equal_requests, central_dispatcher, FifoCores::new(cores, 0)))
         );
     }
@@ -248,8 +249,8 @@ proptest! {
 fn busy_time_grows_continuously_during_service() {
     let request =
         |arrived_at, work| Request { arrived_at, work, hash: 0, flow_hash: 0, connection: 0, class: 0, service: 0 };
-    fn check<C: Cores>(cores: C, requests: &[Request]) {
-        let mut server = NicServer::new(RoundRobinCore::new(1), cores, 1);
+    fn check_busy_times<C: Cores>(cores: C, requests: &[Request]) {
+        let mut server = NicServer::new(RoundRobinDispatcher::new(1), cores, 1);
         let mut departures = CollectedDepartures::default();
         for request in requests {
             server.advance(request.arrived_at, &mut departures);
@@ -262,8 +263,8 @@ fn busy_time_grows_continuously_during_service() {
         }
     }
     let requests = [request(10, 100), request(20, 50)];
-    check(FifoCores::new(1, 5), &requests);
-    check(DisciplineCores::new(1, 5, StealingCores::new(1, 0)), &requests);
-    check(DisciplineCores::new(1, 5, PriorityCores::new(1, 1, 10, 0)), &requests);
-    check(ProcessorSharing::new(1, 5), &requests);
+    check_busy_times(FifoCores::new(1, 5), &requests);
+    check_busy_times(DisciplineCores::new(1, 5, StealingCores::new(1, 0)), &requests);
+    check_busy_times(DisciplineCores::new(1, 5, PriorityCores::new(1, 1, 10, 0)), &requests);
+    check_busy_times(ProcessorSharing::new(1, 5), &requests);
 }

@@ -6,24 +6,29 @@ use coreward_sim::rpc::{Config, Outcome, Policy, ServiceTimeDistribution, run};
 
 /// 99.95 % quantile of Student's t distribution with 9 degrees of freedom, for ten seeds and 99.9 % confidence. With
 /// this confidence, the two dozen comparisons below all hold with a probability of 97 %.
-const STUDENT_T_QUANTILE_9: f64 = 4.781;
+const STUDENT_T_QUANTILE_9_DF: f64 = 4.781;
 
 fn simulate_seeds(policy: &str, cores: u16, service: &str, latency: f64, load: f64) -> Vec<Outcome> {
     let policy: Policy = policy.parse().unwrap();
     let service: ServiceTimeDistribution = service.parse().unwrap();
-    let config = Config { policy, cores, service, latency, load, requests: 800_000, ..Config::default() };
+    let config = Config { policy, cores, service, latency, load, request_count: 800_000, ..Config::default() };
     let seeds: Vec<u64> = (1..=10).collect();
     par_map_ordered(&seeds, |seed| run(&Config { seed: *seed, ..config.clone() }).unwrap())
 }
 
 /// Asserts that `theory` lies in the 99.9 % confidence interval of `measure`, and that the interval's half-width is
 /// below `max_relative_width` times the theory.
-fn assert_agrees(outcomes: &[Outcome], measure: impl Fn(&Outcome) -> f64, theory: f64, max_relative_width: f64) {
+fn assert_agrees_with_theory(
+    outcomes: &[Outcome],
+    measure: impl Fn(&Outcome) -> f64,
+    theory: f64,
+    max_relative_width: f64,
+) {
     let values: Vec<f64> = outcomes.iter().map(measure).collect();
     let count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / count;
     let variance = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (count - 1.0);
-    let half_width = STUDENT_T_QUANTILE_9 * (variance / count).sqrt();
+    let half_width = STUDENT_T_QUANTILE_9_DF * (variance / count).sqrt();
     assert!((mean - theory).abs() <= half_width, "{theory} is not in {mean} +- {half_width}");
     assert!(half_width <= max_relative_width * theory, "{mean} +- {half_width} proves nothing");
 }
@@ -32,10 +37,10 @@ fn assert_agrees(outcomes: &[Outcome], measure: impl Fn(&Outcome) -> f64, theory
 fn m_m_1_has_exponential_sojourn_times() {
     let outcomes = simulate_seeds("jsq", 1, "exp", 0.0, 0.8);
     let mean = 1.0 / (1.0 - 0.8);
-    assert_agrees(&outcomes, |o| o.all.mean, mean, 0.03);
-    assert_agrees(&outcomes, |o| o.all.p50, mean * 2f64.ln(), 0.03);
-    assert_agrees(&outcomes, |o| o.all.p90, mean * 10f64.ln(), 0.03);
-    assert_agrees(&outcomes, |o| o.all.p99, mean * 100f64.ln(), 0.06);
+    assert_agrees_with_theory(&outcomes, |o| o.all.mean, mean, 0.03);
+    assert_agrees_with_theory(&outcomes, |o| o.all.p50, mean * 2f64.ln(), 0.03);
+    assert_agrees_with_theory(&outcomes, |o| o.all.p90, mean * 10f64.ln(), 0.03);
+    assert_agrees_with_theory(&outcomes, |o| o.all.p99, mean * 100f64.ln(), 0.06);
 }
 
 /// Returns the mean sojourn time in M/M/c by Erlang's C formula, with mean service time 1.
@@ -55,14 +60,14 @@ fn m_m_c_mean_sojourn_time(cores: u16, load: f64) -> f64 {
 fn one_queue_for_sixteen_cores_is_m_m_16() {
     assert!((m_m_c_mean_sojourn_time(1, 0.8) - 5.0).abs() < 1e-9);
     for policy in ["cfcfs", "dfcfs:1,16", "work-stealing:0", "ps"] {
-        assert_agrees(
+        assert_agrees_with_theory(
             &simulate_seeds(policy, 16, "exp", 0.0, 0.9),
             |o| o.all.mean,
             m_m_c_mean_sojourn_time(16, 0.9),
             0.015,
         );
     }
-    assert_agrees(
+    assert_agrees_with_theory(
         &simulate_seeds("dfcfs:4,4", 16, "exp", 0.0, 0.9),
         |o| o.all.mean,
         m_m_c_mean_sojourn_time(4, 0.9),
@@ -71,34 +76,44 @@ fn one_queue_for_sixteen_cores_is_m_m_16() {
 }
 
 #[test]
-fn random_is_m_m_1_at_every_core() {
+fn random_dispatch_is_m_m_1_at_every_core() {
     let interface_latency = 0.25;
     let theory = 1.0 / 0.3 + 2.0 * interface_latency;
     for policy in ["random", "rss"] {
-        assert_agrees(&simulate_seeds(policy, 16, "exp", interface_latency, 0.7), |o| o.all.mean, theory, 0.02);
+        assert_agrees_with_theory(
+            &simulate_seeds(policy, 16, "exp", interface_latency, 0.7),
+            |o| o.all.mean,
+            theory,
+            0.02,
+        );
     }
 }
 
 #[test]
-fn fixed_service_times_are_m_d_1() {
-    assert_agrees(&simulate_seeds("rr", 1, "fixed", 0.0, 0.8), |o| o.all.mean, 1.0 + 0.8 / (2.0 * 0.2), 0.02);
+fn fixed_service_times_give_m_d_1() {
+    assert_agrees_with_theory(
+        &simulate_seeds("rr", 1, "fixed", 0.0, 0.8),
+        |o| o.all.mean,
+        1.0 + 0.8 / (2.0 * 0.2),
+        0.02,
+    );
 }
 
 #[test]
-fn fifo_is_m_g_1() {
+fn fifo_queue_is_m_g_1() {
     // By Pollaczek and Khinchine, the mean wait is lambda E[S^2] / (2 (1 - rho)). Here E[S] = 1.4, E[S^2] = 0.9 + 2.5.
     let mean_wait = 0.7 / 1.4 * 3.4 / (2.0 * 0.3);
     let outcomes = simulate_seeds("jlq", 1, "bimodal:0.1:5", 0.0, 0.7);
-    assert_agrees(&outcomes, |o| o.classes[0].quantiles.mean, 1.0 + mean_wait, 0.03);
-    assert_agrees(&outcomes, |o| o.classes[1].quantiles.mean, 5.0 + mean_wait, 0.03);
+    assert_agrees_with_theory(&outcomes, |o| o.classes[0].quantiles.mean, 1.0 + mean_wait, 0.03);
+    assert_agrees_with_theory(&outcomes, |o| o.classes[1].quantiles.mean, 5.0 + mean_wait, 0.03);
 }
 
 #[test]
 fn m_g_1_processor_sharing_slows_every_class_alike() {
     let outcomes = simulate_seeds("ps", 1, "bimodal:0.1:5", 0.0, 0.8);
-    assert_agrees(&outcomes, |o| o.all.mean, 1.4 / 0.2, 0.03);
-    assert_agrees(&outcomes, |o| o.classes[0].quantiles.mean, 1.0 / 0.2, 0.03);
-    assert_agrees(&outcomes, |o| o.classes[1].quantiles.mean, 5.0 / 0.2, 0.03);
+    assert_agrees_with_theory(&outcomes, |o| o.all.mean, 1.4 / 0.2, 0.03);
+    assert_agrees_with_theory(&outcomes, |o| o.classes[0].quantiles.mean, 1.0 / 0.2, 0.03);
+    assert_agrees_with_theory(&outcomes, |o| o.classes[1].quantiles.mean, 5.0 / 0.2, 0.03);
 }
 
 #[test]
@@ -106,7 +121,12 @@ fn idle_time_of_cfcfs_acts_like_longer_service_in_m_d_1() {
     let (interface_latency, load) = (0.25, 0.5);
     let (service_time, utilisation) = (1.0 + 2.0 * interface_latency, load * (1.0 + 2.0 * interface_latency));
     let theory = service_time * (1.0 + utilisation / (2.0 * (1.0 - utilisation)));
-    assert_agrees(&simulate_seeds("cfcfs", 1, "fixed", interface_latency, load), |o| o.all.mean, theory, 0.02);
+    assert_agrees_with_theory(
+        &simulate_seeds("cfcfs", 1, "fixed", interface_latency, load),
+        |o| o.all.mean,
+        theory,
+        0.02,
+    );
 }
 
 #[test]
@@ -117,17 +137,27 @@ fn priorities_follow_theory_without_and_with_preemption() {
     // By Cobham (1954), without preemption, class 1 waits for R / (1 - rho_1), where R is the residual work. Class 2
     // waits for R / ((1 - rho_1)(1 - rho)).
     let residual_work = arrival_rate * 3.4 / 2.0;
-    let without_preemption = simulate_seeds("jbsrq:depth=65535,quantum=1000000", 1, "bimodal:0.1:5", 0.0, 0.7);
-    assert_agrees(&without_preemption, |o| o.classes[0].quantiles.mean, 1.0 + residual_work / (1.0 - rho_1), 0.02);
-    assert_agrees(
-        &without_preemption,
+    let outcomes_without_preemption = simulate_seeds("jbsrq:depth=65535,quantum=1000000", 1, "bimodal:0.1:5", 0.0, 0.7);
+    assert_agrees_with_theory(
+        &outcomes_without_preemption,
+        |o| o.classes[0].quantiles.mean,
+        1.0 + residual_work / (1.0 - rho_1),
+        0.02,
+    );
+    assert_agrees_with_theory(
+        &outcomes_without_preemption,
         |o| o.classes[1].quantiles.mean,
         5.0 + residual_work / ((1.0 - rho_1) * (1.0 - rho)),
         0.03,
     );
     // With preemption, class 1 is an M/D/1 alone, and class 2 takes S / (1 - rho_1) + R / ((1 - rho_1)(1 - rho)).
-    let with_preemption = simulate_seeds("jbsrq:depth=65535,quantum=0.001", 1, "bimodal:0.1:5", 0.0, 0.7);
-    assert_agrees(&with_preemption, |o| o.classes[0].quantiles.mean, 1.0 + rho_1 / (2.0 * (1.0 - rho_1)), 0.01);
+    let outcomes_with_preemption = simulate_seeds("jbsrq:depth=65535,quantum=0.001", 1, "bimodal:0.1:5", 0.0, 0.7);
+    assert_agrees_with_theory(
+        &outcomes_with_preemption,
+        |o| o.classes[0].quantiles.mean,
+        1.0 + rho_1 / (2.0 * (1.0 - rho_1)),
+        0.01,
+    );
     let long_class_mean = 5.0 / (1.0 - rho_1) + residual_work / ((1.0 - rho_1) * (1.0 - rho));
-    assert_agrees(&with_preemption, |o| o.classes[1].quantiles.mean, long_class_mean, 0.03);
+    assert_agrees_with_theory(&outcomes_with_preemption, |o| o.classes[1].quantiles.mean, long_class_mean, 0.03);
 }

@@ -7,7 +7,7 @@ const INTERFACE_LATENCY: f64 = 0.275;
 
 fn find_policy_peak_load(policy: &str, cores: u16, service: &str, latency: f64, slo: f64) -> f64 {
     let (policy, service) = (policy.parse().unwrap(), service.parse().unwrap());
-    let config = Config { policy, cores, service, latency, requests: 200_000, ..Config::default() };
+    let config = Config { policy, cores, service, latency, request_count: 200_000, ..Config::default() };
     find_peak_load(&PeakConfig { config, slo, seeds: 1..=3, steps: 9, ..PeakConfig::default() }).unwrap().peak_load
 }
 
@@ -32,10 +32,17 @@ fn rebalanced_rss_has_a_longer_tail_than_jsq_as_in_turbo_figure_11() {
     let policy_p99 = |policy: &str| {
         let policy = policy.parse().unwrap();
         let requests = 1_000_000;
-        run(&Config { policy, cores: 12, latency: INTERFACE_LATENCY, load: 0.8, requests, ..Config::default() })
-            .unwrap()
-            .all
-            .p99
+        run(&Config {
+            policy,
+            cores: 12,
+            latency: INTERFACE_LATENCY,
+            load: 0.8,
+            request_count: requests,
+            ..Config::default()
+        })
+        .unwrap()
+        .all
+        .p99
     };
     let [jsq, rr, random] = ["jsq", "rr", "random"].map(policy_p99);
     // The intervals are 100 us and 1 ms, in service times of 2 us.

@@ -11,7 +11,7 @@ use crate::http::HttpConnection;
 use crate::interrupt;
 
 /// Duration for which the impostor reports idle cores (s).
-const IMPOSTURE_SECONDS: usize = 30;
+const FALSE_REPORT_SECONDS: usize = 30;
 /// Duration of the first measurement (s). The server's share is still unlimited then, because the controller must count
 /// connections before it limits a server.
 const INITIAL_MEASUREMENT_SECONDS: usize = 5;
@@ -37,7 +37,7 @@ impl ByzantineShare {
     /// servers in the fleet. Fails when a connection breaks, or after a signal.
     pub fn measure(service: SocketAddr, impostor: u16, servers: u16) -> anyhow::Result<Self> {
         let start = Instant::now();
-        let mut counts_by_second = vec![[0, 0]; IMPOSTURE_SECONDS];
+        let mut counts_by_second = vec![[0, 0]; FALSE_REPORT_SECONDS];
         while let Some([impostor_connections, all_connections]) =
             counts_by_second.get_mut(start.elapsed().as_secs() as usize)
         {
@@ -51,18 +51,18 @@ impl ByzantineShare {
     }
 
     /// Returns the server's share of the connections (0 to 1), and the number of all connections.
-    fn share_and_count(seconds: &[[u64; 2]]) -> (f64, u64) {
+    fn share_and_connection_count(seconds: &[[u64; 2]]) -> (f64, u64) {
         let [impostor_connections, all_connections] =
             seconds.iter().fold([0, 0], |sum, second| [sum[0] + second[0], sum[1] + second[1]]);
         (impostor_connections as f64 / all_connections.max(1) as f64, all_connections.max(1))
     }
 
     fn initial_share(&self) -> f64 {
-        Self::share_and_count(&self.seconds[..INITIAL_MEASUREMENT_SECONDS]).0
+        Self::share_and_connection_count(&self.seconds[..INITIAL_MEASUREMENT_SECONDS]).0
     }
 
-    fn final_share_and_count(&self) -> (f64, u64) {
-        Self::share_and_count(&self.seconds[IMPOSTURE_SECONDS - FINAL_MEASUREMENT_SECONDS..])
+    fn final_share_and_connection_count(&self) -> (f64, u64) {
+        Self::share_and_connection_count(&self.seconds[FALSE_REPORT_SECONDS - FINAL_MEASUREMENT_SECONDS..])
     }
 
     fn max_share(&self) -> f64 {
@@ -71,7 +71,7 @@ impl ByzantineShare {
 
     /// Returns whether the server got significantly more connections than the controller's limit allows.
     pub fn is_over_limit(&self) -> bool {
-        let (limit, (share, connections)) = (self.max_share(), self.final_share_and_count());
+        let (limit, (share, connections)) = (self.max_share(), self.final_share_and_connection_count());
         share
             > limit
                 + MAX_COUNT_DELAY_SECONDS / FINAL_MEASUREMENT_SECONDS as f64
@@ -81,8 +81,9 @@ impl ByzantineShare {
 
 impl fmt::Display for ByzantineShare {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let percentages = [self.initial_share(), self.final_share_and_count().0, self.fair_share, self.max_share()]
-            .map(|share| 100.0 * share);
+        let percentages =
+            [self.initial_share(), self.final_share_and_connection_count().0, self.fair_share, self.max_share()]
+                .map(|share| 100.0 * share);
         let [initial_percentage, final_percentage, fair_share, limit] = percentages;
         write!(
             f,
@@ -102,7 +103,7 @@ mod tests {
         let share_in_last_seconds = |impostor_connections| ByzantineShare {
             fair_share: 0.25,
             seconds: [
-                vec![[100, 100]; IMPOSTURE_SECONDS - FINAL_MEASUREMENT_SECONDS],
+                vec![[100, 100]; FALSE_REPORT_SECONDS - FINAL_MEASUREMENT_SECONDS],
                 vec![[impostor_connections, 100]; FINAL_MEASUREMENT_SECONDS],
             ]
             .concat(),

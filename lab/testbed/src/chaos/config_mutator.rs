@@ -113,7 +113,7 @@ impl<'a> ConfigWriter<'a> {
         }
         // One server stays drained, to show that drains outlive the restart of all controllers.
         self.undrain_all_but(&mut expected_config, 1)?;
-        self.compare_final(&mut expected_config)?;
+        self.check_final_config(&mut expected_config)?;
         Ok(expected_config)
     }
 
@@ -144,7 +144,7 @@ impl<'a> ConfigWriter<'a> {
     }
 
     /// Compares the active configuration with the expected one. Fails when the controller does not answer.
-    pub fn compare_final(&self, expected_config: &mut ExpectedConfig) -> anyhow::Result<()> {
+    pub fn check_final_config(&self, expected_config: &mut ExpectedConfig) -> anyhow::Result<()> {
         ensure!(self.compare_with_controller(expected_config), "the controller does not return what is in force");
         Ok(())
     }

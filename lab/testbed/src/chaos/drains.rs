@@ -20,7 +20,7 @@ enum DrainState {
     Drained,
     /// The server may be drained or not, because a change at this time was not answered. That was a drain, an undrain,
     /// or a document without the server.
-    Uncertain(Instant),
+    UncertainSince(Instant),
 }
 
 impl ExpectedDrains {
@@ -29,13 +29,13 @@ impl ExpectedDrains {
     }
 
     pub fn is_uncertain(&self, server: u16) -> bool {
-        matches!(self.0.get(&server), Some(DrainState::Uncertain(_)))
+        matches!(self.0.get(&server), Some(DrainState::UncertainSince(_)))
     }
 
     /// Records a request to drain or undrain a server, and whether the controller acknowledged it.
     pub fn record_request(&mut self, server: u16, is_drain: bool, is_acknowledged: bool) {
         match (is_acknowledged, is_drain) {
-            (false, _) => drop(self.0.insert(server, DrainState::Uncertain(Instant::now()))),
+            (false, _) => drop(self.0.insert(server, DrainState::UncertainSince(Instant::now()))),
             (true, true) => drop(self.0.insert(server, DrainState::Drained)),
             (true, false) => drop(self.0.remove(&server)),
         }
@@ -47,33 +47,33 @@ impl ExpectedDrains {
             self.0.retain(|server, _| servers.contains(server));
         } else {
             let removed_servers = self.0.iter_mut().filter(|(server, _)| !servers.contains(server));
-            removed_servers.for_each(|(_, drain_state)| *drain_state = DrainState::Uncertain(Instant::now()));
+            removed_servers.for_each(|(_, drain_state)| *drain_state = DrainState::UncertainSince(Instant::now()));
         }
     }
 
     /// Describes all differences between the controller's status and the model. Resolves uncertain drains by the
     /// status.
     pub fn compare_with_status(&mut self, status: &Value) -> Vec<String> {
-        let mut differences = Vec::new();
+        let mut violations = Vec::new();
         for server in status["servers"].as_array().into_iter().flatten() {
             let server_number = server["name"].as_str().and_then(|name| name.strip_prefix('s')?.parse().ok());
             let Some(number) = server_number else { continue };
             let is_drained = server["drained"]["by"] == "command";
             match self.0.get(&number) {
-                Some(DrainState::Uncertain(since)) if since.elapsed() < MAX_EXECUTION_DELAY => {}
-                Some(DrainState::Uncertain(_)) => self.record_request(number, is_drained, true),
+                Some(DrainState::UncertainSince(since)) if since.elapsed() < MAX_EXECUTION_DELAY => {}
+                Some(DrainState::UncertainSince(_)) => self.record_request(number, is_drained, true),
                 Some(DrainState::Drained) if !is_drained => {
-                    differences.push(format!("a drain is lost: that of s{number} was acknowledged"));
+                    violations.push(format!("a drain is lost: that of s{number} was acknowledged"));
                     self.0.remove(&number);
                 }
                 None if is_drained => {
-                    differences.push(format!("s{number} is drained without a command, or its end is lost"));
+                    violations.push(format!("s{number} is drained without a command, or its end is lost"));
                     self.0.insert(number, DrainState::Drained);
                 }
                 Some(DrainState::Drained) | None => {}
             }
         }
-        differences
+        violations
     }
 }
 
@@ -119,7 +119,7 @@ mod tests {
             assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(1, drain_source)])), [""; 0]);
         }
         assert!(expected_drains.is_uncertain(1) && expected_drains.possibly_drained().contains(&1));
-        expected_drains.0.insert(1, DrainState::Uncertain(Instant::now() - MAX_EXECUTION_DELAY));
+        expected_drains.0.insert(1, DrainState::UncertainSince(Instant::now() - MAX_EXECUTION_DELAY));
         assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(1, "command")])), [""; 0]);
         assert!(!expected_drains.is_uncertain(1));
         assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(1, "document")])).len(), 1);

@@ -89,7 +89,7 @@ impl<'a> EtcdCluster<'a> {
 
     fn spawn_member(&self, number: u16) -> anyhow::Result<Process> {
         let member = &self.members[usize::from(number) - 1];
-        let command = member.command(&self.members, &self.data_directory);
+        let command = member.start_command(&self.members, &self.data_directory);
         self.testbed.spawn(self.testbed.controller(), command).context("etcd (Debian package etcd-server)")
     }
 }

@@ -61,11 +61,11 @@ impl FaultKind {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fault {
     /// The process of the named daemon is killed.
-    Kill(String),
+    KillDaemon(String),
     /// The process of the named daemon is stopped.
-    Stop(String),
+    StopDaemon(String),
     /// The named daemon is upgraded.
-    Upgrade(String),
+    UpgradeDaemon(String),
     /// The switch drops packets from one machine to another.
     Partition {
         sender_port: String,
@@ -75,14 +75,14 @@ pub enum Fault {
         is_bidirectional: bool,
     },
     /// The link of the machine at the named switch port is down.
-    Link(String),
+    LinkDown(String),
     /// The disk that holds the controller's store is full.
-    Disk {
+    DiskFull {
         /// Whether every write fails. If false, writes that need no further space still succeed.
         fails_every_write: bool,
     },
     /// A member of the etcd cluster fails.
-    Etcd {
+    EtcdFailure {
         /// Whether the leading member fails, whatever `member_number` is.
         is_leader: bool,
         /// Number of the failing member, counted from 1, if `is_leader` is false.
@@ -91,7 +91,7 @@ pub enum Fault {
         is_stopped: bool,
     },
     /// The wall clock of the named daemon is wrong.
-    Clock {
+    ClockOffset {
         daemon: String,
         /// Difference between the daemon's clock and the correct time (s).
         offset_s: i64,
@@ -101,22 +101,22 @@ pub enum Fault {
 }
 
 /// Range of durations of faults that do not drop clients' packets (ms).
-const LOSSLESS_DURATION_MS: Range<u32> = 300..6_000;
+const LOSSLESS_FAULT_DURATION_MS: Range<u32> = 300..6_000;
 /// Range of durations of faults that drop clients' packets (ms). TCP must retransmit these before the clients' timeout
 /// of 30 s.
-const LOSS_DURATION_MS: Range<u32> = 200..2_500;
+const LOSSY_FAULT_DURATION_MS: Range<u32> = 200..2_500;
 
 impl Fault {
     pub fn kind(&self) -> FaultKind {
         match self {
-            Self::Kill(_) => FaultKind::Kill,
-            Self::Stop(_) => FaultKind::Stop,
-            Self::Upgrade(_) => FaultKind::Upgrade,
+            Self::KillDaemon(_) => FaultKind::Kill,
+            Self::StopDaemon(_) => FaultKind::Stop,
+            Self::UpgradeDaemon(_) => FaultKind::Upgrade,
             Self::Partition { .. } => FaultKind::Partition,
-            Self::Link(_) => FaultKind::Link,
-            Self::Disk { .. } => FaultKind::Disk,
-            Self::Etcd { .. } => FaultKind::Etcd,
-            Self::Clock { .. } => FaultKind::Clock,
+            Self::LinkDown(_) => FaultKind::Link,
+            Self::DiskFull { .. } => FaultKind::Disk,
+            Self::EtcdFailure { .. } => FaultKind::Etcd,
+            Self::ClockOffset { .. } => FaultKind::Clock,
             Self::ByzantineAgent(_) => FaultKind::ByzantineAgent,
         }
     }
@@ -124,29 +124,31 @@ impl Fault {
     /// Returns the range from which the schedule draws the fault's duration (ms).
     pub fn duration_range_ms(&self) -> Range<u32> {
         match self {
-            Self::Upgrade(_) => 0..1,
+            Self::UpgradeDaemon(_) => 0..1,
             Self::Partition { sender_port, receiver_port, .. }
                 if is_control_port(sender_port) || is_control_port(receiver_port) =>
             {
-                LOSSLESS_DURATION_MS
+                LOSSLESS_FAULT_DURATION_MS
             }
-            Self::Link(port) if is_control_port(port) => LOSSLESS_DURATION_MS,
-            Self::Partition { .. } | Self::Link(_) => LOSS_DURATION_MS,
-            _ => LOSSLESS_DURATION_MS,
+            Self::LinkDown(port) if is_control_port(port) => LOSSLESS_FAULT_DURATION_MS,
+            Self::Partition { .. } | Self::LinkDown(_) => LOSSY_FAULT_DURATION_MS,
+            _ => LOSSLESS_FAULT_DURATION_MS,
         }
     }
 
     /// Returns whether two faults must not be active together. That is so if they affect the same daemon or if both
     /// affect the network, because their effects could not be separated. A clock fault excludes only clock faults at
     /// the same daemon.
-    pub fn overlaps(&self, other: &Self) -> bool {
-        let affects_network = |fault: &Self| matches!(fault, Self::Partition { .. } | Self::Link(_));
+    pub fn conflicts_with(&self, other: &Self) -> bool {
+        let affects_network = |fault: &Self| matches!(fault, Self::Partition { .. } | Self::LinkDown(_));
         if affects_network(self) || affects_network(other) {
             return affects_network(self) && affects_network(other);
         }
         match (self, other) {
-            (Self::Disk { .. }, Self::Disk { .. }) | (Self::Etcd { .. }, Self::Etcd { .. }) => true,
-            (Self::Clock { daemon, .. }, Self::Clock { daemon: other, .. }) => daemon == other,
+            (Self::DiskFull { .. }, Self::DiskFull { .. }) | (Self::EtcdFailure { .. }, Self::EtcdFailure { .. }) => {
+                true
+            }
+            (Self::ClockOffset { daemon, .. }, Self::ClockOffset { daemon: other, .. }) => daemon == other,
             _ => self.affected_daemon().is_some_and(|process| other.affected_daemon() == Some(process)),
         }
     }
@@ -154,9 +156,13 @@ impl Fault {
     /// Returns the name of the daemon whose process the fault kills, stops or replaces, or `None` if it affects none.
     fn affected_daemon(&self) -> Option<String> {
         match self {
-            Self::Kill(daemon) | Self::Stop(daemon) | Self::Upgrade(daemon) => Some(daemon.clone()),
+            Self::KillDaemon(daemon) | Self::StopDaemon(daemon) | Self::UpgradeDaemon(daemon) => Some(daemon.clone()),
             Self::ByzantineAgent(server) => Some(agent_name(*server)),
-            Self::Partition { .. } | Self::Link(_) | Self::Disk { .. } | Self::Etcd { .. } | Self::Clock { .. } => None,
+            Self::Partition { .. }
+            | Self::LinkDown(_)
+            | Self::DiskFull { .. }
+            | Self::EtcdFailure { .. }
+            | Self::ClockOffset { .. } => None,
         }
     }
 }
@@ -169,19 +175,19 @@ fn is_control_port(port: &str) -> bool {
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Kill(daemon) => write!(f, "SIGKILL of {daemon}"),
-            Self::Stop(daemon) => write!(f, "SIGSTOP of {daemon}"),
-            Self::Upgrade(daemon) => write!(f, "upgrade of {daemon}"),
+            Self::KillDaemon(daemon) => write!(f, "SIGKILL of {daemon}"),
+            Self::StopDaemon(daemon) => write!(f, "SIGSTOP of {daemon}"),
+            Self::UpgradeDaemon(daemon) => write!(f, "upgrade of {daemon}"),
             Self::Partition { sender_port, receiver_port, is_bidirectional: true } => {
                 write!(f, "partition between {sender_port} and {receiver_port}")
             }
             Self::Partition { sender_port, receiver_port, is_bidirectional: false } => {
                 write!(f, "what {sender_port} sends to {receiver_port} is lost")
             }
-            Self::Link(port) => write!(f, "link of {port} down"),
-            Self::Disk { fails_every_write: true } => write!(f, "every write of the controller fails: no room"),
-            Self::Disk { fails_every_write: false } => write!(f, "disk of the store full"),
-            Self::Etcd { is_leader, member_number, is_stopped } => {
+            Self::LinkDown(port) => write!(f, "link of {port} down"),
+            Self::DiskFull { fails_every_write: true } => write!(f, "every write of the controller fails: no room"),
+            Self::DiskFull { fails_every_write: false } => write!(f, "disk of the store full"),
+            Self::EtcdFailure { is_leader, member_number, is_stopped } => {
                 let signal_name = if *is_stopped { "SIGSTOP" } else { "SIGKILL" };
                 if *is_leader {
                     write!(f, "{signal_name} of etcd's leader")
@@ -189,7 +195,7 @@ impl fmt::Display for Fault {
                     write!(f, "{signal_name} of etcd{member_number}")
                 }
             }
-            Self::Clock { daemon, offset_s } => write!(f, "clock of {daemon} jumps by {offset_s} s"),
+            Self::ClockOffset { daemon, offset_s } => write!(f, "clock of {daemon} jumps by {offset_s} s"),
             Self::ByzantineAgent(server) => write!(f, "an impostor reports for s{server}"),
         }
     }

@@ -104,7 +104,7 @@ impl<'a> InvariantChecker<'a> {
     /// Returns which load balancer has no new table since `recovery_start`, or `None` if all have one. `status` is the
     /// controller's status. If no policy depends on loads, new tables come only with changes, so having the
     /// controller's newest tables suffices.
-    pub fn missing_table_reason(&self, status: &Value, recovery_start: Instant) -> Option<String> {
+    pub fn no_new_table_reason(&self, status: &Value, recovery_start: Instant) -> Option<String> {
         let services = array_or_empty(&status["services"]);
         let has_load_aware_policy =
             services.iter().any(|service| LOAD_AWARE_POLICIES.iter().any(|policy| service["policy"] == *policy));
@@ -214,14 +214,11 @@ impl ObservedState {
     fn record_health_checks(&mut self, service: &Value) {
         for member in array_or_empty(&service["members"]) {
             for check in array_or_empty(&member["checks"]) {
-                let load_balancer_service_server =
+                let health_check_key =
                     [&check["load_balancer"], &service["name"], &member["server"]].map(Value::to_string);
                 match check["up"] == false {
-                    true => {
-                        self.observations.found_down +=
-                            u64::from(self.down_servers.insert(load_balancer_service_server))
-                    }
-                    false => drop(self.down_servers.remove(&load_balancer_service_server)),
+                    true => self.observations.found_down += u64::from(self.down_servers.insert(health_check_key)),
+                    false => drop(self.down_servers.remove(&health_check_key)),
                 }
             }
         }

@@ -102,11 +102,11 @@ const STREAM_SERVICE_CONFIG: &str =
     "consistency = \"stateful\"\n[service.health]\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
 const EVENT_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Fraction of the run during which the configuration changes. The rest of the run has faults only.
-const CONFIG_CHANGES_FRACTION: f64 = 0.7;
+const CONFIG_CHANGE_TIME_FRACTION: f64 = 0.7;
 /// Maximum growth of a daemon's memory (kB). It allows for work in progress and for memory that the allocator keeps.
 const MAX_MEMORY_GROWTH_KB: u64 = 32 << 10;
 /// Maximum growth in the number of files that a daemon has open.
-const MAX_FILE_GROWTH: u64 = 16;
+const MAX_OPEN_FILE_GROWTH: u64 = 16;
 
 /// Runs the test and prints its results. Fails when the setup fails or an invariant is violated.
 pub fn main(options: &ChaosArgs) -> anyhow::Result<()> {
@@ -144,7 +144,7 @@ pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> 
         server_racks,
         uses_tls: true,
         etcd_endpoints: etcd_cluster.as_ref().map(EtcdCluster::endpoints).unwrap_or_default(),
-        load_balancer_text: format!("metrics = \"{}\"\n", invariants::METRICS_ADDRESS),
+        extra_load_balancer_text: format!("metrics = \"{}\"\n", invariants::METRICS_ADDRESS),
         ..options.network.fleet_options()
     };
     let fleet = Fleet::start(&testbed, fleet_options)?;
@@ -222,7 +222,7 @@ impl<'a> ChaosRun<'a> {
             recoveries: Vec::new(),
             violations: Vec::new(),
             initial_pin_count: count_files(&testbed.pin_directory()),
-            initial_resource_usage: env.resource_usage()?,
+            initial_resource_usage: env.measure_resource_usage()?,
             env,
         })
     }
@@ -234,7 +234,7 @@ impl<'a> ChaosRun<'a> {
             InvariantChecker::new(self.testbed, self.options.controllers),
         );
         let (writer_stop_flag, run_stop_flag) = (AtomicBool::new(false), AtomicBool::new(false));
-        let config_change_seconds = f64::from(self.options.seconds) * CONFIG_CHANGES_FRACTION;
+        let config_change_seconds = f64::from(self.options.seconds) * CONFIG_CHANGE_TIME_FRACTION;
         let config_change_interval =
             Duration::from_secs_f64(config_change_seconds / self.options.config_changes.max(1) as f64);
         let (final_resource_usage, byzantine_share) = std::thread::scope(|scope| {
@@ -253,9 +253,9 @@ impl<'a> ChaosRun<'a> {
             self.print_progress("at last: SIGKILL of every controller");
             self.env.restart_controllers()?;
             self.wait_until_converged(&["kill"], &invariant_checker)?;
-            writer.compare_final(&mut final_config)?;
+            writer.check_final_config(&mut final_config)?;
             let byzantine_share = self.measure_byzantine_share(&writer, &mut final_config)?;
-            Ok::<_, anyhow::Error>((self.env.resource_usage()?, byzantine_share))
+            Ok::<_, anyhow::Error>((self.env.measure_resource_usage()?, byzantine_share))
         })?;
         self.check_resource_growth(&final_resource_usage);
         self.collect_outcome(traffic, &writer, &invariant_checker, final_resource_usage, byzantine_share)
@@ -392,7 +392,7 @@ impl<'a> ChaosRun<'a> {
             self.env.restart_ended_daemons()?;
             let unmet_condition = match invariant_checker.query_status() {
                 Ok(status) => invariants::unconverged_reason(self.testbed, &status, recovery_start)
-                    .or_else(|| invariant_checker.missing_table_reason(&status, recovery_start)),
+                    .or_else(|| invariant_checker.no_new_table_reason(&status, recovery_start)),
                 Err(error) => Some(format!("{error:#}")),
             };
             let Some(reason) = unmet_condition else { break };
@@ -427,7 +427,7 @@ impl<'a> ChaosRun<'a> {
         for (name, initial_usage) in &self.initial_resource_usage {
             let Some(final_usage) = final_resource_usage.get(name) else { continue };
             if final_usage.memory_kb > initial_usage.memory_kb + MAX_MEMORY_GROWTH_KB
-                || final_usage.files > initial_usage.files + MAX_FILE_GROWTH
+                || final_usage.files > initial_usage.files + MAX_OPEN_FILE_GROWTH
             {
                 self.violations.push(format!("{name} has grown: {initial_usage:?}, then {final_usage:?}"));
             }

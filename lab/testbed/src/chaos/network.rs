@@ -13,10 +13,10 @@ pub struct NetworkFaults<'a> {
 impl<'a> NetworkFaults<'a> {
     /// Creates the packet filter's tables. Fails when nft (Debian package nftables) or the kernel rejects them.
     pub fn new(testbed: &'a Testbed) -> anyhow::Result<Self> {
-        let network = Self { testbed };
-        network
+        let network_faults = Self { testbed };
+        network_faults
             .run_nft("add table bridge chaos; add chain bridge chaos lost { type filter hook forward priority 0; }")?;
-        Ok(network)
+        Ok(network_faults)
     }
 
     /// Drops all packets from port `sender_port` to port `receiver_port`. If `is_bidirectional`, it also drops those in

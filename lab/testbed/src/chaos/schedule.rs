@@ -67,7 +67,7 @@ impl FaultSchedule {
         for _ in 0..fault_count {
             let kind = self.next_kind();
             let fault = self.random_fault(kind);
-            if planned_faults.iter().any(|other| other.fault.overlaps(&fault)) {
+            if planned_faults.iter().any(|other| other.fault.conflicts_with(&fault)) {
                 self.unused_kinds.push(kind);
                 continue;
             }
@@ -91,21 +91,23 @@ impl FaultSchedule {
 
     fn random_fault(&mut self, kind: FaultKind) -> Fault {
         match kind {
-            FaultKind::Kill => Fault::Kill(self.random_daemon()),
-            FaultKind::Stop => Fault::Stop(self.random_daemon()),
-            FaultKind::Upgrade => Fault::Upgrade(self.random_daemon()),
+            FaultKind::Kill => Fault::KillDaemon(self.random_daemon()),
+            FaultKind::Stop => Fault::StopDaemon(self.random_daemon()),
+            FaultKind::Upgrade => Fault::UpgradeDaemon(self.random_daemon()),
             FaultKind::Partition => {
                 let (sender_port, receiver_port) = self.random_switch_port_pair();
                 Fault::Partition { sender_port, receiver_port, is_bidirectional: self.random_below(2) == 0 }
             }
-            FaultKind::Link => Fault::Link(self.random_switch_port()),
-            FaultKind::Disk => Fault::Disk { fails_every_write: self.random_below(2) == 0 },
-            FaultKind::Etcd => Fault::Etcd {
+            FaultKind::Link => Fault::LinkDown(self.random_switch_port()),
+            FaultKind::Disk => Fault::DiskFull { fails_every_write: self.random_below(2) == 0 },
+            FaultKind::Etcd => Fault::EtcdFailure {
                 is_leader: self.random_below(2) == 0,
                 member_number: 1 + self.random_below(MEMBER_COUNT.into()) as u16,
                 is_stopped: self.random_below(2) == 0,
             },
-            FaultKind::Clock => Fault::Clock { daemon: self.random_daemon(), offset_s: self.random_clock_offset_s() },
+            FaultKind::Clock => {
+                Fault::ClockOffset { daemon: self.random_daemon(), offset_s: self.random_clock_offset_s() }
+            }
             FaultKind::ByzantineAgent => Fault::ByzantineAgent(self.random_server()),
         }
     }
@@ -197,7 +199,10 @@ mod tests {
             assert!(!round.is_empty());
             for (position, planned_fault) in round.iter().enumerate() {
                 assert!(planned_fault.start_offset <= planned_fault.end_offset);
-                assert!(round[..position].iter().all(|other| !other.fault.overlaps(&planned_fault.fault)), "{round:?}");
+                assert!(
+                    round[..position].iter().all(|other| !other.fault.conflicts_with(&planned_fault.fault)),
+                    "{round:?}"
+                );
             }
         }
     }

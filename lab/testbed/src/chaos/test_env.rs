@@ -18,7 +18,7 @@ use super::fault::Fault;
 use super::invariants::{ResourceUsage, read_resource_usage};
 use super::network::NetworkFaults;
 use crate::fleet::{
-    FIRST_CONTROLLER_NAME, Fleet, agent_name, certificate_files, controller_address_of, coreward_command,
+    FIRST_CONTROLLER_NAME, Fleet, agent_name, controller_address_of, coreward_binary, credential_files,
     rack_controller_listen_address, read_log_tails,
 };
 use crate::preload::PreloadedFaults;
@@ -39,7 +39,7 @@ pub struct TestEnv<'a> {
     etcd_cluster: Option<EtcdCluster<'a>>,
     failed_etcd_member: Option<u16>,
     /// Executable with which upgrades alternate, or `None` if upgrades restart the same executable.
-    alternate_executable: Option<PathBuf>,
+    alternate_binary: Option<PathBuf>,
     /// Names of the daemons that currently run the alternate executable.
     alternate_daemons: BTreeSet<String>,
     stopped_daemons: BTreeSet<String>,
@@ -73,7 +73,7 @@ impl<'a> TestEnv<'a> {
             preloaded_faults,
             etcd_cluster: etcd,
             failed_etcd_member: None,
-            alternate_executable: alternate_command,
+            alternate_binary: alternate_command,
             alternate_daemons: BTreeSet::new(),
             stopped_daemons: BTreeSet::new(),
             impostors: BTreeMap::new(),
@@ -88,19 +88,21 @@ impl<'a> TestEnv<'a> {
 
     pub fn begin_fault(&mut self, fault: &Fault) -> anyhow::Result<()> {
         match fault {
-            Fault::Kill(daemon) => self.kill_daemon(daemon),
-            Fault::Stop(daemon) => self.fleet.daemon(daemon)?.send_signal(Signal::SIGSTOP),
-            Fault::Upgrade(daemon) => self.upgrade_daemon(daemon),
+            Fault::KillDaemon(daemon) => self.kill_daemon(daemon),
+            Fault::StopDaemon(daemon) => self.fleet.daemon(daemon)?.send_signal(Signal::SIGSTOP),
+            Fault::UpgradeDaemon(daemon) => self.upgrade_daemon(daemon),
             Fault::Partition { sender_port, receiver_port, is_bidirectional } => {
                 self.network_faults.drop_packets(sender_port, receiver_port, *is_bidirectional)
             }
-            Fault::Link(port) => self.network_faults.set_port_link(port, false),
-            Fault::Disk { fails_every_write: true } => self.preloaded_faults.set_disk_full(FIRST_CONTROLLER_NAME, true),
-            Fault::Disk { fails_every_write: false } => self.store_disk.fill(),
-            Fault::Etcd { is_leader, member_number, is_stopped } => {
+            Fault::LinkDown(port) => self.network_faults.set_port_link(port, false),
+            Fault::DiskFull { fails_every_write: true } => {
+                self.preloaded_faults.set_disk_full(FIRST_CONTROLLER_NAME, true)
+            }
+            Fault::DiskFull { fails_every_write: false } => self.store_disk.fill(),
+            Fault::EtcdFailure { is_leader, member_number, is_stopped } => {
                 self.begin_etcd_fault(*is_leader, *member_number, *is_stopped)
             }
-            Fault::Clock { daemon, offset_s } => {
+            Fault::ClockOffset { daemon, offset_s } => {
                 self.preloaded_faults.set_clock_offset(daemon, offset_s * NS_PER_SECOND)
             }
             Fault::ByzantineAgent(server) => self.start_false_reports(*server, FalseReportKind::AllKinds),
@@ -110,20 +112,20 @@ impl<'a> TestEnv<'a> {
 
     pub fn end_fault(&mut self, fault: &Fault) -> anyhow::Result<()> {
         match fault {
-            Fault::Kill(daemon) => {
+            Fault::KillDaemon(daemon) => {
                 self.start_daemon(daemon);
                 Ok(())
             }
-            Fault::Stop(daemon) => self.fleet.daemon(daemon)?.send_signal(Signal::SIGCONT),
-            Fault::Upgrade(_) => Ok(()),
+            Fault::StopDaemon(daemon) => self.fleet.daemon(daemon)?.send_signal(Signal::SIGCONT),
+            Fault::UpgradeDaemon(_) => Ok(()),
             Fault::Partition { .. } => self.network_faults.stop_dropping_packets(),
-            Fault::Link(port) => self.network_faults.set_port_link(port, true),
-            Fault::Disk { fails_every_write: true } => {
+            Fault::LinkDown(port) => self.network_faults.set_port_link(port, true),
+            Fault::DiskFull { fails_every_write: true } => {
                 self.preloaded_faults.set_disk_full(FIRST_CONTROLLER_NAME, false)
             }
-            Fault::Disk { fails_every_write: false } => self.store_disk.remove_filler(),
-            Fault::Etcd { is_stopped, .. } => self.end_etcd_fault(*is_stopped),
-            Fault::Clock { daemon, .. } => self.preloaded_faults.set_clock_offset(daemon, 0),
+            Fault::DiskFull { fails_every_write: false } => self.store_disk.remove_filler(),
+            Fault::EtcdFailure { is_stopped, .. } => self.end_etcd_fault(*is_stopped),
+            Fault::ClockOffset { daemon, .. } => self.preloaded_faults.set_clock_offset(daemon, 0),
             Fault::ByzantineAgent(server) => self.stop_false_reports(*server),
         }
         .with_context(|| format!("the end of: {fault}"))
@@ -152,7 +154,7 @@ impl<'a> TestEnv<'a> {
     }
 
     /// Returns the current resource usage of each daemon, by daemon name. Fails when a daemon has ended.
-    pub fn resource_usage(&mut self) -> anyhow::Result<BTreeMap<String, ResourceUsage>> {
+    pub fn measure_resource_usage(&mut self) -> anyhow::Result<BTreeMap<String, ResourceUsage>> {
         let daemons = self.fleet.daemon_names().into_iter();
         daemons.map(|name| Ok((name.clone(), read_resource_usage(self.fleet.daemon(&name)?.pid())?))).collect()
     }
@@ -180,14 +182,14 @@ impl<'a> TestEnv<'a> {
     fn upgrade_daemon(&mut self, daemon: &str) -> anyhow::Result<()> {
         let exit_status = self.fleet.daemon(daemon)?.terminate(DAEMON_EXIT_TIMEOUT)?;
         ensure!(exit_status.success(), "{daemon} ended with {exit_status}: {}", read_log_tails(self.testbed));
-        if let Some(alternate_executable) = self.alternate_executable.clone() {
-            let ran_alternate_executable = self.alternate_daemons.remove(daemon);
-            if !ran_alternate_executable {
+        if let Some(alternate_executable) = self.alternate_binary.clone() {
+            let ran_alternate_binary = self.alternate_daemons.remove(daemon);
+            if !ran_alternate_binary {
                 self.alternate_daemons.insert(daemon.to_owned());
             }
-            self.fleet.set_daemon_command(
+            self.fleet.set_daemon_binary(
                 daemon,
-                if ran_alternate_executable { coreward_command()? } else { alternate_executable },
+                if ran_alternate_binary { coreward_binary()? } else { alternate_executable },
             );
         }
         self.start_daemon(daemon);
@@ -222,7 +224,7 @@ impl<'a> TestEnv<'a> {
         for rack in 1..=self.testbed.options().racks {
             controller_addresses.push(rack_controller_listen_address(rack).parse()?);
         }
-        let stolen_credentials = certificate_files(self.testbed, Role::Agent, &format!("s{server}"));
+        let stolen_credentials = credential_files(self.testbed, Role::Agent, &format!("s{server}"));
         let impostor =
             ByzantineAgent { server_number: server, stolen_credentials, controller_addresses, report_kind: kind };
         let (server_namespace, false_reports) =

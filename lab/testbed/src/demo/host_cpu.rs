@@ -5,7 +5,7 @@ use anyhow::Context as _;
 /// Meter of the machine's busy CPU time as a share of all CPU time, summed over several measured periods.
 #[derive(Debug, Default)]
 pub struct CpuMeter {
-    period_start: CpuTicks,
+    period_start_ticks: CpuTicks,
     measured_ticks: CpuTicks,
 }
 
@@ -18,20 +18,21 @@ struct CpuTicks {
 impl CpuMeter {
     /// Creates a meter. Fails when /proc/stat has an unexpected format.
     pub fn new() -> anyhow::Result<Self> {
-        read_cpu_ticks().map(|start_ticks| Self { period_start: start_ticks, measured_ticks: CpuTicks::default() })
+        read_cpu_ticks()
+            .map(|start_ticks| Self { period_start_ticks: start_ticks, measured_ticks: CpuTicks::default() })
     }
 
     /// Starts a measured period. Fails when /proc/stat has an unexpected format.
     pub fn start(&mut self) -> anyhow::Result<()> {
-        self.period_start = read_cpu_ticks()?;
+        self.period_start_ticks = read_cpu_ticks()?;
         Ok(())
     }
 
     /// Ends the measured period. Fails when /proc/stat has an unexpected format.
     pub fn stop(&mut self) -> anyhow::Result<()> {
         let current_ticks = read_cpu_ticks()?;
-        self.measured_ticks.busy_ticks += current_ticks.busy_ticks - self.period_start.busy_ticks;
-        self.measured_ticks.idle_ticks += current_ticks.idle_ticks - self.period_start.idle_ticks;
+        self.measured_ticks.busy_ticks += current_ticks.busy_ticks - self.period_start_ticks.busy_ticks;
+        self.measured_ticks.idle_ticks += current_ticks.idle_ticks - self.period_start_ticks.idle_ticks;
         Ok(())
     }
 

@@ -76,12 +76,12 @@ pub fn run(options: &DemoOptions) -> anyhow::Result<()> {
     Ok(())
 }
 
-struct LogFile {
+struct ArrivalLogFile {
     arrival_log: ArrivalLog,
     path: PathBuf,
 }
 
-fn write_arrival_logs(options: &DemoOptions) -> anyhow::Result<Vec<LogFile>> {
+fn write_arrival_logs(options: &DemoOptions) -> anyhow::Result<Vec<ArrivalLogFile>> {
     let workload = Workload {
         duration_us: options.seconds * 1_000_000,
         core_count: u32::from(options.servers) * u32::from(options.cores),
@@ -92,14 +92,14 @@ fn write_arrival_logs(options: &DemoOptions) -> anyhow::Result<Vec<LogFile>> {
         let log_path = fs::canonicalize(&options.out)?.join(format!("arrivals-seed{seed}.txt"));
         fs::write(&log_path, arrival_log.to_string())
             .with_context(|| format!("cannot write {}", log_path.display()))?;
-        Ok(LogFile { arrival_log, path: log_path })
+        Ok(ArrivalLogFile { arrival_log, path: log_path })
     };
     options.seeds.iter().map(write_log).collect()
 }
 
 fn run_simulation_and_testbeds(
     options: &DemoOptions,
-    logs: &[LogFile],
+    logs: &[ArrivalLogFile],
     progress: &ProgressBar,
 ) -> anyhow::Result<DemoResults> {
     let timeline = Timeline::new(options.seconds);
@@ -149,7 +149,7 @@ fn start_testbeds(
     options.policies().into_iter().map(start_testbed).collect()
 }
 
-fn simulate_logs(options: &DemoOptions, logs: &[LogFile]) -> Vec<SimulatedVariances> {
+fn simulate_logs(options: &DemoOptions, logs: &[ArrivalLogFile]) -> Vec<SimulatedVariances> {
     let arrival_logs: Vec<&ArrivalLog> = logs.iter().map(|log| &log.arrival_log).collect();
     simulated::simulate_policies(options, &options.policies(), &arrival_logs, &Timeline::new(options.seconds))
 }
@@ -168,13 +168,13 @@ fn noise_floor_pct(options: &DemoOptions, log: &ArrivalLog) -> f64 {
 }
 
 fn query_table_generations(testbeds: &[PolicyTestbed]) -> anyhow::Result<Vec<u64>> {
-    testbeds.iter().map(PolicyTestbed::table_generation).collect()
+    testbeds.iter().map(PolicyTestbed::query_table_generation).collect()
 }
 
 fn run_seed(
     testbeds: &mut [PolicyTestbed],
     log_index: usize,
-    log: &LogFile,
+    log: &ArrivalLogFile,
     timeline: &Timeline,
     cpu_meter: &mut CpuMeter,
     progress: &ProgressBar,

@@ -26,7 +26,7 @@ const POLICY_COLORS: [RGBColor; 6] = [
     RGBColor(0, 114, 178),
     RGBColor(204, 121, 167),
 ];
-const EXCLUDED_COLOR: RGBColor = RGBColor(235, 235, 235);
+const EXCLUDED_SECOND_COLOR: RGBColor = RGBColor(235, 235, 235);
 
 type SvgArea<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
@@ -77,33 +77,34 @@ fn variance_by_second(runs: &PolicyRuns, seconds: u64) -> Vec<(f64, f64)> {
 type DrawResult = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
 fn draw_variance_by_second(results: &DemoResults, area: &SvgArea<'_>) -> DrawResult {
-    let scale = variance_range(results);
+    let variance_range = variance_range(results);
     let mut chart = ChartBuilder::on(area)
         .caption("per-core variance % of the work served, by second (colours as on the right)", FONT)
         .margin(12)
         .x_label_area_size(40)
         .y_label_area_size(56)
-        .build_cartesian_2d(0.0..results.seconds as f64, scale.clone().log_scale())?;
+        .build_cartesian_2d(0.0..results.seconds as f64, variance_range.clone().log_scale())?;
     let excluded_seconds = (0..results.seconds).filter(|second| !results.timeline.is_counted(*second));
     chart.draw_series(excluded_seconds.map(|second| {
-        let rectangle_corners = [(second as f64, scale.start), (second as f64 + 1.0, scale.end)];
-        Rectangle::new(rectangle_corners, EXCLUDED_COLOR.filled())
+        let rectangle_corners = [(second as f64, variance_range.start), (second as f64 + 1.0, variance_range.end)];
+        Rectangle::new(rectangle_corners, EXCLUDED_SECOND_COLOR.filled())
     }))?;
     chart.configure_mesh().disable_x_mesh().x_desc("s (grey: left out)").label_style(FONT).draw()?;
     for (event_second, event) in results.timeline.pool_changes() {
-        let text = format!("a server {}", event.action());
-        let event_label_position = (event_second as f64 + 0.2, scale.end / 1.1);
-        chart.draw_series(std::iter::once(Text::new(text, event_label_position, FONT)))?;
+        let event_label = format!("a server {}", event.action());
+        let event_label_position = (event_second as f64 + 0.2, variance_range.end / 1.1);
+        chart.draw_series(std::iter::once(Text::new(event_label, event_label_position, FONT)))?;
     }
     for (index, runs) in results.policy_runs.iter().enumerate() {
         let variance_line =
             LineSeries::new(variance_by_second(runs, results.seconds), policy_color(index).stroke_width(2));
         chart.draw_series(variance_line)?;
     }
-    let noise_floor_line = [0.0, results.seconds as f64].map(|x| (x, results.noise_floor_pct.max(scale.start)));
+    let noise_floor_line =
+        [0.0, results.seconds as f64].map(|x| (x, results.noise_floor_pct.max(variance_range.start)));
     chart.draw_series(DashedLineSeries::new(noise_floor_line, 6, 4, BLACK.stroke_width(1)))?;
     let text = format!("noise floor {:.3}", results.noise_floor_pct);
-    let noise_floor_label_position = (0.2, results.noise_floor_pct.max(scale.start * 1.5) / 1.05);
+    let noise_floor_label_position = (0.2, results.noise_floor_pct.max(variance_range.start * 1.5) / 1.05);
     chart.draw_series(std::iter::once(Text::new(text, noise_floor_label_position, FONT))).map(drop)
 }
 

@@ -7,11 +7,11 @@ use std::process::Command;
 
 use anyhow::{Context as _, ensure};
 
-use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource, lab_command};
+use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource, lab_binary};
 use crate::instance;
 use crate::load::LoadReport;
 use crate::paced_server::PacedServer;
-use crate::process::{Process, TIMEOUT};
+use crate::process::{DEFAULT_TIMEOUT, Process};
 use crate::topology::{Testbed, TestbedOptions};
 
 use super::options::{DemoOptions, TableTrigger};
@@ -52,7 +52,7 @@ impl PolicyTestbed {
         let fleet_options = FleetOptions {
             policy: policy.to_owned(),
             load_source: LoadSource::PacedServer,
-            tables_by_interval: options.tables == TableTrigger::Interval,
+            makes_tables_by_interval: options.tables == TableTrigger::Interval,
             ..options.network.fleet_options()
         };
         let mut fleet = Fleet::start(&testbed, fleet_options).with_context(|| format!("policy {policy}"))?;
@@ -78,7 +78,7 @@ impl PolicyTestbed {
     }
 
     /// Returns the generation of the controller's newest table. Fails when the controller does not answer.
-    pub fn table_generation(&self) -> anyhow::Result<u64> {
+    pub fn query_table_generation(&self) -> anyhow::Result<u64> {
         let status = self.fleet.query_status(&self.testbed)?;
         status["services"][0]["table_generation"].as_u64().context("a status without a table's generation")
     }
@@ -90,7 +90,7 @@ impl PolicyTestbed {
     /// Starts the load generator with the arrival log at index `log_index`. Fails when it cannot be started.
     pub fn start_load_generator(&mut self, log_index: usize, log: &Path, start_ns: u64) -> anyhow::Result<()> {
         let first_address = self.testbed.client_address(self.addresses_per_log * log_index as u16);
-        let mut command = Command::new(lab_command()?);
+        let mut command = Command::new(lab_binary()?);
         command.args(["testbed", "load", "--vip", &self.testbed.service_address().to_string(), "--log"]).arg(log);
         command.args(["--first-address", &first_address.to_string(), "--start-at", &start_ns.to_string()]);
         command.stdout(File::create(self.load_report_path())?);
@@ -131,7 +131,7 @@ impl PolicyTestbed {
     /// run. Fails when the load generator fails or does not end in time.
     pub fn finish_seed(&mut self, seed: u64, timeline: &Timeline) -> anyhow::Result<SeedMeasures> {
         let mut load_generator = self.load_generator.take().context("no load generator was started")?;
-        let exit_status = load_generator.wait(*TIMEOUT)?;
+        let exit_status = load_generator.wait(*DEFAULT_TIMEOUT)?;
         ensure!(exit_status.success(), "the load generator of policy {} failed: {exit_status}", self.policy);
         let report: LoadReport = serde_json::from_slice(&fs::read(self.load_report_path())?)?;
         let seed_measures = SeedMeasures::new(seed, &std::mem::take(&mut self.busy_time_samples), timeline, report);

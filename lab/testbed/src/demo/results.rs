@@ -233,7 +233,7 @@ impl DemoResults {
     }
 
     fn measurement_note(&self) -> Option<String> {
-        let late_p99_us = self
+        let max_lateness_p99_us = self
             .policy_runs
             .iter()
             .flat_map(|runs| &runs.seed_measures)
@@ -243,7 +243,7 @@ impl DemoResults {
             "Profile {}. The machine's CPUs were {:.0} % busy; requests were sent {:.1} ms late at worst (p99)",
             env!("COREWARD_PROFILE"),
             self.machine_busy_pct,
-            late_p99_us as f64 / 1_000.0
+            max_lateness_p99_us as f64 / 1_000.0
         );
         Some(if self.machine_busy_pct > MAX_MACHINE_BUSY_PCT {
             format!(

@@ -79,7 +79,7 @@ fn window_between_samples(
     sample_before: &BusyTimeSample,
     sample_after: &BusyTimeSample,
 ) -> VarianceWindow {
-    let served_by_cores = |(number, busy_ns_after): (&u16, &Vec<u64>)| -> Option<Vec<f64>> {
+    let core_work_ns = |(number, busy_ns_after): (&u16, &Vec<u64>)| -> Option<Vec<f64>> {
         let busy_ns_before = sample_before.get(number)?;
         Some(
             busy_ns_after
@@ -89,12 +89,12 @@ fn window_between_samples(
                 .collect(),
         )
     };
-    let work_of_cores: Vec<Vec<f64>> = sample_after.iter().filter_map(served_by_cores).collect();
-    let work_of_servers: Vec<f64> = work_of_cores.iter().map(|cores| cores.iter().sum()).collect();
+    let core_work_by_server: Vec<Vec<f64>> = sample_after.iter().filter_map(core_work_ns).collect();
+    let server_work: Vec<f64> = core_work_by_server.iter().map(|cores| cores.iter().sum()).collect();
     VarianceWindow {
         second,
-        server_variance_pct: variance_pct(&work_of_servers),
-        core_variance_pct: variance_pct(&work_of_cores.concat()),
+        server_variance_pct: variance_pct(&server_work),
+        core_variance_pct: variance_pct(&core_work_by_server.concat()),
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use coreward_model::arrivals::ArrivalLog;
 use coreward_model::policy;
-use coreward_model::replay::{PoolChange, ReplaySettings, ReportPhase, busy_times_by_second};
+use coreward_model::replay::{PoolChange, ReplaySettings, ReportPhase, replay_for_busy_times};
 use coreward_model::statistics::median;
 
 use super::options::DemoOptions;
@@ -70,7 +70,7 @@ fn simulate_draw(
         };
         let pool_changes = planned_pool_changes(options.servers, log_index as u16, timeline);
         let mut policy = policy::policy_by_name(policy, draw).expect("the demo has run it");
-        let busy_ns = busy_times_by_second(log, replay_settings, &pool_changes, policy.as_mut());
+        let busy_ns = replay_for_busy_times(log, replay_settings, &pool_changes, policy.as_mut());
         let samples: Vec<BusyTimeSample> = (0..)
             .zip(&busy_ns)
             .map(|(second, busy_ns)| busy_time_sample(busy_ns, options.cores, &pool_changes, second))

@@ -17,11 +17,11 @@ use coreward_sim::rpc::{Config, Policy};
 use super::orchestrator::{Orchestrator, Workload};
 use super::points::{self, find_measurement, measurement_key};
 use super::real_time_command;
-use super::requests::{Measurement, RequestLoad, raise_socket_limit};
+use super::requests::{Measurement, RequestLoad, raise_open_file_limit};
 use super::server_figure::TestEnv;
 use crate::addresses::SERVICE_ADDRESS;
-use crate::fleet::lab_command;
-use crate::process::TIMEOUT;
+use crate::fleet::lab_binary;
+use crate::process::DEFAULT_TIMEOUT;
 use crate::topology::{Testbed, missing_privilege};
 
 /// Load that a burst adds, as a fraction of the capacity of all cores.
@@ -47,7 +47,7 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
     if let Some(privilege_error) = missing_privilege() {
         bail!(privilege_error);
     }
-    raise_socket_limit()?;
+    raise_open_file_limit()?;
     let live_settings = scenario.live.as_ref().context("a live figure without [live]")?;
     let (unit_us, seconds) =
         live_settings.unit_us.zip(live_settings.seconds).context("[live]: expected `unit_us` and `seconds`")?;
@@ -63,9 +63,9 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
         runs_by_key.insert(measurement_key(config), run);
         progress(runs_by_key.len(), configs.len());
     }
-    points::plot_samples(scenario, &run_plan, |plot_point, job| {
+    points::compute_samples(scenario, &run_plan, |plot_point, job| {
         let run = find_measurement(&runs_by_key, rpc_config(job).context("expected [rpc]")?)?;
-        match plot_point.query.measure {
+        match plot_point.query.metric {
             Metric::BatchPct => Ok(run.batch_cpu_pct),
             metric => run.short_requests.value(metric),
         }
@@ -86,7 +86,7 @@ fn measure_run(testbed: &Testbed, config: &Config, unit_us: f64, seconds: f64) -
     let orchestrator =
         Orchestrator::start(testbed, config, options, unit_us, Workload::ServiceTimeWithBatch(batch_service_time))?;
     let requests_per_second = |load: f64| load * f64::from(*cores) / (unit_us / 1e6);
-    let requests = RequestLoad {
+    let request_load = RequestLoad {
         service: service.clone(),
         mix: None,
         unit_us,
@@ -95,18 +95,18 @@ fn measure_run(testbed: &Testbed, config: &Config, unit_us: f64, seconds: f64) -
         seed: *seed,
     };
     let burst_load =
-        RequestLoad { rate_rps: requests_per_second(BURST_LOAD), seconds: BURST_SECONDS, ..requests.clone() };
+        RequestLoad { rate_rps: requests_per_second(BURST_LOAD), seconds: BURST_SECONDS, ..request_load.clone() };
     let stop_flag = AtomicBool::new(false);
     let (batch_result, burst_result) = std::thread::scope(|scope| {
         let burst_thread = scope.spawn(|| send_bursts(testbed, &burst_load, &stop_flag));
-        let batch_result = measure_batch(&orchestrator, *cores, || requests.send(testbed));
+        let batch_result = measure_batch(&orchestrator, *cores, || request_load.send(testbed));
         stop_flag.store(true, Relaxed);
         (batch_result, burst_thread.join().expect("the thread of bursts"))
     });
     burst_result?;
     let (measurement, batch_pct) = batch_result?;
     orchestrator.stop()?;
-    let (sent_count, lost_count) = measurement.requests_and_lost();
+    let (sent_count, lost_count) = measurement.sent_and_lost_counts();
     ensure!(lost_count == 0, "{policy} at a load of {load}: {lost_count} of {sent_count} requests were lost");
     let short_p99 = measurement.value(Metric::ShortP99)?;
     eprintln!(
@@ -139,14 +139,14 @@ fn send_bursts(testbed: &Testbed, burst_load: &RequestLoad, stop_flag: &AtomicBo
             std::thread::sleep(STOP_POLL_INTERVAL);
         }
         next_burst_ns += BURST_INTERVAL_NS;
-        let mut command = real_time_command(lab_command()?);
+        let mut command = real_time_command(lab_binary()?);
         command.args(["load", &SERVICE_ADDRESS.to_string(), "--service", &burst_load.service.to_string()]);
         command.args(["--multiplier", &burst_load.unit_us.to_string(), "--rate", &burst_load.rate_rps.to_string()]);
         command.args(["--seconds", &burst_load.seconds.to_string(), "--warm-up", "0"]);
         command.args(["--flows", &BURST_FLOW_COUNT.to_string(), "--first-port", &BURST_FIRST_PORT.to_string()]);
         command.args(["--seed", &(burst_load.seed * 1000 + burst_number).to_string()]);
         command.stdin(Stdio::null()).stdout(Stdio::null());
-        let exit_status = testbed.spawn(testbed.client(), command)?.wait(*TIMEOUT)?;
+        let exit_status = testbed.spawn(testbed.client(), command)?.wait(*DEFAULT_TIMEOUT)?;
         ensure!(exit_status.success(), "coreward-lab load of a burst failed: {exit_status}");
     }
     Ok(())

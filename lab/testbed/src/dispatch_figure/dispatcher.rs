@@ -13,8 +13,8 @@ use coreward_sim::rpc::{Policy, ServiceTimeDistribution};
 use serde_json::Value;
 
 use crate::addresses::SERVICE_ADDRESS;
-use crate::fleet::coreward_command;
-use crate::process::{Process, TIMEOUT};
+use crate::fleet::coreward_binary;
+use crate::process::{DEFAULT_TIMEOUT, Process};
 use crate::topology::Testbed;
 
 /// Running `coreward dispatch` for one service on one server. Dropping it detaches the dispatch program.
@@ -65,12 +65,12 @@ impl<'a> Dispatcher<'a> {
         fs::write(&config_path, format!("pin_directory = {pin_directory:?}\n\n[[service]]\n{service}"))?;
         let log_path = testbed.directory().join(format!("dispatch-s{server}.log"));
         let log = File::create(&log_path)?;
-        let mut command = Command::new(coreward_command()?);
+        let mut command = Command::new(coreward_binary()?);
         command.args(["dispatch", "--config"]).arg(&config_path).stdin(Stdio::null());
         command.stdout(log.try_clone()?).stderr(log);
         let dispatch_daemon = testbed.spawn(testbed.server(server)?, command)?;
         let mut dispatcher = Self { testbed, server_number: server, pin_directory, dispatch_daemon };
-        let deadline = Instant::now() + *TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
         loop {
             let known_worker_count = dispatcher.query_workers().map(|workers| workers.len()).unwrap_or(0);
             if known_worker_count == usize::from(workers) {
@@ -89,7 +89,7 @@ impl<'a> Dispatcher<'a> {
     }
 
     fn run_dispatch_command(&self, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
-        let mut command = Command::new(coreward_command()?);
+        let mut command = Command::new(coreward_binary()?);
         command.arg("dispatch").args(arguments).arg("--pin-directory").arg(&self.pin_directory);
         Ok(self.testbed.run_command(self.testbed.server(self.server_number)?, command)?.stdout)
     }
@@ -112,7 +112,7 @@ impl<'a> Dispatcher<'a> {
     /// Stops the daemon and detaches the dispatch program, so that the kernel selects workers again. Fails when either
     /// step fails.
     pub fn stop(mut self) -> anyhow::Result<()> {
-        let exit_status = self.dispatch_daemon.terminate(*TIMEOUT)?;
+        let exit_status = self.dispatch_daemon.terminate(*DEFAULT_TIMEOUT)?;
         ensure!(exit_status.success(), "coreward dispatch ended with {exit_status}");
         self.run_dispatch_command(&["--detach"]).map(drop)
     }

@@ -17,8 +17,8 @@ use super::real_time_command;
 use super::requests::KEY_COUNT;
 use crate::addresses::SERVICE_ADDRESS;
 use crate::core_load_file::read_core_load_file;
-use crate::fleet::{coreward_command, lab_command};
-use crate::process::{Process, TIMEOUT};
+use crate::fleet::{coreward_binary, lab_binary};
+use crate::process::{DEFAULT_TIMEOUT, Process};
 use crate::topology::Testbed;
 
 /// Length of each value (bytes). A core answers with one datagram, into which 46 values of this length fit with their
@@ -48,7 +48,7 @@ pub enum Workload<'a> {
 /// Returns the configuration of `coreward orchestrate` (docs/orchestrate.md) for a simulated server. `latency_us` is
 /// the longest time for which the daemon sleeps while cores have requests (us). Fails when the service has more classes
 /// than the protocol allows.
-pub fn configuration(
+pub fn orchestrate_config(
     config: &Config,
     options: &JbsrqOptions,
     workload: Workload<'_>,
@@ -80,8 +80,8 @@ pub fn configuration(
                 Workload::RocksDb(mix) => mix.shares().get(usize::from(service)).map(|(request_type, _)| *request_type),
                 Workload::ServiceTimeOnly | Workload::ServiceTimeWithBatch(_) => RequestType::work(service),
             };
-            let value = request_type.context("more classes than the protocol or the mix has")?.as_byte();
-            writeln!(text, "match = {{ offset = {TYPE_OFFSET}, value = {value} }}")?;
+            let type_byte = request_type.context("more classes than the protocol or the mix has")?.as_byte();
+            writeln!(text, "match = {{ offset = {TYPE_OFFSET}, value = {type_byte} }}")?;
         }
     }
     Ok(text)
@@ -106,16 +106,16 @@ impl Orchestrator {
             let _ = fs::remove_file(old_file);
         }
         let latency_us = units_to_us(config.latency, unit_us);
-        fs::write(&config_path, configuration(config, options, workload, &memory_path, latency_us)?)?;
+        fs::write(&config_path, orchestrate_config(config, options, workload, &memory_path, latency_us)?)?;
         let log = File::create(file_path("orchestrate.log"))?;
         let namespace = testbed.server(1)?;
-        let mut command = real_time_command(coreward_command()?);
+        let mut command = real_time_command(coreward_binary()?);
         command.args(["orchestrate", "--config"]).arg(&config_path);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log.try_clone()?);
         let mut daemon = testbed.spawn(namespace, command)?;
         daemon.wait_for_file("coreward orchestrate", &memory_path)?;
 
-        let mut command = real_time_command(lab_command()?);
+        let mut command = real_time_command(lab_binary()?);
         command.args(["testbed", "orchestrated-server"]).args(server_options(config, options, unit_us));
         match workload {
             Workload::ServiceTimeOnly => (),
@@ -145,17 +145,17 @@ impl Orchestrator {
         for (name, process) in
             [("the server of the cores", &mut self.server), ("coreward orchestrate", &mut self.daemon)]
         {
-            let status = process.terminate(*TIMEOUT)?;
+            let status = process.terminate(*DEFAULT_TIMEOUT)?;
             ensure!(status.success(), "{name} ended with {status}");
         }
         let output = self.daemon.child().stdout.take().context("stdout")?;
         let report: Value = serde_json::from_reader(output).context("the report of coreward orchestrate")?;
         let services = report["services"].as_array().context("a report without services")?;
-        let sum =
+        let sum_over_services =
             |counter_name: &str| services.iter().filter_map(|service| service[counter_name].as_u64()).sum::<u64>();
-        let is_zero = |counter_name: &&str| sum(counter_name) == 0;
+        let is_zero = |counter_name: &&str| sum_over_services(counter_name) == 0;
         ensure!(["dropped", "rejected", "lost"].iter().all(is_zero) && report["stalls"] == 0, "{report}");
-        Ok(sum("completed"))
+        Ok(sum_over_services("completed"))
     }
 }
 
@@ -186,7 +186,7 @@ mod tests {
 
     use super::*;
 
-    fn text(policy: &str, service: &str) -> String {
+    fn orchestrate_config_for(policy: &str, service: &str) -> String {
         let config = Config {
             policy: policy.parse().unwrap(),
             service: service.parse().unwrap(),
@@ -194,7 +194,7 @@ mod tests {
             ..Config::default()
         };
         let Policy::RankedQueue(options) = &config.policy else { panic!("{policy}") };
-        configuration(&config, options, Workload::ServiceTimeOnly, Path::new("/run/cores"), 220).unwrap()
+        orchestrate_config(&config, options, Workload::ServiceTimeOnly, Path::new("/run/cores"), 220).unwrap()
     }
 
     #[test]
@@ -207,12 +207,12 @@ mod tests {
             "{leading_lines}depth = 4\npolicy = \"jbsrq\"\nscheduler = \"feo\"\n{common_lines}\
              {first_service}lambda = 0.2\nmatch = {{ offset = 0, value = 16 }}\n{second_service}"
         );
-        assert_eq!(text("jbsrq:quantum=1", "bimodal:0.1:5"), text_with_priorities);
+        assert_eq!(orchestrate_config_for("jbsrq:quantum=1", "bimodal:0.1:5"), text_with_priorities);
         let text_without_priorities = format!(
             "{leading_lines}depth = 2\npolicy = \"global-jbsq\"\nscheduler = \
              \"pifo\"\n{common_lines}{first_service}lambda = 0.0\n"
         );
         let options = "depth=2,lambda=0,rank=global,scheduler=pifo,priorities=none";
-        assert_eq!(text(&format!("jbsrq:{options}"), "bimodal:0.1:5"), text_without_priorities);
+        assert_eq!(orchestrate_config_for(&format!("jbsrq:{options}"), "bimodal:0.1:5"), text_without_priorities);
     }
 }

@@ -11,7 +11,7 @@ use coreward_sim::path;
 
 use super::dispatcher::{Dispatcher, key_value_service_config};
 use super::points::{self, find_measurement, measurement_key};
-use super::requests::{Measurement, RequestLoad, raise_socket_limit};
+use super::requests::{Measurement, RequestLoad, raise_open_file_limit};
 use crate::addresses::SERVICE_ADDRESS;
 use crate::fleet::{Fleet, FleetOptions, LoadSource};
 use crate::instance;
@@ -29,7 +29,7 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
     if let Some(privilege_error) = missing_privilege() {
         anyhow::bail!(privilege_error);
     }
-    raise_socket_limit()?;
+    raise_open_file_limit()?;
     let seconds =
         scenario.live.as_ref().and_then(|live_settings| live_settings.seconds).context("[live]: expected `seconds`")?;
     let run_plan = points::plan_runs(scenario)?;
@@ -54,8 +54,8 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
             progress(measurements_by_key.len(), configs.len());
         }
     }
-    points::plot_samples(scenario, &run_plan, |plot_point, job| match job {
-        Job::Path(config) => find_measurement(&measurements_by_key, config)?.value(plot_point.query.measure),
+    points::compute_samples(scenario, &run_plan, |plot_point, job| match job {
+        Job::Path(config) => find_measurement(&measurements_by_key, config)?.value(plot_point.query.metric),
         other => anyhow::bail!("{other:?} is not measured behind a load balancer"),
     })
 }
@@ -97,8 +97,8 @@ impl TestEnv {
                 policy: policy.clone(),
                 load_source,
                 steers_connections: false,
-                fleet_text: service_lines,
-                tables_by_interval: true,
+                extra_fleet_text: service_lines,
+                makes_tables_by_interval: true,
                 ..FleetOptions::default()
             },
         )
@@ -117,12 +117,13 @@ impl TestEnv {
         let dispatchers: Vec<Dispatcher<'_>> = dispatchers.collect::<anyhow::Result<_>>()?;
         let rate_rps = load * f64::from(*cores) * f64::from(*servers) / (service.mean() * unit_us / 1e6);
         let seed = *config.seeds.first().context("a run without a seed")?;
-        let requests = RequestLoad { service: service.clone(), mix: None, unit_us: *unit_us, rate_rps, seconds, seed };
-        let measurement = requests.send(&self.testbed)?;
+        let request_load =
+            RequestLoad { service: service.clone(), mix: None, unit_us: *unit_us, rate_rps, seconds, seed };
+        let measurement = request_load.send(&self.testbed)?;
         let dispatched_by_server =
             dispatchers.iter().map(Dispatcher::query_dispatched_count).collect::<anyhow::Result<Vec<u64>>>()?;
         dispatchers.into_iter().try_for_each(Dispatcher::stop)?;
-        let (sent_count, lost_count) = measurement.requests_and_lost();
+        let (sent_count, lost_count) = measurement.sent_and_lost_counts();
         let dispatched_count: u64 = dispatched_by_server.iter().sum();
         let policy_names = format!("{} and {policy}", config.policies.concat());
         ensure!(

@@ -15,12 +15,12 @@ pub fn plan_runs(scenario: &Scenario) -> anyhow::Result<RunPlan> {
 }
 
 /// Returns the samples for all points of a plan. `value` returns the y value of a point.
-pub fn plot_samples(
+pub fn compute_samples(
     scenario: &Scenario,
     plan: &RunPlan,
     value: impl Fn(&PlotPoint, &Job) -> anyhow::Result<f64>,
 ) -> anyhow::Result<Vec<Sample>> {
-    let plot_sample = |plot_point: &PlotPoint| {
+    let compute_sample = |plot_point: &PlotPoint| {
         let (panel, series) = (&scenario.panel[plot_point.panel_index], &scenario.series[plot_point.series_index]);
         let (panel_title, label) = (panel.title.get_ref().clone(), series.label.get_ref().clone());
         let y = value(plot_point, &plan.jobs[plot_point.job_index])
@@ -28,7 +28,7 @@ pub fn plot_samples(
         let x_scale = panel.x.as_ref().map_or(1.0, |sweep| sweep.scale);
         Ok(Sample { panel_title, series_label: label, x: plot_point.x / x_scale, run_number: plot_point.seed, y })
     };
-    plan.plot_points.iter().map(plot_sample).collect()
+    plan.plot_points.iter().map(compute_sample).collect()
 }
 
 /// Returns the key under which a configuration's measurement is stored.
@@ -58,8 +58,8 @@ pub fn max_load_within_slo(mut curve: Vec<(f64, f64)>, slo: f64) -> anyhow::Resu
     if first.1 > slo {
         return Ok(0.0);
     }
-    let crossing_points = curve.windows(2).find(|curve_segment| curve_segment[1].1 > slo);
-    Ok(crossing_points.map_or(last.0, |curve_segment| {
+    let crossing_segment = curve.windows(2).find(|curve_segment| curve_segment[1].1 > slo);
+    Ok(crossing_segment.map_or(last.0, |curve_segment| {
         let (point_below, point_above) = (curve_segment[0], curve_segment[1]);
         point_below.0
             + (point_above.0 - point_below.0) * (slo / point_below.1).ln() / (point_above.1 / point_below.1).ln()

@@ -14,8 +14,8 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::real_time_command;
 use crate::addresses::SERVICE_ADDRESS;
-use crate::fleet::lab_command;
-use crate::process::TIMEOUT;
+use crate::fleet::lab_binary;
+use crate::process::DEFAULT_TIMEOUT;
 use crate::topology::Testbed;
 
 /// Number of source ports that requests come from. It is large enough that a hash of the port gives 4 workers equal
@@ -63,7 +63,7 @@ pub struct Measurement {
 
 /// Raises the limit of open files, because every source port needs a socket. Fails when the limit cannot be raised
 /// enough.
-pub fn raise_socket_limit() -> anyhow::Result<()> {
+pub fn raise_open_file_limit() -> anyhow::Result<()> {
     let (soft_limit, hard_limit) = getrlimit(Resource::RLIMIT_NOFILE)?;
     let required_files = u64::from(FLOW_COUNT) + 100;
     ensure!(
@@ -109,7 +109,7 @@ pub fn measure_undisturbed(
     ];
     let options: Vec<&str> =
         common_options.iter().chain(options).flat_map(|(name, value)| [*name, value.as_str()]).collect();
-    let limit = Duration::from_secs_f64(WARM_UP_S + seconds + TIMEOUT_S) + *TIMEOUT;
+    let time_limit = Duration::from_secs_f64(WARM_UP_S + seconds + TIMEOUT_S) + *DEFAULT_TIMEOUT;
     let max_lateness_us = max_lateness_us()?;
     for attempt in 0..MAX_ATTEMPTS {
         if attempt > 0 {
@@ -117,7 +117,7 @@ pub fn measure_undisturbed(
             crate::interrupt::sleep_until(now_ns() + pause.as_nanos() as u64)?;
         }
         crate::interrupt::ensure_not_interrupted()?;
-        let report = run_load_generator(testbed, target, &options, limit)?;
+        let report = run_load_generator(testbed, target, &options, time_limit)?;
         let lateness_us = report.lateness_us.p99.context("no request was sent")?;
         if lateness_us <= max_lateness_us {
             return Ok(report);
@@ -140,7 +140,7 @@ fn run_load_generator(
     options: &[&str],
     limit: Duration,
 ) -> anyhow::Result<Report> {
-    let mut command = real_time_command(lab_command()?);
+    let mut command = real_time_command(lab_binary()?);
     command.args(["load", &target.to_string(), "--format", "json"]).args(options);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
     testbed.spawn(testbed.client(), command)?.wait_for_json(limit)
@@ -166,7 +166,7 @@ impl Measurement {
     }
 
     /// Returns the number of requests that were due in the measured time, and how many of them were lost.
-    pub fn requests_and_lost(&self) -> (u64, u64) {
+    pub fn sent_and_lost_counts(&self) -> (u64, u64) {
         (self.report.requests, self.report.lost)
     }
 }

@@ -14,7 +14,7 @@ use coreward_sim::rpc::{self, Policy};
 use super::dispatcher::{Dispatcher, key_value_service_config};
 use super::orchestrator::{Orchestrator, Workload};
 use super::points::{self, differ_only_in_load, find_measurement, measurement_key};
-use super::requests::{Measurement, RequestLoad, raise_socket_limit};
+use super::requests::{Measurement, RequestLoad, raise_open_file_limit};
 use crate::instance;
 use crate::key_value::handle::KeyValueServer;
 use crate::topology::{Testbed, missing_privilege};
@@ -29,7 +29,7 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
     if let Some(privilege_error) = missing_privilege() {
         anyhow::bail!(privilege_error);
     }
-    raise_socket_limit()?;
+    raise_open_file_limit()?;
     let live_settings = scenario.live.as_ref().context("a live figure without [live]")?;
     let (unit_us, seconds) =
         live_settings.unit_us.zip(live_settings.seconds).context("[live]: expected `unit_us` and `seconds`")?;
@@ -48,8 +48,8 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
             progress(measurements_by_key.len(), configs.len());
         })?;
     }
-    points::plot_samples(scenario, &plan, |plot_point, job| match job {
-        Job::Rpc(config) => find_measurement(&measurements_by_key, config)?.value(plot_point.query.measure),
+    points::compute_samples(scenario, &plan, |plot_point, job| match job {
+        Job::Rpc(config) => find_measurement(&measurements_by_key, config)?.value(plot_point.query.metric),
         Job::Peak(search) => {
             let config_of_seed = rpc::Config { seed: plot_point.seed, ..search.config.clone() };
             let curve = configs.iter().filter(|config| differ_only_in_load(config, &config_of_seed));
@@ -139,9 +139,9 @@ impl TestEnv {
     }
 
     fn start(workers: u16, has_server: bool) -> anyhow::Result<Self> {
-        let testbed = Testbed::create_direct(&instance::unique_name("dispatchfigure")?)?;
-        let count = workers.to_string();
-        let options = ["--workers", &count, "--paced", "--receive-buffer", RECEIVE_BUFFER_BYTES];
+        let testbed = Testbed::create_without_load_balancing(&instance::unique_name("dispatchfigure")?)?;
+        let worker_count = workers.to_string();
+        let options = ["--workers", &worker_count, "--paced", "--receive-buffer", RECEIVE_BUFFER_BYTES];
         let server = has_server.then(|| testbed.start_key_value_server(1, &options)).transpose()?;
         Ok(Self { workers, server, testbed })
     }
@@ -157,7 +157,7 @@ impl TestEnv {
         let mut sent_count = 0;
         for config in series {
             let measurement = self.measure(config, parameters)?;
-            sent_count += measurement.requests_and_lost().0;
+            sent_count += measurement.sent_and_lost_counts().0;
             record(config, measurement);
         }
         let (handled_count, policy) = (distributor.stop()?, &series[0].policy);
@@ -170,9 +170,9 @@ impl TestEnv {
         let rpc::Config { policy, service, load, cores, seed, .. } = config;
         let rate_rps = load * f64::from(*cores) / (service.mean() * unit_us / 1e6);
         let (service, mix) = (service.clone(), mix.clone());
-        let requests = RequestLoad { service, mix, unit_us, rate_rps, seconds, seed: *seed };
-        let measurement = requests.send(&self.testbed)?;
-        let (sent_count, lost_count) = measurement.requests_and_lost();
+        let request_load = RequestLoad { service, mix, unit_us, rate_rps, seconds, seed: *seed };
+        let measurement = request_load.send(&self.testbed)?;
+        let (sent_count, lost_count) = measurement.sent_and_lost_counts();
         ensure!(lost_count == 0, "{policy} at a load of {load}: {lost_count} of {sent_count} requests were lost");
         let (short_p99, all_p99) = (measurement.value(Metric::ShortP99)?, measurement.value(Metric::P99)?);
         eprintln!(

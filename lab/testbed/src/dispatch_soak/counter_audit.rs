@@ -165,7 +165,7 @@ impl SoakSegment {
         )
     }
 
-    fn require_or_record(&mut self, is_satisfied: bool, to_description: impl FnOnce() -> String) {
+    fn record_violation_unless(&mut self, is_satisfied: bool, to_description: impl FnOnce() -> String) {
         if !is_satisfied {
             self.record_violation(&to_description());
         }
@@ -184,27 +184,27 @@ impl SoakSegment {
         let killed_workers = fault_counts.kills + fault_counts.restarts * WORKER_COUNT;
         // One more datagram per killed worker may be missing, because it arrived while the socket was being closed.
         let is_accounted_for = (accounted_datagrams..=accounted_datagrams + killed_workers).contains(&sent_datagrams);
-        self.require_or_record(is_accounted_for, || {
+        self.record_violation_unless(is_accounted_for, || {
             format!("{sent_datagrams} datagrams were sent, {accounted_datagrams} are accounted for")
         });
-        self.require_or_record(dropped_datagrams == 0 || fault_counts.floods > 0, || {
+        self.record_violation_unless(dropped_datagrams == 0 || fault_counts.floods > 0, || {
             format!("{dropped_datagrams} datagrams dropped without a flood")
         });
-        self.require_or_record(without_listener == 0 || fault_counts.restarts > 0, || {
+        self.record_violation_unless(without_listener == 0 || fault_counts.restarts > 0, || {
             format!("{without_listener} reached no worker without a restart")
         });
-        self.require_or_record(purged_datagrams == 0 || killed_workers > 0, || {
+        self.record_violation_unless(purged_datagrams == 0 || killed_workers > 0, || {
             format!("{purged_datagrams} were purged without a kill")
         });
         // A worker counts a request after reading it and again after answering it. A kill may come before either count.
         let killed_in_service = self.killed_in_service;
         let possible_range = -(killed_workers as i64)..=killed_workers as i64;
-        self.require_or_record(possible_range.contains(&killed_in_service), || {
+        self.record_violation_unless(possible_range.contains(&killed_in_service), || {
             format!("{killed_in_service} requests were read and not answered")
         });
         let (lost_requests, explained_losses) =
             (self.load_lost, dropped_datagrams + without_listener + purged_datagrams + killed_workers);
-        self.require_or_record(lost_requests <= explained_losses, || {
+        self.record_violation_unless(lost_requests <= explained_losses, || {
             format!("{lost_requests} requests of the load are lost, {explained_losses} with a reason")
         });
     }
@@ -219,19 +219,19 @@ impl SoakSegment {
             .map(|name| reading_after.dispatch_counter(name) - reading_before.dispatch_counter(name));
         let agrees_with_workers =
             (arrived_datagrams..=arrived_datagrams + fault_counts.kills).contains(&dispatched_count);
-        self.require_or_record(agrees_with_workers, || {
+        self.record_violation_unless(agrees_with_workers, || {
             format!("{dispatched_count} dispatched, the workers' sockets were given {arrived_datagrams}")
         });
-        self.require_or_record(answers == sent_responses, || {
+        self.record_violation_unless(answers == sent_responses, || {
             format!("{answers} completed or unmatched, {sent_responses} responses were sent")
         });
-        self.require_or_record(uncounted_requests == [0, 0], || {
+        self.record_violation_unless(uncounted_requests == [0, 0], || {
             format!("{uncounted_requests:?} untracked, without a worker")
         });
-        self.require_or_record(abandoned_count >= self.dropped + self.purged, || {
+        self.record_violation_unless(abandoned_count >= self.dropped + self.purged, || {
             format!("{abandoned_count} abandoned")
         });
-        self.require_or_record(late_count >= 0, || format!("{late_count} responses late"));
+        self.record_violation_unless(late_count >= 0, || format!("{late_count} responses late"));
     }
 }
 

@@ -67,7 +67,7 @@ pub struct FaultInjector<'a> {
     env: &'a mut TestEnv,
     rng: &'a mut Xoshiro256PlusPlus,
     /// Whether faults may restart the dispatch, which resets its counters.
-    may_restart: bool,
+    may_restart_dispatch: bool,
     unanswered_client: UnansweredClient,
     spoofer: ResponseSpoofer,
     /// Process ids of stopped workers, each with the time to resume it by SIGCONT.
@@ -76,15 +76,15 @@ pub struct FaultInjector<'a> {
 }
 
 impl<'a> FaultInjector<'a> {
-    /// Creates an injector. If `may_restart` is true, it may detach the dispatch and kill all workers at once. Fails
-    /// when sockets cannot be opened.
+    /// Creates an injector. If `may_restart_dispatch` is true, it may detach the dispatch and kill all workers at once.
+    /// Fails when sockets cannot be opened.
     pub fn new(env: &'a mut TestEnv, rng: &'a mut Xoshiro256PlusPlus, may_restart: bool) -> anyhow::Result<Self> {
         let unanswered_client = UnansweredClient::open(env.testbed().client())?;
         let spoofer = ResponseSpoofer::open(env.testbed().server(1)?)?;
         Ok(Self {
             env,
             rng,
-            may_restart,
+            may_restart_dispatch: may_restart,
             unanswered_client,
             spoofer,
             stopped_workers: Vec::new(),
@@ -123,7 +123,7 @@ impl<'a> FaultInjector<'a> {
     }
 
     fn inject_random_fault(&mut self) -> anyhow::Result<()> {
-        match uniform_below(self.rng, if self.may_restart { 8 } else { 6 }) {
+        match uniform_below(self.rng, if self.may_restart_dispatch { 8 } else { 6 }) {
             0 => self.kill_worker(),
             1 => self.stop_worker(),
             2 => self.send_unanswered_requests(),

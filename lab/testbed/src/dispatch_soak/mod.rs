@@ -18,7 +18,7 @@ use coreward_model::rss::seeded_rng;
 use rand_xoshiro::Xoshiro256PlusPlus;
 use serde::Serialize;
 
-use crate::process::TIMEOUT;
+use crate::process::DEFAULT_TIMEOUT;
 use crate::{instance, interrupt};
 use counter_audit::{CounterReading, SoakSegment};
 use fault_injector::{FaultCounts, FaultInjector};
@@ -75,13 +75,13 @@ pub fn run(instance: &str, options: DispatchSoakArgs) -> anyhow::Result<Dispatch
     let mut env = TestEnv::start(instance)?;
     let mut rng = seeded_rng(options.seed, RNG_STREAM_FAULTS);
     let total_duration = Duration::from_secs(options.seconds.into());
-    let count = total_duration.div_duration_f64(SEGMENT_DURATION).ceil().max(2.0) as u32;
-    let segment_duration = (total_duration / count).max(MIN_SEGMENT_DURATION);
+    let segment_count = total_duration.div_duration_f64(SEGMENT_DURATION).ceil().max(2.0) as u32;
+    let segment_duration = (total_duration / segment_count).max(MIN_SEGMENT_DURATION);
     let mut segments = Vec::new();
     let mut total_faults = FaultCounts::default();
-    for number in 0..count {
+    for number in 0..segment_count {
         let (segment, segment_faults) = run_segment(&mut env, &mut rng, number, segment_duration, options)?;
-        tracing::info!(event = "segment-finished", number, count, "{}", segment.summary());
+        tracing::info!(event = "segment-finished", number, count = segment_count, "{}", segment.summary());
         total_faults.add(&segment_faults);
         segments.push(segment);
     }
@@ -112,14 +112,14 @@ fn run_segment(
     let fault_counts = fault_injector.finish()?;
     let settle_deadline = Instant::now() + Duration::from_millis(options.settle_ms.into());
     std::thread::sleep(MIN_SETTLE_TIME);
-    let mut counters_at_once = CounterReading::read_all(env)?;
-    while !counters_at_once.signs_of_pending_requests().is_empty() && Instant::now() < settle_deadline {
+    let mut settled_counters = CounterReading::read_all(env)?;
+    while !settled_counters.signs_of_pending_requests().is_empty() && Instant::now() < settle_deadline {
         std::thread::sleep(Duration::from_millis(100));
-        counters_at_once = CounterReading::read_all(env)?;
+        settled_counters = CounterReading::read_all(env)?;
     }
-    let report = load_process.wait_for_json(*TIMEOUT)?;
+    let report = load_process.wait_for_json(*DEFAULT_TIMEOUT)?;
     let counters_after = CounterReading::read_all(env)?;
     let segment =
-        SoakSegment::new(number, &counters_before, &counters_at_once, &counters_after, &fault_counts, &report);
+        SoakSegment::new(number, &counters_before, &settled_counters, &counters_after, &fault_counts, &report);
     Ok((segment, fault_counts))
 }

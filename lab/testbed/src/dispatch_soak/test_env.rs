@@ -16,9 +16,9 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::addresses::SERVICE_ADDRESS;
-use crate::fleet::{coreward_command, lab_command};
+use crate::fleet::{coreward_binary, lab_binary};
 use crate::key_value::handle::KeyValueServer;
-use crate::process::{Process, TIMEOUT};
+use crate::process::{DEFAULT_TIMEOUT, Process};
 use crate::topology::Testbed;
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks)]
@@ -43,7 +43,7 @@ const LOAD_TIMEOUT_S: &str = "6";
 
 #[derive(Debug)]
 pub struct TestEnv {
-    purged_counter: MapHandle,
+    purged_datagram_counter: MapHandle,
     _purge_link: Link,
     dispatch_daemon: Option<Process>,
     key_value_server: KeyValueServer,
@@ -54,27 +54,28 @@ pub struct TestEnv {
 impl TestEnv {
     /// Starts the server and its drop counter. Fails when a process cannot be started.
     pub fn start(instance: &str) -> anyhow::Result<Self> {
-        let testbed = Testbed::create_direct(instance)?;
+        let testbed = Testbed::create_without_load_balancing(instance)?;
         let worker_count = WORKER_COUNT.to_string();
         let server_options =
             ["--paced", "--restart", "--service-us", SERVICE_TIME_ARGUMENT, "--workers", &worker_count];
-        let server = testbed
+        let key_value_server = testbed
             .start_key_value_server(1, &[&server_options[..], &["--receive-buffer", RECEIVE_BUFFER_BYTES]].concat())?;
-        let config = testbed.directory().join("dispatch.toml");
+        let dispatch_config_path = testbed.directory().join("dispatch.toml");
         // The response timeout is half of the time after which the ledger must be exact.
-        let text = format!(
+        let dispatch_config = format!(
             "pin_directory = \"{}\"\n[[service]]\nlisten = \"{SERVICE_ADDRESS}\"\nresponse_timeout = \"500ms\"\n\
              request_id = {{ offset = 4, bytes = 4 }}\n",
             testbed.pin_directory().join("dispatch").display()
         );
-        fs::write(&config, text).with_context(|| config.display().to_string())?;
+        fs::write(&dispatch_config_path, dispatch_config)
+            .with_context(|| dispatch_config_path.display().to_string())?;
         let (purged_counter, link) = attach_drop_counter(&testbed)?;
         let mut env = Self {
-            purged_counter,
+            purged_datagram_counter: purged_counter,
             _purge_link: link,
             dispatch_daemon: None,
-            key_value_server: server,
-            dispatch_config_path: config,
+            key_value_server,
+            dispatch_config_path,
             testbed,
         };
         env.attach_dispatch(WORKER_COUNT)?;
@@ -90,7 +91,7 @@ impl TestEnv {
     }
 
     fn dispatch_command(&self) -> anyhow::Result<Command> {
-        let mut command = Command::new(coreward_command()?);
+        let mut command = Command::new(coreward_binary()?);
         command.args(["dispatch", "--config"]).arg(&self.dispatch_config_path);
         Ok(command)
     }
@@ -112,7 +113,7 @@ impl TestEnv {
                 return Ok(());
             }
             ensure!(
-                attach_start.elapsed() < *TIMEOUT,
+                attach_start.elapsed() < *DEFAULT_TIMEOUT,
                 "coreward dispatch has no {workers} workers in time: {dispatch_status}"
             );
             std::thread::sleep(Duration::from_millis(20));
@@ -124,12 +125,12 @@ impl TestEnv {
     pub fn kill_daemon(&mut self) -> anyhow::Result<()> {
         let mut daemon = self.dispatch_daemon.take().context("no daemon")?;
         daemon.send_signal(Signal::SIGKILL)?;
-        daemon.wait(*TIMEOUT).map(drop)
+        daemon.wait(*DEFAULT_TIMEOUT).map(drop)
     }
 
     /// Detaches the dispatch, so that the kernel selects workers. Fails when the command fails.
     pub fn detach_dispatch(&mut self) -> anyhow::Result<()> {
-        let exit_status = self.dispatch_daemon.take().context("no daemon")?.terminate(*TIMEOUT)?;
+        let exit_status = self.dispatch_daemon.take().context("no daemon")?.terminate(*DEFAULT_TIMEOUT)?;
         ensure!(exit_status.success(), "coreward dispatch: {exit_status}");
         let mut command = self.dispatch_command()?;
         command.arg("--detach");
@@ -148,13 +149,14 @@ impl TestEnv {
     /// Returns the number of datagrams that were queued at sockets when these were closed. Fails when the BPF program's
     /// counter cannot be read.
     pub fn read_purged_datagram_count(&self) -> anyhow::Result<u64> {
-        let counter_bytes = self.purged_counter.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("no counter")?;
+        let counter_bytes =
+            self.purged_datagram_counter.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("no counter")?;
         Ok(u64::from_ne_bytes(counter_bytes[..8].try_into()?))
     }
 
     /// Starts the load generator for a duration. Fails when it cannot be started.
     pub fn start_load(&self, duration: Duration, seed: u64) -> anyhow::Result<Process> {
-        let mut command = Command::new(lab_command()?);
+        let mut command = Command::new(lab_binary()?);
         command.args([
             "load",
             &SERVICE_ADDRESS.to_string(),

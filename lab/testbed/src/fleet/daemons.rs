@@ -16,16 +16,16 @@ use crate::process::Process;
 use crate::topology::Testbed;
 
 /// Returns the path of `coreward` in this program's directory or the one above. Fails when it does not exist.
-pub fn coreward_command() -> anyhow::Result<PathBuf> {
-    find_command("coreward")
+pub fn coreward_binary() -> anyhow::Result<PathBuf> {
+    find_binary("coreward")
 }
 
 /// Returns the path of the command `coreward-lab`. Fails when it does not exist.
-pub fn lab_command() -> anyhow::Result<PathBuf> {
-    find_command("coreward-lab")
+pub fn lab_binary() -> anyhow::Result<PathBuf> {
+    find_binary("coreward-lab")
 }
 
-fn find_command(name: &str) -> anyhow::Result<PathBuf> {
+fn find_binary(name: &str) -> anyhow::Result<PathBuf> {
     let own_path = std::env::current_exe()?;
     // Search the parent directory too, because test executables are in a subdirectory.
     let found_path =
@@ -46,7 +46,7 @@ pub fn operator_command_for(
     arguments: &[&str],
 ) -> anyhow::Result<Command> {
     let api_addresses: Vec<String> = controllers.into_iter().map(api_address_of).collect();
-    let mut command = Command::new(coreward_command()?);
+    let mut command = Command::new(coreward_binary()?);
     command.args(arguments).env("COREWARD_CONTROLLER", api_addresses.join(","));
     command.env("COREWARD_TOKEN_FILE", testbed.directory().join("operator.token"));
     Ok(command)
@@ -106,11 +106,11 @@ pub(super) fn start_daemon(
     let log_file = File::options().create(true).append(true).open(&log_path)?;
     let mut command =
         if options.has_unit_capabilities { confined_command(daemon, coreward)? } else { Command::new(coreward) };
-    if options.json_logs {
+    if options.uses_json_logs {
         command.env("COREWARD_LOG_FORMAT", "json");
     }
     if let Some(preload) = &options.preloaded_faults {
-        preload.apply_faults(name, &mut command)?;
+        preload.preload_faults(name, &mut command)?;
     }
     command.arg(daemon).arg("--config").arg(config_path(testbed, name));
     command.stdin(Stdio::null()).stdout(log_file.try_clone()?).stderr(log_file);

@@ -39,7 +39,7 @@ pub(super) fn write_controller_files(
     let store_path = options.store_file.clone().unwrap_or_else(|| testbed.directory().join("controller.redb"));
     let listen_line = format!("listen = \"{}\"\n", controller_address_in(options.control_family, 1));
     let token_directory = testbed.directory();
-    let mut text = format!("{listen_line}store = {store_path:?}\ntoken_directory = {token_directory:?}\n");
+    let mut controller_config = format!("{listen_line}store = {store_path:?}\ntoken_directory = {token_directory:?}\n");
     if let Some(document) = &options.applied_document {
         for number in 1..=options.controller_count {
             if !options.etcd_endpoints.is_empty() {
@@ -47,20 +47,20 @@ pub(super) fn write_controller_files(
                     (controller_address_of(number), &options.etcd_endpoints, options.lease_s);
                 // All controllers are on one machine, so each needs another port for its API.
                 let api_address = api_address_of(number);
-                text = format!(
+                controller_config = format!(
                     "listen = \"{listen}\"\napi = \"{api_address}\"\ntoken_directory = {token_directory:?}\n\n[etcd]\n\
                      endpoints = {endpoints:?}\nlease = \"{lease}s\"\n"
                 );
             }
             let tls_table = tls_table_or_empty(options.uses_tls, testbed, Role::Controller, "controller");
-            write_file(&config_path(testbed, &controller_name(number)), &(text.clone() + &tls_table))?;
+            write_file(&config_path(testbed, &controller_name(number)), &(controller_config.clone() + &tls_table))?;
         }
         return write_file(&config_path(testbed, "fleet"), document);
     }
     ensure!(options.controller_count == 1, "several controllers and a file of the fleet: expected `applied`");
     let text = match &options.shared_store_config {
         Some(store_config) => format!("{listen_line}token_directory = {token_directory:?}\n{store_config}"),
-        None => text + "fleet = \"fleet.toml\"\n",
+        None => controller_config + "fleet = \"fleet.toml\"\n",
     };
     let text = text + &tls_table_or_empty(options.uses_tls, testbed, Role::Controller, "controller");
     write_file(&config_path(testbed, "controller"), &text)?;
@@ -74,7 +74,7 @@ fn fleet_file_text(
     pool: &BTreeMap<u16, AdminState>,
 ) -> anyhow::Result<String> {
     let mut text = format!("report_interval = \"{}ms\"\n", options.report_interval_ms);
-    if options.tables_by_interval {
+    if options.makes_tables_by_interval {
         text += "table_updates = \"interval\"\n";
     }
     for (number, admin_state) in pool {
@@ -85,12 +85,12 @@ fn fleet_file_text(
             "\n[[server]]\nname = \"s{number}\"\naddress = \"{server_address_text}\"\nstate = \"{state_name}\"\n"
         )?;
         text += &vlan_config_line(testbed.server_vlan(*number));
-        text += options.server_lines.get(number).map_or("", String::as_str);
+        text += options.extra_server_lines.get(number).map_or("", String::as_str);
     }
     for (index, vip) in testbed.vips().enumerate() {
         write_service_table(&mut text, options, index, vip)?;
     }
-    text += &options.fleet_text;
+    text += &options.extra_fleet_text;
     Ok(text)
 }
 
@@ -119,7 +119,7 @@ pub(super) fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions
         AddressFamily::Ipv4 => String::new(),
         family => format!("address = \"{}\"\n", family.host_address(load_balancer_address(number))),
     };
-    let text = format!(
+    let load_balancer_config = format!(
         "name = \"{name}\"\ncontroller = {}\ninterface = \"{HOST_DEVICE}\"\npin_directory = \"{}\"\n\
          state_directory = \"{}\"\n{}",
         options.format_controller_list(),
@@ -127,19 +127,19 @@ pub(super) fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions
         testbed.directory().display(),
         vlan_config_line(testbed.vip_vlan())
             + &address
-            + &options.load_balancer_text
+            + &options.extra_load_balancer_text
             + &tls_table_or_empty(options.uses_tls, testbed, Role::Lb, &name),
     );
-    write_file(&config_path(testbed, &name), &text)
+    write_file(&config_path(testbed, &name), &load_balancer_config)
 }
 
 pub(super) fn write_rack_controller_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
     let (name, listen, controllers) =
         (rack_controller_name(number), rack_controller_listen_address(number), options.format_controller_list());
-    let text = format!("name = \"{name}\"\nlisten = \"{listen}\"\ncontroller = {controllers}\n");
+    let rack_controller_config = format!("name = \"{name}\"\nlisten = \"{listen}\"\ncontroller = {controllers}\n");
     write_file(
         &config_path(testbed, &name),
-        &(text + &tls_table_or_empty(options.uses_tls, testbed, Role::Rack, &name)),
+        &(rack_controller_config + &tls_table_or_empty(options.uses_tls, testbed, Role::Rack, &name)),
     )
 }
 
@@ -162,17 +162,17 @@ pub(super) fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number
         }
     };
     let steering_mode = if options.steers_connections { "order" } else { "off" };
-    let text = format!(
+    let agent_config = format!(
         "server = \"s{number}\"\ncontroller = {}\ninterface = \"{HOST_DEVICE}\"\npin_directory = \"{}\"\n\
          manage_rss = true\nmanage_timestamps = true\nsteer = \"{steering_mode}\"\nload = {load_line}\n\
          rss = {{ source = \"testbed\", path = \"{}\" }}\n{}{}",
-        options.format_controller_list_of_agent(number),
+        options.format_agent_controller_list(number),
         testbed.pin_directory().join(format!("agent-s{number}")).display(),
         testbed.emulated_rss_path(number).display(),
         decapsulation_line(testbed, options),
-        tls_table_or_empty(options.uses_tls, testbed, Role::Agent, &format!("s{number}")) + &options.agent_text,
+        tls_table_or_empty(options.uses_tls, testbed, Role::Agent, &format!("s{number}")) + &options.extra_agent_text,
     );
-    write_file(&config_path(testbed, &format!("agent-s{number}")), &text)
+    write_file(&config_path(testbed, &format!("agent-s{number}")), &agent_config)
 }
 
 pub(super) fn testbed_fleet_name() -> anyhow::Result<Name> {
@@ -207,12 +207,12 @@ pub fn issue_certificate(
 /// Returns the table `[tls]` for a daemon's configuration file, or an empty text without TLS.
 fn tls_table_or_empty(uses_tls: bool, testbed: &Testbed, role: Role, name: &str) -> String {
     let CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } =
-        certificate_files(testbed, role, name);
+        credential_files(testbed, role, name);
     if uses_tls { format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n") } else { String::new() }
 }
 
 /// Returns the paths of a daemon's certificate and key files, in its [`credential_directory`].
-pub fn certificate_files(testbed: &Testbed, role: Role, name: &str) -> CredentialFiles {
+pub fn credential_files(testbed: &Testbed, role: Role, name: &str) -> CredentialFiles {
     let file_path = |file: &str| credential_directory(testbed, role, name).join(file);
     CredentialFiles {
         ca_path: file_path("ca.crt"),

@@ -25,7 +25,7 @@ pub struct FleetOptions {
     /// Interval between the reports of agents (ms).
     pub report_interval_ms: u32,
     /// Whether the controller makes tables once per report interval, as in the simulator, instead of at each report.
-    pub tables_by_interval: bool,
+    pub makes_tables_by_interval: bool,
     /// Source from which agents read the load of their server's cores.
     pub load_source: LoadSource,
     /// Whether agents steer each connection to the worker on the core that receives its packets.
@@ -33,18 +33,18 @@ pub struct FleetOptions {
     /// Whether servers run agents. Without agents, only load balancers can stamp cookies.
     pub runs_agents: bool,
     /// Additional text at the end of the fleet's file, such as further services.
-    pub fleet_text: String,
+    pub extra_fleet_text: String,
     /// Additional text in every load balancer's file.
-    pub load_balancer_text: String,
+    pub extra_load_balancer_text: String,
     /// Additional text in every agent's file.
-    pub agent_text: String,
-    pub json_logs: bool,
+    pub extra_agent_text: String,
+    pub uses_json_logs: bool,
     /// Whether daemons run only with the capabilities of their systemd units.
     pub has_unit_capabilities: bool,
     /// Text that replaces the lines about the store and the fleet's file in the controller's file.
     pub shared_store_config: Option<String>,
     /// Addresses of controllers outside the testbed, which the files of agents and load balancers list.
-    pub other_controllers: Vec<String>,
+    pub other_controller_addresses: Vec<String>,
     /// Fleet document that `coreward apply` applies. If `None`, the controller reads a file, which
     /// [`Fleet::set_pool`](super::Fleet::set_pool) writes.
     pub applied_document: Option<String>,
@@ -65,7 +65,7 @@ pub struct FleetOptions {
     /// testbed has a daemon.
     pub server_racks: BTreeMap<u16, Vec<u16>>,
     /// Additional lines in the fleet's file for each server, by server number.
-    pub server_lines: BTreeMap<u16, String>,
+    pub extra_server_lines: BTreeMap<u16, String>,
     /// Whether all daemons use TLS, with certificates from the testbed's authority.
     pub uses_tls: bool,
 }
@@ -79,17 +79,17 @@ impl Default for FleetOptions {
             forwarding: Forwarding::default(),
             servers_family: AddressFamily::Ipv4,
             report_interval_ms: 100,
-            tables_by_interval: false,
+            makes_tables_by_interval: false,
             load_source: LoadSource::Cpu,
             steers_connections: true,
             runs_agents: true,
-            fleet_text: String::new(),
-            load_balancer_text: String::new(),
-            agent_text: String::new(),
-            json_logs: false,
+            extra_fleet_text: String::new(),
+            extra_load_balancer_text: String::new(),
+            extra_agent_text: String::new(),
+            uses_json_logs: false,
             has_unit_capabilities: false,
             shared_store_config: None,
-            other_controllers: Vec::new(),
+            other_controller_addresses: Vec::new(),
             applied_document: None,
             store_file: None,
             control_family: AddressFamily::Ipv4,
@@ -98,7 +98,7 @@ impl Default for FleetOptions {
             lease_s: 2,
             preloaded_faults: None,
             server_racks: BTreeMap::new(),
-            server_lines: BTreeMap::new(),
+            extra_server_lines: BTreeMap::new(),
             uses_tls: false,
         }
     }
@@ -110,7 +110,7 @@ impl FleetOptions {
         format!("{:?}", self.controller_addresses())
     }
 
-    pub(super) fn format_controller_list_of_agent(&self, server: u16) -> String {
+    pub(super) fn format_agent_controller_list(&self, server: u16) -> String {
         let rack_addresses =
             self.server_racks.get(&server).into_iter().flatten().map(|rack| rack_controller_listen_address(*rack));
         let all_addresses: Vec<String> = rack_addresses.chain(self.controller_addresses()).collect();
@@ -120,7 +120,7 @@ impl FleetOptions {
     fn controller_addresses(&self) -> Vec<String> {
         let testbed_addresses =
             (1..=self.controller_count).map(|number| controller_address_in(self.control_family, number));
-        testbed_addresses.chain(self.other_controllers.iter().cloned()).collect()
+        testbed_addresses.chain(self.other_controller_addresses.iter().cloned()).collect()
     }
 }
 

@@ -21,10 +21,10 @@ impl Fleet {
             array_or_empty(&status["servers"]).iter().filter(|server| server["reports"] == "fresh").count();
         let active_servers =
             self.server_pool.values().filter(|admin_state| **admin_state == AdminState::Active).count();
-        let expected_reports = if self.options.runs_agents { active_servers } else { 0 };
+        let expected_reporting_servers = if self.options.runs_agents { active_servers } else { 0 };
         ensure!(
-            reporting_servers >= expected_reports,
-            "{reporting_servers} servers report: expected {expected_reports}"
+            reporting_servers >= expected_reporting_servers,
+            "{reporting_servers} servers report: expected {expected_reporting_servers}"
         );
         for number in self.load_balancers.keys() {
             let unresolved_servers = &load_balancer_state(&status, *number)?["unresolved_servers"];
@@ -36,7 +36,7 @@ impl Fleet {
         }
         let services = array_or_empty(&status["services"]).iter();
         let newest_generations: Vec<(&str, u64)> =
-            services.map(|service| self.complete_table_generation(testbed, service)).collect::<Result<_, _>>()?;
+            services.map(|service| self.query_complete_table_generation(testbed, service)).collect::<Result<_, _>>()?;
         // Query the status after the tables, because loads cause new tables all the time.
         let status = self.query_status(testbed)?;
         for (service, complete_generation) in newest_generations {
@@ -54,7 +54,7 @@ impl Fleet {
     }
 
     /// Checks that every rack controller is connected to a controller.
-    pub(super) fn check_rack_controllers(&self, testbed: &Testbed) -> anyhow::Result<()> {
+    pub(super) fn check_rack_controllers_connected(&self, testbed: &Testbed) -> anyhow::Result<()> {
         if self.rack_controllers.is_empty() {
             return Ok(());
         }
@@ -66,7 +66,11 @@ impl Fleet {
 
     /// Returns the service's name and the generation of its newest table, if that has all servers that accept new
     /// connections. The first table may lack a server, because it may precede that server's MAC address or report.
-    fn complete_table_generation<'a>(&self, testbed: &Testbed, service: &'a Value) -> anyhow::Result<(&'a str, u64)> {
+    fn query_complete_table_generation<'a>(
+        &self,
+        testbed: &Testbed,
+        service: &'a Value,
+    ) -> anyhow::Result<(&'a str, u64)> {
         let service_name = service["name"].as_str().context("a service without a name")?;
         let takes_connections = |member: &&Value| member["state"] == "active" || member["state"] == "joining";
         let expected_servers: BTreeSet<&str> = array_or_empty(&service["members"])

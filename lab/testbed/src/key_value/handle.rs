@@ -60,7 +60,7 @@ impl Testbed {
         let counter_file_path = self.directory().join(format!("key-value-s{number}"));
         // A killed server may have left its counter file, which must not count as a sign of readiness.
         let _ = fs::remove_file(&counter_file_path);
-        let mut command = Command::new(fleet::lab_command()?);
+        let mut command = Command::new(fleet::lab_binary()?);
         command.args(["testbed", "key-value-server", "--listen", &SERVICE_ADDRESS.to_string()]);
         command
             .arg("--counter-file")

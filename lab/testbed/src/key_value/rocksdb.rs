@@ -11,8 +11,8 @@ use coreward_load::request_type::RequestType;
 
 use super::store::{Database, initial_value};
 
-const LIBRARY: &CStr = c"librocksdb.so.7.8";
-const PACKAGE: &str = "librocksdb7.8";
+const LIBRARY_NAME: &CStr = c"librocksdb.so.7.8";
+const PACKAGE_NAME: &str = "librocksdb7.8";
 
 type Handle = *mut c_void;
 type ErrorText = *mut *mut c_char;
@@ -27,14 +27,15 @@ macro_rules! functions {
         impl Functions {
             fn load() -> anyhow::Result<Self> {
                 // SAFETY: a C string; the library has no initialization that depends on this program.
-                let library = NonNull::new(unsafe { libc::dlopen(LIBRARY.as_ptr(), libc::RTLD_NOW) });
-                let library = library.with_context(|| format!("no {LIBRARY:?}: expected Debian package {PACKAGE}"))?;
+                let library = NonNull::new(unsafe { libc::dlopen(LIBRARY_NAME.as_ptr(), libc::RTLD_NOW) });
+                let library =
+                    library.with_context(|| format!("no {LIBRARY_NAME:?}: expected Debian package {PACKAGE_NAME}"))?;
                 Ok(Self {
                     $($name: {
                         let name = CString::new(concat!("rocksdb_", stringify!($name)))?;
                         // SAFETY: an open library and a C string.
                         let symbol = NonNull::new(unsafe { libc::dlsym(library.as_ptr(), name.as_ptr()) });
-                        let symbol = symbol.with_context(|| format!("{LIBRARY:?} has no function {name:?}"))?;
+                        let symbol = symbol.with_context(|| format!("{LIBRARY_NAME:?} has no function {name:?}"))?;
                         // SAFETY: the type is that of rocksdb/c.h.
                         unsafe {
                             std::mem::transmute::<Handle, unsafe extern "C" fn($($argument),*) $(-> $result)?>(
@@ -99,7 +100,7 @@ impl RocksDb {
             let [read_options, write_options] = [(functions.readoptions_create)(), (functions.writeoptions_create)()];
             Self { functions, database, read_options, write_options }
         };
-        rocksdb.check(error).with_context(|| directory.display().to_string())?;
+        rocksdb.check_error(error).with_context(|| directory.display().to_string())?;
         for number in 0..keys {
             rocksdb.put(key_value::key_name(number).as_bytes(), &initial_value(number, value_length))?;
         }
@@ -107,7 +108,7 @@ impl RocksDb {
     }
 
     /// Frees RocksDB's error text, and returns it as an error.
-    fn check(&self, error: *mut c_char) -> anyhow::Result<()> {
+    fn check_error(&self, error: *mut c_char) -> anyhow::Result<()> {
         if error.is_null() {
             return Ok(());
         }
@@ -136,7 +137,7 @@ impl RocksDb {
                 &raw mut error,
             );
         }
-        self.check(error)
+        self.check_error(error)
     }
 
     /// Calls `use_value` with the value of a key. Returns whether the key exists.
@@ -147,7 +148,7 @@ impl RocksDb {
             let (key, key_length) = (key.as_ptr().cast(), key.len());
             (self.functions.get)(self.database, self.read_options, key, key_length, &raw mut length, &raw mut error)
         };
-        self.check(error)?;
+        self.check_error(error)?;
         if value.is_null() {
             return Ok(false);
         }
@@ -212,7 +213,7 @@ impl Database for RocksDb {
                 if let Err(error) = self.get(request.key, |value| found_value = Some(value.to_vec())) {
                     log_error(error);
                 }
-                response.begin(
+                response.begin_response(
                     request,
                     if found_value.is_some() { ResponseStatus::Done } else { ResponseStatus::NotFound },
                     worker,
@@ -223,14 +224,14 @@ impl Database for RocksDb {
             }
             RequestType::PUT => {
                 let put_result = self.put(request.key, request.value).map_err(log_error);
-                response.begin(
+                response.begin_response(
                     request,
                     if put_result.is_ok() { ResponseStatus::Done } else { ResponseStatus::NotFound },
                     worker,
                 );
             }
             scan_type => {
-                response.begin(request, ResponseStatus::Done, worker);
+                response.begin_response(request, ResponseStatus::Done, worker);
                 let pair_count = scan_type.scan_pairs().unwrap_or(0).into();
                 self.scan(request.key, pair_count, |key, value| _ = response.push_pair(key, value));
             }
@@ -255,7 +256,7 @@ mod tests {
     fn rocksdb_answers_as_the_store_in_memory() {
         let directory = tempfile::tempdir().unwrap();
         let rocksdb = match RocksDb::open(directory.path(), 1000, 10) {
-            Err(error) if error.to_string().contains(PACKAGE) => {
+            Err(error) if error.to_string().contains(PACKAGE_NAME) => {
                 println!("SKIPPED rocksdb_answers_as_the_store_in_memory: {error}");
                 return;
             }

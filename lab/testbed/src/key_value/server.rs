@@ -141,17 +141,17 @@ impl<'a> KeyValueMaster<'a> {
         })
     }
 
-    fn busy_ns_of_worker(&self, worker: u8) -> Option<&'static AtomicU64> {
+    fn worker_busy_ns(&self, worker: u8) -> Option<&'static AtomicU64> {
         self.core_load_file.as_ref()?.counters().get(usize::from(worker))
     }
 
-    fn counters_of_worker(&self, worker: u8) -> SharedWorkerCounters {
+    fn worker_counters(&self, worker: u8) -> SharedWorkerCounters {
         let (counter_chunks, _) = self.counter_file.counters().as_chunks();
         SharedWorkerCounters(&counter_chunks[usize::from(worker)])
     }
 
     fn read_all_counters(&self) -> Vec<WorkerCounters> {
-        (0..self.args.workers).map(|worker| WorkerCounters::from(&self.counters_of_worker(worker).read())).collect()
+        (0..self.args.workers).map(|worker| WorkerCounters::from(&self.worker_counters(worker).read())).collect()
     }
 
     fn open_socket(&self) -> anyhow::Result<UdpSocket> {
@@ -188,7 +188,7 @@ impl<'a> KeyValueMaster<'a> {
         let (error_sender, error_receiver) = std::sync::mpsc::channel();
         for worker in 0..self.args.workers {
             let (socket, counters, busy_ns) =
-                (self.open_socket()?, self.counters_of_worker(worker), self.busy_ns_of_worker(worker));
+                (self.open_socket()?, self.worker_counters(worker), self.worker_busy_ns(worker));
             let (store, service_time, error_sender) =
                 (Arc::clone(&self.store), self.service_time.clone(), error_sender.clone());
             let run_worker = move || {
@@ -253,7 +253,7 @@ impl<'a> KeyValueMaster<'a> {
 
     fn run_worker(&self, number: u8, socket: &UdpSocket) -> anyhow::Result<std::convert::Infallible> {
         interrupt::reset_signals_in_child()?;
-        let (counters, busy_ns) = (self.counters_of_worker(number), self.busy_ns_of_worker(number));
+        let (counters, busy_ns) = (self.worker_counters(number), self.worker_busy_ns(number));
         KeyValueWorker {
             number: number.into(),
             socket,

@@ -29,7 +29,7 @@ pub(crate) struct Store {
     pairs: RwLock<KeyValuePairs>,
     /// Maximum number of keys. Once it is reached, a PUT of another key is rejected, so that clients cannot fill the
     /// memory.
-    pairs_max: usize,
+    max_pair_count: usize,
 }
 
 impl Store {
@@ -40,13 +40,17 @@ impl Store {
             let key = key_value::key_name(number).into_bytes();
             (key.into_boxed_slice(), initial_value(number, value_length).into_boxed_slice())
         };
-        Self { pairs: RwLock::new((0..keys).map(initial_pair).collect()), pairs_max: max_pair_count }
+        Self { pairs: RwLock::new((0..keys).map(initial_pair).collect()), max_pair_count }
     }
 
     fn get(&self, request: &Request<'_>, worker: u16, response: &mut ResponseWriter) {
-        let pairs = self.read();
+        let pairs = self.read_pairs();
         let value = pairs.get(request.key);
-        response.begin(request, if value.is_some() { ResponseStatus::Done } else { ResponseStatus::NotFound }, worker);
+        response.begin_response(
+            request,
+            if value.is_some() { ResponseStatus::Done } else { ResponseStatus::NotFound },
+            worker,
+        );
         if let Some(value) = value {
             assert!(response.push_pair(request.key, value), "requests have values that fit");
         }
@@ -57,7 +61,7 @@ impl Store {
         let mut pairs = self.pairs.write();
         if let Some(stored_value) = pairs.get_mut(key) {
             *stored_value = value.into();
-        } else if pairs.len() < self.pairs_max {
+        } else if pairs.len() < self.max_pair_count {
             pairs.insert(key.into(), value.into());
         } else {
             return ResponseStatus::StoreFull;
@@ -67,12 +71,12 @@ impl Store {
 
     fn scan(&self, first_key: &[u8], count: usize, response: &mut ResponseWriter) {
         let key_range = (Bound::Included(first_key), Bound::Unbounded);
-        for (key, value) in self.read().range::<[u8], _>(key_range).take(count) {
+        for (key, value) in self.read_pairs().range::<[u8], _>(key_range).take(count) {
             assert!(response.push_pair(key, value), "127 pairs, each within one datagram");
         }
     }
 
-    fn read(&self) -> parking_lot::RwLockReadGuard<'_, KeyValuePairs> {
+    fn read_pairs(&self) -> parking_lot::RwLockReadGuard<'_, KeyValuePairs> {
         self.pairs.read()
     }
 }
@@ -83,10 +87,10 @@ impl Database for Store {
             RequestType::GET => self.get(request, worker, response),
             RequestType::PUT => {
                 let status = self.put(request.key, request.value);
-                response.begin(request, status, worker);
+                response.begin_response(request, status, worker);
             }
             scan_type => {
-                response.begin(request, ResponseStatus::Done, worker);
+                response.begin_response(request, ResponseStatus::Done, worker);
                 if let Some(pair_count) = scan_type.scan_pairs() {
                     self.scan(request.key, pair_count.into(), response);
                 }
@@ -103,7 +107,7 @@ mod tests {
 
     type Answer = (u8, Vec<(Vec<u8>, Vec<u8>)>);
 
-    fn request(store: &Store, request_type: &str, key: &[u8], value: &[u8]) -> Answer {
+    fn query_store(store: &Store, request_type: &str, key: &[u8], value: &[u8]) -> Answer {
         let request = Request { request_type: request_type.parse().unwrap(), id: 1, service_ns: 0, key, value };
         let mut response = ResponseWriter::default();
         store.answer(&request, 2, &mut response);
@@ -121,41 +125,41 @@ mod tests {
     #[test]
     fn stored_value_is_returned() {
         let store = Store::with_keys(3, 4, 4);
-        assert_eq!(request(&store, "GET", b"new", b""), (ResponseStatus::NotFound as u8, vec![]));
-        assert_eq!(request(&store, "PUT", b"new", b"first"), (ResponseStatus::Done as u8, vec![]));
-        assert_eq!(request(&store, "PUT", b"new", b"second"), (ResponseStatus::Done as u8, vec![]));
-        assert_eq!(request(&store, "GET", b"new", b""), (0, vec![(b"new".to_vec(), b"second".to_vec())]));
-        assert_eq!(request(&store, "PUT", b"another", b""), (ResponseStatus::StoreFull as u8, vec![]));
-        assert_eq!(request(&store, "PUT", b"new", b""), (ResponseStatus::Done as u8, vec![]));
-        let (_, pairs) = request(&store, "GET", key_name(2).as_bytes(), b"");
+        assert_eq!(query_store(&store, "GET", b"new", b""), (ResponseStatus::NotFound as u8, vec![]));
+        assert_eq!(query_store(&store, "PUT", b"new", b"first"), (ResponseStatus::Done as u8, vec![]));
+        assert_eq!(query_store(&store, "PUT", b"new", b"second"), (ResponseStatus::Done as u8, vec![]));
+        assert_eq!(query_store(&store, "GET", b"new", b""), (0, vec![(b"new".to_vec(), b"second".to_vec())]));
+        assert_eq!(query_store(&store, "PUT", b"another", b""), (ResponseStatus::StoreFull as u8, vec![]));
+        assert_eq!(query_store(&store, "PUT", b"new", b""), (ResponseStatus::Done as u8, vec![]));
+        let (_, pairs) = query_store(&store, "GET", key_name(2).as_bytes(), b"");
         assert_eq!(pairs, [(key_name(2).into_bytes(), vec![2, 3, 4, 5])]);
     }
 
     #[test]
     fn scan_returns_keys_in_order() {
         let store = Store::with_keys(1_000, 100, 1_001);
-        request(&store, "PUT", format!("{}x", key_name(500)).as_bytes(), b"between");
-        let (status, pairs) = request(&store, "SCAN105", key_name(499).as_bytes(), b"");
+        query_store(&store, "PUT", format!("{}x", key_name(500)).as_bytes(), b"between");
+        let (status, pairs) = query_store(&store, "SCAN105", key_name(499).as_bytes(), b"");
         let mut expected: Vec<Vec<u8>> = (499..603).map(|number| key_name(number).into_bytes()).collect();
         expected.insert(2, format!("{}x", key_name(500)).into_bytes());
         let keys: Vec<Vec<u8>> = pairs.into_iter().map(|(key, _)| key).collect();
         assert_eq!((status, keys), (0, expected));
         // Scan from the first key, and beyond the last one.
-        assert_eq!(request(&store, "SCAN1", b"", b"").1[0].0, key_name(0).into_bytes());
-        assert_eq!(request(&store, "SCAN127", key_name(995).as_bytes(), b"").1.len(), 5);
-        assert_eq!(request(&store, "WORK3", b"", b""), (0, vec![]));
+        assert_eq!(query_store(&store, "SCAN1", b"", b"").1[0].0, key_name(0).into_bytes());
+        assert_eq!(query_store(&store, "SCAN127", key_name(995).as_bytes(), b"").1.len(), 5);
+        assert_eq!(query_store(&store, "WORK3", b"", b""), (0, vec![]));
     }
 
     #[test]
-    fn longest_pairs_fit() {
+    fn longest_pairs_fit_in_datagrams() {
         let store = Store::with_keys(0, 0, 200);
         for number in 0..127 {
             assert_eq!(
-                request(&store, "PUT", &[number; MAX_KEY_BYTES], &[number; MAX_VALUE_BYTES]).0,
+                query_store(&store, "PUT", &[number; MAX_KEY_BYTES], &[number; MAX_VALUE_BYTES]).0,
                 ResponseStatus::Done as u8
             );
         }
-        assert_eq!(request(&store, "SCAN127", b"", b"").1.len(), 127);
-        assert_eq!(request(&store, "GET", &[5; MAX_KEY_BYTES], b"").1[0].1, [5; MAX_VALUE_BYTES]);
+        assert_eq!(query_store(&store, "SCAN127", b"", b"").1.len(), 127);
+        assert_eq!(query_store(&store, "GET", &[5; MAX_KEY_BYTES], b"").1[0].1, [5; MAX_VALUE_BYTES]);
     }
 }

@@ -11,7 +11,7 @@ use coreward_load::dns::{self, DnsQuery};
 
 use crate::addresses::FIRST_VIP;
 use crate::topology::Testbed;
-use crate::{Process, TIMEOUT};
+use crate::{DEFAULT_TIMEOUT, Process};
 
 /// Address and port of the DNS service, on every server.
 pub const DNS_SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(FIRST_VIP, 53);
@@ -51,7 +51,7 @@ impl Testbed {
         command.arg("-c").arg(&configuration_path).stdin(Stdio::null()).stdout(log_file.try_clone()?).stderr(log_file);
         let process = self.spawn(self.server(number)?, command).context("knotd (Debian package knot)")?;
         let mut knot_server = KnotServer { process };
-        let deadline = Instant::now() + *TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
         let server = self.server(number)?;
         while !server
             .run_within(|| Ok(is_query_answered(PLAIN_QUERY)? && is_query_answered(SIGNED_QUERY)?))

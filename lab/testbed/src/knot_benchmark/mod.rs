@@ -10,7 +10,7 @@ use coreward_sim::seed_summary::SeedSummary;
 use serde::Serialize;
 
 use crate::dispatch_figure::dispatcher::Dispatcher;
-use crate::dispatch_figure::requests::{measure_undisturbed, raise_socket_limit};
+use crate::dispatch_figure::requests::{measure_undisturbed, raise_open_file_limit};
 use crate::topology::{Testbed, missing_privilege};
 use crate::{instance, interrupt};
 use knot::{DNS_SERVICE_ADDRESS, PLAIN_QUERY, SIGNED_QUERY};
@@ -80,7 +80,7 @@ pub struct PolicyMeasurement {
 
 /// Results of the benchmark, for all policies.
 #[derive(Debug, Clone, Serialize)]
-pub struct Comparison {
+pub struct PolicyComparison {
     /// Number of UDP workers of knotd.
     pub workers: u16,
     /// Number of queries that are due per second.
@@ -99,12 +99,12 @@ pub fn main(args: &KnotBenchmarkArgs) -> anyhow::Result<()> {
 
 /// Runs knotd on a server of a new testbed, and measures every policy in turn. Fails without root or knotd, when a
 /// process does not start, when an answer has an error, or when the machine is too busy.
-pub fn compare_policies(args: &KnotBenchmarkArgs) -> anyhow::Result<Comparison> {
+pub fn compare_policies(args: &KnotBenchmarkArgs) -> anyhow::Result<PolicyComparison> {
     if let Some(privilege_error) = missing_privilege() {
         anyhow::bail!(privilege_error);
     }
-    raise_socket_limit()?;
-    let testbed = Testbed::create_direct(&instance::unique_name("stockserver")?)?;
+    raise_open_file_limit()?;
+    let testbed = Testbed::create_without_load_balancing(&instance::unique_name("stockserver")?)?;
     let _knot_server = testbed.start_knot(1, args.workers)?;
     let mut reports_by_policy: Vec<Vec<Report>> = vec![Vec::new(); args.policies.len()];
     for seed in 1..=args.runs {
@@ -115,7 +115,7 @@ pub fn compare_policies(args: &KnotBenchmarkArgs) -> anyhow::Result<Comparison> 
     let policy_measurements =
         args.policies.iter().zip(&reports_by_policy).map(|(policy, reports)| PolicyMeasurement::new(policy, reports));
     let policy_measurements = policy_measurements.collect::<anyhow::Result<_>>()?;
-    Ok(Comparison { workers: args.workers, rate: args.rate, signed: args.signed, policies: policy_measurements })
+    Ok(PolicyComparison { workers: args.workers, rate: args.rate, signed: args.signed, policies: policy_measurements })
 }
 
 /// Returns the dispatch configuration of the DNS service. A DNS message's id matches the answer with its query.
@@ -165,7 +165,7 @@ impl PolicyMeasurement {
     }
 }
 
-impl Printable for Comparison {
+impl Printable for PolicyComparison {
     fn columns(&self) -> Vec<&'static str> {
         vec!["policy", "answered/s", "plain p50 us", "plain p99 us", "signed p99 us", "lost"]
     }

@@ -78,13 +78,13 @@ mod tests {
 
     const MS: u64 = 1_000_000;
 
-    fn clock_of_core() -> CoreClock {
+    fn test_core_clock() -> CoreClock {
         CoreClock::new(Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(2))
     }
 
     #[test]
     fn late_wake_up_does_not_reduce_the_capacity() {
-        let core_clock = clock_of_core();
+        let core_clock = test_core_clock();
         core_clock.begin_request(100 * MS);
         core_clock.end_slice(101 * MS, 104 * MS);
         core_clock.begin_request(105 * MS);
@@ -93,7 +93,7 @@ mod tests {
 
     #[test]
     fn idle_core_starts_a_request_when_it_wakes_up() {
-        let core_clock = clock_of_core();
+        let core_clock = test_core_clock();
         core_clock.begin_request(100 * MS);
         core_clock.end_slice(101 * MS, 102 * MS);
         core_clock.begin_request(112 * MS);
@@ -102,7 +102,7 @@ mod tests {
 
     #[test]
     fn core_stopped_for_long_does_not_catch_up() {
-        let core_clock = clock_of_core();
+        let core_clock = test_core_clock();
         core_clock.begin_request(100 * MS);
         core_clock.end_slice(101 * MS, 1000 * MS);
         core_clock.begin_request(1001 * MS);
@@ -111,7 +111,7 @@ mod tests {
 
     #[test]
     fn preempted_request_takes_its_time_and_that_of_others() {
-        let (clock, start_ns) = (clock_of_core(), now_ns());
+        let (clock, start_ns) = (test_core_clock(), now_ns());
         let mut yield_count = 0;
         clock.serve_request(0, Duration::from_millis(3), || {
             yield_count += 1;
@@ -123,7 +123,7 @@ mod tests {
 
     #[test]
     fn switch_to_another_service_takes_time() {
-        let core_clock = clock_of_core();
+        let core_clock = test_core_clock();
         core_clock.begin_request(100 * MS);
         assert_eq!(
             [0, 0, 1, 1, 0].map(|service| core_clock.begin_slice(service)),

@@ -43,8 +43,8 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
             for panel in &scenario.panel {
                 let is_in_panel = scenario.panel_series(panel).any(|series| series.label.get_ref() == method.name);
                 if is_in_panel {
-                    let points = points_of_panel(panel, &pcc_run)?;
-                    samples.extend(points.into_iter().map(|(x, y)| plot_sample(panel, &pcc_run, x, y)));
+                    let points = panel_points(panel, &pcc_run)?;
+                    samples.extend(points.into_iter().map(|(x, y)| make_sample(panel, &pcc_run, x, y)));
                 }
             }
         }
@@ -52,7 +52,7 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
     Ok(samples)
 }
 
-fn plot_sample(panel: &Panel, run: &PccRun, x: f64, y: f64) -> Sample {
+fn make_sample(panel: &Panel, run: &PccRun, x: f64, y: f64) -> Sample {
     Sample {
         panel_title: panel.title.get_ref().clone(),
         series_label: run.method.to_owned(),
@@ -63,7 +63,7 @@ fn plot_sample(panel: &Panel, run: &PccRun, x: f64, y: f64) -> Sample {
 }
 
 /// Returns the points (x, y) of a run that a panel shows. A second's value is drawn at the end of that second.
-fn points_of_panel(panel: &Panel, run: &PccRun) -> anyhow::Result<Vec<(f64, f64)>> {
+fn panel_points(panel: &Panel, run: &PccRun) -> anyhow::Result<Vec<(f64, f64)>> {
     let ends_of_seconds = (1..).map(f64::from);
     let seconds = run.seconds.iter();
     match (*panel.measure.get_ref(), &panel.x) {

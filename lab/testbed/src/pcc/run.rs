@@ -12,7 +12,7 @@ use crate::connection_errors::BrokenConnections;
 use crate::demo::host_cpu::CpuMeter;
 use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource};
 use crate::load::Latency;
-use crate::process::TIMEOUT;
+use crate::process::DEFAULT_TIMEOUT;
 use crate::stream::client::{StreamSecond, StreamWorkload};
 use crate::stream::server::StreamServerProcess;
 use crate::topology::{Testbed, TestbedOptions, missing_privilege};
@@ -76,7 +76,7 @@ impl PccRun {
         let stream_client = env.testbed.start_stream_client(streams, Some(start_ns))?;
         cpu_meter.start()?;
         env.apply_timeline(streams, start_ns, tick)?;
-        let report = stream_client.wait_and_report(*TIMEOUT)?;
+        let report = stream_client.wait_and_report(*DEFAULT_TIMEOUT)?;
         cpu_meter.stop()?;
         let lateness_us = report.lateness_us;
         warn_if_late(method, lateness_us);
@@ -141,7 +141,7 @@ impl TestEnv {
     fn start(method: Method, seed: u64) -> anyhow::Result<Self> {
         let testbed = Testbed::create(TestbedOptions {
             instance: instance::unique_name("pcc")?,
-            servers: timeline::INITIAL_SERVER_COUNT + timeline::count(FleetChange::AddServer),
+            servers: timeline::INITIAL_SERVER_COUNT + timeline::count_changes(FleetChange::AddServer),
             cores: 1,
             has_rings: true,
             load_balancers: timeline::INITIAL_LOAD_BALANCER_COUNT,
@@ -154,7 +154,7 @@ impl TestEnv {
             policy: method.policy.to_owned(),
             consistency: method.consistency,
             report_interval_ms: REPORT_INTERVAL_MS,
-            tables_by_interval: true,
+            makes_tables_by_interval: true,
             load_source: LoadSource::PacedServer,
             steers_connections: false,
             ..FleetOptions::default()
@@ -212,7 +212,7 @@ impl TestEnv {
         let active_servers = pool.iter().filter(|(_, admin_state)| **admin_state == AdminState::Active);
         let active_servers: Vec<u16> = active_servers.map(|(number, _)| *number).collect();
         self.departed_server_count += 1;
-        timeline::leaving_server(&active_servers, self.seed, self.departed_server_count)
+        timeline::choose_leaving_server(&active_servers, self.seed, self.departed_server_count)
     }
 }
 

@@ -43,7 +43,7 @@ pub const CHANGES_BY_HALF_SECOND: [(u64, &[FleetChange]); 11] = [
 ];
 
 /// Returns how often a change occurs in the whole run.
-pub fn count(change: FleetChange) -> u16 {
+pub fn count_changes(change: FleetChange) -> u16 {
     CHANGES_BY_HALF_SECOND.iter().flat_map(|(_, changes)| *changes).filter(|other| **other == change).count() as u16
 }
 
@@ -61,7 +61,7 @@ pub fn server_count_after(second: u64) -> u16 {
 }
 
 /// Returns the server in `pool` that leaves as number `leave_number`, which is the same under every method.
-pub fn leaving_server(pool: &[u16], seed: u64, leave_number: u64) -> u16 {
+pub fn choose_leaving_server(pool: &[u16], seed: u64, leave_number: u64) -> u16 {
     let mut rng = seeded_rng(seed << 8 | leave_number, RNG_STREAM_LEAVING_SERVERS);
     pool[uniform_below(&mut rng, pool.len() as u32) as usize]
 }
@@ -72,8 +72,8 @@ mod tests {
 
     #[test]
     fn seven_servers_join_and_eight_leave() {
-        let left_servers = count(FleetChange::DrainServer) + count(FleetChange::RemoveServer);
-        assert_eq!((count(FleetChange::AddServer), left_servers), (7, 8));
+        let leaving_server_count = count_changes(FleetChange::DrainServer) + count_changes(FleetChange::RemoveServer);
+        assert_eq!((count_changes(FleetChange::AddServer), leaving_server_count), (7, 8));
         assert_eq!([0, 4, 5, 6, 12, 15, 22, 44].map(server_count_after), [24, 25, 27, 29, 31, 29, 23, 23]);
         assert!(CHANGES_BY_HALF_SECOND.is_sorted_by_key(|(half_second, _)| *half_second));
     }

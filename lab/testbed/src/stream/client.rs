@@ -26,7 +26,7 @@ use zerocopy::IntoBytes as _;
 
 use super::{REQUEST_BYTES, StreamRequest, content_byte, raise_open_file_limit};
 use crate::connection_errors::{BrokenConnections, ConnectionFailure, DATA_TIMEOUT_NS};
-use crate::fleet::lab_command;
+use crate::fleet::lab_binary;
 use crate::interrupt;
 use crate::load::{Latency, new_histogram, nth_address};
 use crate::process::Process;
@@ -36,7 +36,7 @@ use coreward_load::event_loop::{Epoll, ReadyEvent, now_ns};
 const NS_PER_SECOND: u64 = 1_000_000_000;
 /// Lateness of a connection's bytes at the end of a run (ns) above which the run continues until the connection
 /// recovers or breaks.
-const DOUBTFUL_LATENESS_NS: u64 = NS_PER_SECOND / 2;
+const MAX_END_LATENESS_NS: u64 = NS_PER_SECOND / 2;
 /// Interval between searches for timed-out connections (ns).
 const TIMEOUT_CHECK_INTERVAL_NS: u64 = NS_PER_SECOND / 4;
 /// First source port of each client address, above the well-known ports.
@@ -162,13 +162,13 @@ impl StreamSecond {
 pub fn run(args: &StreamClientArgs) -> anyhow::Result<()> {
     raise_open_file_limit()?;
     interrupt::catch_signals()?;
-    let mut stream_loop = ClientEventLoop::new(args)?;
-    while stream_loop.process_due_events()? {
+    let mut event_loop = ClientEventLoop::new(args)?;
+    while event_loop.process_due_events()? {
         if interrupt::ensure_not_interrupted().is_err() {
-            stream_loop.end_after_second(now_ns());
+            event_loop.end_after_current_second(now_ns());
         }
     }
-    println!("{}", serde_json::to_string(&stream_loop.into_report())?);
+    println!("{}", serde_json::to_string(&event_loop.into_report())?);
     Ok(())
 }
 
@@ -239,12 +239,12 @@ impl<'a> ClientEventLoop<'a> {
     }
 
     /// Makes the current second the last one of the run.
-    fn end_after_second(&mut self, now_ns: u64) {
+    fn end_after_current_second(&mut self, now_ns: u64) {
         let current_second = now_ns.saturating_sub(self.start_ns) / NS_PER_SECOND;
         self.stream_report.seconds.truncate(current_second as usize + 1);
     }
 
-    fn results_of_second_at(&mut self, now_ns: u64) -> &mut StreamSecond {
+    fn stream_second_at(&mut self, now_ns: u64) -> &mut StreamSecond {
         let last_index = self.stream_report.seconds.len() - 1;
         let second_index = (now_ns.saturating_sub(self.start_ns) / NS_PER_SECOND) as usize;
         &mut self.stream_report.seconds[second_index.min(last_index)]
@@ -274,8 +274,8 @@ impl<'a> ClientEventLoop<'a> {
         // Continue until the connections that were late at the run's end have recovered or broken, even if others
         // become late in the meantime.
         let latest_end_ns = self.run_end_ns() + DATA_TIMEOUT_NS + TIMEOUT_CHECK_INTERVAL_NS;
-        let is_doubtful = |connection: &StreamConnection| connection.next_byte_due_ns() + DOUBTFUL_LATENESS_NS < now_ns;
-        Ok(now_ns < self.run_end_ns() || (now_ns < latest_end_ns && self.connections.values().any(is_doubtful)))
+        let is_too_late = |connection: &StreamConnection| connection.next_byte_due_ns() + MAX_END_LATENESS_NS < now_ns;
+        Ok(now_ns < self.run_end_ns() || (now_ns < latest_end_ns && self.connections.values().any(is_too_late)))
     }
 
     /// Returns the time at which the next connection is due (ns), or `None` after the end of the run.
@@ -310,7 +310,7 @@ impl<'a> ClientEventLoop<'a> {
             packet_count: mix_request.packet_count.into(),
             duration_us: ((mix_request.duration / 1_000) as u32).into(),
         };
-        self.results_of_second_at(now_ns).opened += 1;
+        self.stream_second_at(now_ns).opened += 1;
         let stream = TcpStream::from(socket);
         // Edge-triggered epoll reports one event when the connection is established, then one per arrival of data.
         let flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
@@ -373,18 +373,18 @@ impl<'a> ClientEventLoop<'a> {
         }
         let mix_index = connection.mix_index;
         self.connections.remove(&connection_id);
-        self.connection_source.connection_ended(mix_index);
+        self.connection_source.on_connection_ended(mix_index);
         let now_ns = now_ns();
         if now_ns < self.run_end_ns() {
-            self.results_of_second_at(now_ns).completed += 1;
+            self.stream_second_at(now_ns).completed += 1;
         }
         Ok(())
     }
 
     fn count_broken_connection(&mut self, connection_id: u64, failure: &ConnectionFailure) {
         let Some(connection) = self.connections.remove(&connection_id) else { return };
-        self.results_of_second_at(now_ns()).broken.count_failure(failure, connection_id as usize);
-        self.connection_source.connection_ended(connection.mix_index);
+        self.stream_second_at(now_ns()).broken.count_failure(failure, connection_id as usize);
+        self.connection_source.on_connection_ended(connection.mix_index);
     }
 
     /// Counts connections as broken if their due bytes are later than [`DATA_TIMEOUT_NS`].
@@ -434,7 +434,7 @@ impl Testbed {
         streams: &StreamWorkload,
         start_ns: Option<u64>,
     ) -> anyhow::Result<StreamClient> {
-        let mut command = Command::new(lab_command()?);
+        let mut command = Command::new(lab_binary()?);
         command.args(["testbed", "stream-client", "--vip", &service.into().to_string()]);
         command.args(["--first-address", &self.client_address(addresses.start).to_string()]);
         command.args(["--addresses", &addresses.len().to_string()]);
@@ -446,9 +446,9 @@ impl Testbed {
         if let Some(start_ns) = start_ns {
             command.args(["--start-at", &start_ns.to_string()]);
         }
-        let report = self.directory().join("streams.json");
-        command.stdout(File::create(&report)?);
-        Ok(StreamClient { client_process: self.spawn(self.client(), command)?, report_path: report })
+        let report_path = self.directory().join("streams.json");
+        command.stdout(File::create(&report_path)?);
+        Ok(StreamClient { client_process: self.spawn(self.client(), command)?, report_path })
     }
 }
 
@@ -483,12 +483,12 @@ mod tests {
         let (vip, first_address) = (SERVICE_ADDRESS.into(), Ipv4Addr::LOCALHOST.into());
         let start_at = Some(NS_PER_SECOND);
         let args = StreamClientArgs { vip, first_address, addresses: 1, start_at, streams: stream_workload };
-        let mut stream_loop = ClientEventLoop::new(&args).unwrap();
-        assert_eq!(stream_loop.run_end_ns(), 11 * NS_PER_SECOND);
-        stream_loop.end_after_second(NS_PER_SECOND + 2 * NS_PER_SECOND + 1);
-        assert_eq!(stream_loop.run_end_ns(), 4 * NS_PER_SECOND);
+        let mut event_loop = ClientEventLoop::new(&args).unwrap();
+        assert_eq!(event_loop.run_end_ns(), 11 * NS_PER_SECOND);
+        event_loop.end_after_current_second(NS_PER_SECOND + 2 * NS_PER_SECOND + 1);
+        assert_eq!(event_loop.run_end_ns(), 4 * NS_PER_SECOND);
         // A second call does not prolong the run.
-        stream_loop.end_after_second(NS_PER_SECOND + 5 * NS_PER_SECOND);
-        assert_eq!(stream_loop.run_end_ns(), 4 * NS_PER_SECOND);
+        event_loop.end_after_current_second(NS_PER_SECOND + 5 * NS_PER_SECOND);
+        assert_eq!(event_loop.run_end_ns(), 4 * NS_PER_SECOND);
     }
 }

@@ -41,12 +41,12 @@ fn parse_namespace_and_file(text: &str) -> Result<(String, PathBuf), String> {
 /// Serves until killed. Fails when it cannot listen in a namespace, or when a core load file cannot be created.
 pub fn run(args: &StreamServerArgs) -> anyhow::Result<()> {
     raise_open_file_limit()?;
-    let start = |(namespace, file): &(String, PathBuf)| {
+    let start_server = |(namespace, file): &(String, PathBuf)| {
         let tcp_listener = Namespace::new(namespace.clone()).run_within(|| listen(args.listen, false));
         Ok((tcp_listener.with_context(|| namespace.clone())?, CounterFile::create(file, 1)?))
     };
     let listeners_and_load_files: Vec<(TcpListener, CounterFile)> =
-        args.servers.iter().map(start).collect::<anyhow::Result<_>>()?;
+        args.servers.iter().map(start_server).collect::<anyhow::Result<_>>()?;
     for ((_, core_load_file), (_, file)) in listeners_and_load_files.iter().zip(&args.servers) {
         core_load_file.publish(file)?;
     }
@@ -86,7 +86,7 @@ impl ServerProtocol for StreamProtocol {
         true
     }
 
-    fn write(&self, stream: &StreamState, index: u32, packet: &mut Vec<u8>, queue: &mut ResponseQueue<'_>) {
+    fn write_packet(&self, stream: &StreamState, index: u32, packet: &mut Vec<u8>, queue: &mut ResponseQueue<'_>) {
         let request = stream.request.expect("packets are queued after the request");
         let first_byte_index = u64::from(index) * PACKET_BYTES as u64;
         packet.extend(
@@ -121,7 +121,7 @@ impl Testbed {
     ) -> anyhow::Result<StreamServerProcess> {
         let server_numbers = self.server_numbers();
         ensure!(!server_numbers.is_empty(), "a testbed without servers");
-        let mut command = Command::new(fleet::lab_command()?);
+        let mut command = Command::new(fleet::lab_binary()?);
         command.args(["testbed", "stream-server", "--listen", &listen.into().to_string()]);
         for number in &server_numbers {
             let core_load_file_path = to_core_load_file_path(*number);

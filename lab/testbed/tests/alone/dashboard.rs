@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use coreward_model::arrivals::Workload;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, LoadSource, lab_command};
+use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, LoadSource, lab_binary};
 use coreward_testbed::{Process, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use fantoccini::elements::Element;
 use fantoccini::wd::Capabilities;
@@ -76,13 +76,13 @@ async fn wait_until(client: &Client, description: &str, script: &str) -> anyhow:
         ensure!(
             tokio::time::Instant::now() < deadline,
             "not within {PAGE_TIMEOUT:?}: {description}; the page: {}",
-            page_text(client).await?
+            read_page_text(client).await?
         );
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
 
-async fn page_text(client: &Client) -> anyhow::Result<String> {
+async fn read_page_text(client: &Client) -> anyhow::Result<String> {
     Ok(client.find(Locator::Css("body")).await?.text().await?)
 }
 
@@ -98,7 +98,7 @@ async fn log_in(client: &Client, token: &str) -> anyhow::Result<()> {
 }
 
 /// Returns the error messages in the browser's log.
-async fn browser_errors(client: &Client) -> anyhow::Result<Vec<String>> {
+async fn read_browser_errors(client: &Client) -> anyhow::Result<Vec<String>> {
     #[derive(Debug)]
     struct GetBrowserLog;
     impl fantoccini::wd::WebDriverCompatibleCommand for GetBrowserLog {
@@ -117,11 +117,11 @@ async fn browser_errors(client: &Client) -> anyhow::Result<Vec<String>> {
 /// Checks that the page shows nothing without a valid token, and logs in.
 async fn check_login(client: &Client, token: &str) -> anyhow::Result<()> {
     wait_until(client, "the form to log in", "!document.getElementById('login').hidden").await?;
-    ensure!(!page_text(client).await?.contains("web0"), "seen without a token: {}", page_text(client).await?);
+    ensure!(!read_page_text(client).await?.contains("web0"), "seen without a token: {}", read_page_text(client).await?);
     log_in(client, "not-the-token-not-the-token-not-the").await?;
     wait_until(client, "a refusal", "document.getElementById('refusal').textContent.includes('is not valid')").await?;
     // The browser logs every 401, of which two are expected here.
-    let expected_errors = browser_errors(client).await?;
+    let expected_errors = read_browser_errors(client).await?;
     ensure!(expected_errors.iter().all(|line| line.contains("401")), "{expected_errors:?}");
 
     log_in(client, token).await?;
@@ -207,7 +207,7 @@ async fn check_dashboard(token: String, drain_server: &(dyn Fn() -> anyhow::Resu
         "document.getElementById('page').hidden && !document.getElementById('login').hidden",
     )
     .await?;
-    let browser_errors = browser_errors(&client).await?;
+    let browser_errors = read_browser_errors(&client).await?;
     ensure!(browser_errors.iter().all(|line| line.contains("401")), "{browser_errors:?}");
     client.close().await?;
     Ok(())
@@ -222,7 +222,7 @@ fn start_load_generator(testbed: &Testbed) -> anyhow::Result<Process> {
     };
     let arrival_log_path: PathBuf = testbed.directory().join("arrivals.txt");
     fs::write(&arrival_log_path, arrival_workload.generate(1).to_string())?;
-    let mut command = Command::new(lab_command()?);
+    let mut command = Command::new(lab_binary()?);
     command.args(["testbed", "load", "--vip", &SERVICE_ADDRESS.to_string(), "--log"]).arg(&arrival_log_path);
     command.args(["--first-address", &testbed.client_address(0).to_string()]).stdout(std::process::Stdio::null());
     testbed.spawn(testbed.client(), command)

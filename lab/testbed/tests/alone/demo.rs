@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use coreward_model::arrivals::ArrivalLog;
-use coreward_testbed::fleet::lab_command;
+use coreward_testbed::fleet::lab_binary;
 use coreward_testbed::instance::find_remains;
 use coreward_testbed::{missing_testbed_rights, skip_if};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 fn demo_command(arguments: &[&str], output_directory: &Path) -> anyhow::Result<Command> {
-    let mut command = Command::new(lab_command()?);
+    let mut command = Command::new(lab_binary()?);
     command.arg("demo").args(arguments).arg("--out").arg(output_directory);
     Ok(command)
 }
@@ -130,7 +130,7 @@ fn interrupted_or_killed_demo_leaves_nothing_behind() -> anyhow::Result<()> {
 
     let instance_name = start_and_signal_demo(Signal::SIGKILL)?;
     assert_ne!(find_remains(&instance_name), Vec::<PathBuf>::new());
-    let clean_output = Command::new(lab_command()?).args(["testbed", "clean", &instance_name]).output()?;
+    let clean_output = Command::new(lab_binary()?).args(["testbed", "clean", &instance_name]).output()?;
     let removed_names = String::from_utf8_lossy(&clean_output.stdout);
     assert!(
         removed_names.starts_with("removed testbed ") && removed_names.trim_end().ends_with(&instance_name),

@@ -5,11 +5,11 @@ use std::path::Path;
 use std::process::Command;
 
 use coreward_sim::figure::result::FigureResult;
-use coreward_testbed::fleet::lab_command;
+use coreward_testbed::fleet::lab_binary;
 use coreward_testbed::{missing_testbed_rights, skip_if};
 
-fn figure(arguments: &[&str]) -> anyhow::Result<FigureResult> {
-    let mut command = Command::new(lab_command()?);
+fn run_figure(arguments: &[&str]) -> anyhow::Result<FigureResult> {
+    let mut command = Command::new(lab_binary()?);
     command.arg("figure").args(arguments).args(["--runs", "1", "--format", "json"]);
     // Allow any lateness, because the tests assert counts, which a busy machine does not change.
     let output = command.env("COREWARD_MAX_LATENESS_US", "1e9").output()?;
@@ -18,7 +18,7 @@ fn figure(arguments: &[&str]) -> anyhow::Result<FigureResult> {
 }
 
 /// Asserts that every panel has these curves, each with values of at least `minimum` at every point.
-fn assert_complete(result: &FigureResult, panels: usize, series: &[&str], minimum: f64) {
+fn assert_figure_is_complete(result: &FigureResult, panels: usize, series: &[&str], minimum: f64) {
     assert_eq!(result.table.panels.len(), panels);
     for panel in &result.table.panels {
         let curve_labels: Vec<&str> = panel.curves.iter().map(|curve| curve.label.as_str()).collect();
@@ -38,9 +38,9 @@ fn assert_complete(result: &FigureResult, panels: usize, series: &[&str], minimu
 fn request_figure_is_measured_live() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let series = ["random", "jsq", "jsq (simulated)", "jlq"];
-    let result = figure(&["turbo-9-live", "--seconds", "0.4", "--points", "30,40", "--series", &series.join(",")])?;
+    let result = run_figure(&["turbo-9-live", "--seconds", "0.4", "--points", "30,40", "--series", &series.join(",")])?;
     // Peaks are 0 when the first point exceeds the bound. No request is answered before its service time is over.
-    assert_complete(&result, 2, &series, 0.0);
+    assert_figure_is_complete(&result, 2, &series, 0.0);
     let panel_curves = &result.table.panels[0].curves;
     assert!(
         panel_curves.iter().flat_map(|curve| &curve.cells).all(|table_cell| table_cell.spread.median >= 1.0),
@@ -57,8 +57,8 @@ fn request_figure_is_measured_live() -> anyhow::Result<()> {
 #[test]
 fn service_class_figure_is_measured_live() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let result = figure(&["ringleader-classes-live", "--seconds", "0.5", "--series", "jbsrq,jbsrq (simulated)"])?;
-    assert_complete(&result, 3, &["jbsrq", "jbsrq (simulated)"], 1.0);
+    let result = run_figure(&["ringleader-classes-live", "--seconds", "0.5", "--series", "jbsrq,jbsrq (simulated)"])?;
+    assert_figure_is_complete(&result, 3, &["jbsrq", "jbsrq (simulated)"], 1.0);
     Ok(())
 }
 
@@ -68,8 +68,8 @@ fn orchestrator_is_measured_live() -> anyhow::Result<()> {
     let series = ["RingLeader", "RingLeader (simulated)"];
     // The value is a load of 80 %, as in the bars.
     let options = ["--seconds", "0.5", "--points", "1.312824", "--series", &series.join(",")];
-    let result = figure(&[&["ringleader-bimodal-live"], &options[..]].concat())?;
-    assert_complete(&result, 4, &series, 1.0);
+    let result = run_figure(&[&["ringleader-bimodal-live"], &options[..]].concat())?;
+    assert_figure_is_complete(&result, 4, &series, 1.0);
     assert_eq!(result.claims.len(), 2, "those without coreward dispatch");
     Ok(())
 }
@@ -81,17 +81,17 @@ fn rocksdb_is_measured_live() -> anyhow::Result<()> {
         println!("SKIPPED rocksdb_is_measured_live: needs Debian package librocksdb7.8");
         return Ok(());
     }
-    let result = figure(&["ringleader-rocksdb-live", "--seconds", "0.5", "--points", "7.12764"])?;
-    assert_complete(&result, 2, &["RingLeader", "RingLeader (simulated)"], 1.0);
+    let result = run_figure(&["ringleader-rocksdb-live", "--seconds", "0.5", "--points", "7.12764"])?;
+    assert_figure_is_complete(&result, 2, &["RingLeader", "RingLeader (simulated)"], 1.0);
     Ok(())
 }
 
 #[test]
 fn core_assignments_are_measured_live() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let result = figure(&["ringleader-cores-live", "--seconds", "1.5", "--points", "20"])?;
+    let result = run_figure(&["ringleader-cores-live", "--seconds", "1.5", "--points", "20"])?;
     let allocators = ["software allocator (15 cores + 1)", "software allocator (16 cores + 1)"];
-    assert_complete(&result, 2, &[&["shared", "hybrid", "dedicated"], &allocators[..]].concat(), 1.0);
+    assert_figure_is_complete(&result, 2, &[&["shared", "hybrid", "dedicated"], &allocators[..]].concat(), 1.0);
     assert_eq!(result.claims.len(), 4);
     Ok(())
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use coreward_etcd::local::LocalMember;
 use coreward_testbed::addresses::CONTROLLER_ADDRESS;
 use coreward_testbed::fleet::{
-    Fleet, FleetOptions, LoadSource, api_address_of, controller_address_of, coreward_command, operator_command_for,
+    Fleet, FleetOptions, LoadSource, api_address_of, controller_address_of, coreward_binary, operator_command_for,
 };
 use coreward_testbed::process::Process;
 use coreward_testbed::stream::client::StreamWorkload;
@@ -17,7 +17,7 @@ use coreward_testbed::stream::server::StreamServerProcess;
 use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use nix::sys::signal::Signal;
 
-use crate::support::{assert_unbroken, eventually, pause};
+use crate::support::{assert_streams_unbroken, eventually, sleep_ms};
 
 /// Maximum time until another controller leads. It is a multiple of the lease's duration, for slow machines.
 const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(90);
@@ -26,7 +26,7 @@ const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(90);
 struct HighAvailabilityEnv {
     fleet: Fleet,
     /// Processes of controllers 2 and 3. The fleet has the process of controller 1.
-    other_controllers: Vec<Option<Process>>,
+    other_controller_processes: Vec<Option<Process>>,
     etcd_processes: Vec<Option<Process>>,
     etcd_members: Vec<LocalMember>,
     _stream_servers: StreamServerProcess,
@@ -52,14 +52,14 @@ fn start_controller(testbed: &Testbed, members: &[LocalMember], number: u16) -> 
     )
     .unwrap();
     let log_file = File::create(testbed.directory().join(format!("controller{number}.log"))).unwrap();
-    let mut command = Command::new(coreward_command().unwrap());
+    let mut command = Command::new(coreward_binary().unwrap());
     command.arg("controller").arg("--config").arg(config_path);
     command.stdin(Stdio::null()).stdout(log_file.try_clone().unwrap()).stderr(log_file);
     testbed.spawn(testbed.controller(), command).unwrap()
 }
 
 fn start_etcd_member(testbed: &Testbed, members: &[LocalMember], position: usize) -> Process {
-    let command = members[position].command(members, &testbed.directory());
+    let command = members[position].start_command(members, &testbed.directory());
     testbed.spawn(testbed.controller(), command).expect("etcd cannot be started: `scripts/install run` installs it")
 }
 
@@ -83,11 +83,12 @@ fn run_at_leader(
 }
 
 fn fleet_document(servers: u16) -> String {
-    let mut text = "report_interval = \"100ms\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\n".to_owned();
+    let mut document =
+        "report_interval = \"100ms\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\n".to_owned();
     for number in 1..=servers {
-        text += &format!("[[server]]\nname = \"s{number}\"\naddress = \"10.1.1.{number}\"\n");
+        document += &format!("[[server]]\nname = \"s{number}\"\naddress = \"10.1.1.{number}\"\n");
     }
-    text
+    document
 }
 
 /// Repeats a query until it returns a value, because at times no controller or no etcd member leads.
@@ -105,8 +106,8 @@ fn apply_first_document(testbed: &Testbed, etcd_members: &[LocalMember], documen
     let mut first_controller = start_controller(testbed, etcd_members, 1);
     let document_path = testbed.directory().join("applied.toml");
     fs::write(&document_path, document).unwrap();
-    let apply_result = || run_at_leader(testbed, [1], &["apply", "--yes", &document_path.display().to_string()]);
-    eventually(TAKEOVER_TIMEOUT, "the first document is in force", || apply_result().is_ok());
+    let apply_document = || run_at_leader(testbed, [1], &["apply", "--yes", &document_path.display().to_string()]);
+    eventually(TAKEOVER_TIMEOUT, "the first document is in force", || apply_document().is_ok());
     first_controller.terminate(TAKEOVER_TIMEOUT).unwrap();
 }
 
@@ -131,14 +132,15 @@ impl HighAvailabilityEnv {
             load_source: LoadSource::PacedServer,
             steers_connections: false,
             shared_store_config: Some(etcd_config_table(&etcd_members)),
-            other_controllers: [2, 3].map(controller_address_of).into(),
+            other_controller_addresses: [2, 3].map(controller_address_of).into(),
             ..FleetOptions::default()
         };
         let fleet = Fleet::start(&testbed, options).unwrap();
-        let other_controllers = [2, 3].map(|number| Some(start_controller(&testbed, &etcd_members, number))).into();
+        let other_controller_processes =
+            [2, 3].map(|number| Some(start_controller(&testbed, &etcd_members, number))).into();
         Self {
             fleet,
-            other_controllers,
+            other_controller_processes,
             etcd_processes,
             etcd_members,
             _stream_servers: stream_servers,
@@ -171,7 +173,7 @@ impl HighAvailabilityEnv {
                     Err(error) => refusals.push(error.to_string()),
                 }
             }
-            pause(100);
+            sleep_ms(100);
         }
         panic!("no controller took a change within {TAKEOVER_TIMEOUT:?}: {refusals:#?}");
     }
@@ -179,7 +181,7 @@ impl HighAvailabilityEnv {
     fn send_signal(&mut self, number: u16, signal: Signal) {
         let process = match number {
             1 => self.fleet.daemon("controller").unwrap(),
-            _ => self.other_controllers[usize::from(number) - 2].as_mut().expect("it runs"),
+            _ => self.other_controller_processes[usize::from(number) - 2].as_mut().expect("it runs"),
         };
         process.send_signal(signal).unwrap();
     }
@@ -187,7 +189,7 @@ impl HighAvailabilityEnv {
     fn kill_controller(&mut self, number: u16) {
         match number {
             1 => self.fleet.kill_daemon("controller").unwrap(),
-            _ => drop(self.other_controllers[usize::from(number) - 2].take().expect("it runs")),
+            _ => drop(self.other_controller_processes[usize::from(number) - 2].take().expect("it runs")),
         }
     }
 
@@ -205,7 +207,7 @@ impl HighAvailabilityEnv {
         match number {
             1 => self.fleet.restart_daemon(&self.testbed, "controller").unwrap(),
             _ => {
-                self.other_controllers[usize::from(number) - 2] =
+                self.other_controller_processes[usize::from(number) - 2] =
                     Some(start_controller(&self.testbed, &self.etcd_members, number))
             }
         }
@@ -223,7 +225,7 @@ impl HighAvailabilityEnv {
     }
 
     /// Returns the names of the servers that are drained by `coreward drain`.
-    fn servers_drained_by_command(&self) -> Vec<String> {
+    fn query_servers_drained_by_command(&self) -> Vec<String> {
         let status = retry_until_some("a controller leads", || self.query_status());
         let servers = status["servers"].as_array().unwrap().iter();
         let drained_servers = servers.filter(|server| server["state_reason"] == "by `coreward drain`");
@@ -266,7 +268,7 @@ fn acknowledged_changes_survive_leader_changes() {
     env.kill_controller(first_leader);
     let second_leader = env.apply_change();
     assert_ne!(second_leader, first_leader);
-    assert_eq!(env.servers_drained_by_command(), ["s3"], "the drain is on record");
+    assert_eq!(env.query_servers_drained_by_command(), ["s3"], "the drain is on record");
     env.restart_controller(first_leader);
 
     // The leader is stopped for longer than its lease, and continues when another controller leads.
@@ -277,7 +279,7 @@ fn acknowledged_changes_survive_leader_changes() {
     for _ in 0..20 {
         let former_leader_result = run_at_leader(&env.testbed, [second_leader], &["fleet", "show"]);
         assert!(former_leader_result.is_err(), "controller {second_leader} no longer leads");
-        pause(20);
+        sleep_ms(20);
     }
 
     env.apply_change_without_etcd_leader();
@@ -287,6 +289,6 @@ fn acknowledged_changes_survive_leader_changes() {
     // The first line of the output is the generation, and the document follows.
     assert!(shown_document.trim().ends_with(env.applied_document.trim()), "{shown_document}");
     assert_eq!(retry_until_some("a controller leads", || env.query_server_ids()), initial_server_ids);
-    assert_eq!(env.servers_drained_by_command(), ["s3"]);
-    assert_unbroken(stream_client);
+    assert_eq!(env.query_servers_drained_by_command(), ["s3"]);
+    assert_streams_unbroken(stream_client);
 }

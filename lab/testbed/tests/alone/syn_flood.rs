@@ -12,7 +12,7 @@ use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{Namespace, TestbedOptions, counters, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, assert_unbroken, pause};
+use crate::support::{TestEnv, assert_streams_unbroken, sleep_ms};
 
 /// Prefix of the spoofed sources and its first address. The prefix is unused and behind the router.
 const SPOOFED_SOURCE_PREFIX: (&str, u32) = ("10.2.128.0/17", 0x0a02_8000);
@@ -95,10 +95,10 @@ fn assert_connections_survive_syn_flood(instance: &str, consistency: Consistency
     std::thread::scope(|scope| {
         let flood_thread = scope.spawn(|| flood_with_syns(&client, &stop_flag));
         let stream_client = env.start_streams(100.0);
-        pause(3_000);
+        sleep_ms(3_000);
         env.set_admin_state(1, Some(AdminState::Draining));
-        pause(2_000);
-        assert_unbroken(stream_client);
+        sleep_ms(2_000);
+        assert_streams_unbroken(stream_client);
         stop_flag.store(true, Ordering::Relaxed);
         let sent_syns = flood_thread.join().unwrap().unwrap();
         println!("{sent_syns} SYNs");

@@ -12,7 +12,7 @@ use coreward_testbed::http::{HttpConnection, WorkerIdentity};
 use coreward_testbed::nginx::NginxServer;
 use coreward_testbed::{Process, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{count_broken, eventually, eventually_in_force, pause};
+use crate::support::{count_broken_connections, eventually, sleep_ms, wait_until_configuration_in_force};
 
 const SERVER_COUNT: u16 = 3;
 const RELOAD_TIMEOUT: Duration = Duration::from_secs(10);
@@ -65,12 +65,15 @@ impl TestEnv {
     }
 
     fn start_fleet(&self, fleet_text: &str) -> Fleet {
-        let options =
-            FleetOptions { policy: "rr".to_owned(), fleet_text: fleet_text.to_owned(), ..FleetOptions::default() };
+        let options = FleetOptions {
+            policy: "rr".to_owned(),
+            extra_fleet_text: fleet_text.to_owned(),
+            ..FleetOptions::default()
+        };
         Fleet::start(&self.testbed, options).unwrap()
     }
 
-    fn load_balancer_counter(&self, fleet: &Fleet, name: &str) -> u64 {
+    fn query_load_balancer_counter(&self, fleet: &Fleet, name: &str) -> u64 {
         let status = fleet.query_status(&self.testbed).unwrap();
         status["load_balancers"][0]["state"]["counters"][name].as_u64().unwrap_or(0)
     }
@@ -89,19 +92,19 @@ impl TestEnv {
     }
 
     /// Replaces the additional lines in the fleet's file, and waits until they are applied everywhere.
-    fn set_fleet_text_and_wait(&self, fleet: &mut Fleet, fleet_text: &str) {
+    fn set_extra_fleet_text_and_wait(&self, fleet: &mut Fleet, fleet_text: &str) {
         let generation_before =
             fleet.query_status(&self.testbed).unwrap()["configuration_generation"].as_u64().unwrap();
-        fleet.set_fleet_text(&self.testbed, fleet_text).unwrap();
+        fleet.set_extra_fleet_text(&self.testbed, fleet_text).unwrap();
         eventually(RELOAD_TIMEOUT, "the controller reads the fleet's file", || {
             fleet.query_status(&self.testbed).unwrap()["configuration_generation"].as_u64().unwrap() > generation_before
         });
-        eventually_in_force(fleet, &self.testbed);
+        wait_until_configuration_in_force(fleet, &self.testbed);
     }
 
     /// Runs `coreward DAEMON --config FILE --detach` on a host.
     fn run_detach(&self, host: &coreward_testbed::Namespace, daemon: &str, config_name: &str) {
-        let mut command = Command::new(coreward_testbed::fleet::coreward_command().unwrap());
+        let mut command = Command::new(coreward_testbed::fleet::coreward_binary().unwrap());
         command
             .arg(daemon)
             .arg("--config")
@@ -115,28 +118,29 @@ impl TestEnv {
 struct HeldConnections(Vec<(HttpConnection, WorkerIdentity)>);
 
 impl HeldConnections {
-    fn count_broken(&mut self) -> usize {
-        count_broken(&mut self.0)
+    fn count_broken_connections(&mut self) -> usize {
+        count_broken_connections(&mut self.0)
     }
 
-    fn servers(&self) -> std::collections::BTreeSet<u16> {
+    fn server_numbers(&self) -> std::collections::BTreeSet<u16> {
         self.0.iter().map(|(_, worker)| worker.server_number).collect()
     }
 }
 
 fn assert_none_broken<const N: usize>(connections: [&mut HeldConnections; N], moment: &str) {
-    assert_eq!(connections.map(HeldConnections::count_broken), [0; N], "{moment}");
+    assert_eq!(connections.map(HeldConnections::count_broken_connections), [0; N], "{moment}");
 }
 
 /// Waits for wrk, checks that it got responses, and returns the lines in which it reports errors.
 fn finish_wrk(mut wrk: Process) -> Vec<String> {
     use std::io::Read as _;
     assert!(wrk.wait(Duration::from_secs(40)).unwrap().success());
-    let mut text = String::new();
-    wrk.child().stdout.take().unwrap().read_to_string(&mut text).unwrap();
-    let request_count = text.lines().find_map(|line| line.trim().split_once(" requests in")?.0.parse::<u64>().ok());
-    assert!(request_count.is_some_and(|requests| requests > 1_000), "{text}");
-    text.lines().filter(|line| line.contains("errors") || line.contains("Non-2xx")).map(str::to_owned).collect()
+    let mut wrk_output = String::new();
+    wrk.child().stdout.take().unwrap().read_to_string(&mut wrk_output).unwrap();
+    let request_count =
+        wrk_output.lines().find_map(|line| line.trim().split_once(" requests in")?.0.parse::<u64>().ok());
+    assert!(request_count.is_some_and(|requests| requests > 1_000), "{wrk_output}");
+    wrk_output.lines().filter(|line| line.contains("errors") || line.contains("Non-2xx")).map(str::to_owned).collect()
 }
 
 fn migrate_from_line(family: AddressFamily) -> String {
@@ -173,12 +177,12 @@ fn assert_migration_from_director_and_back(instance: &str, family: AddressFamily
     env.testbed.route_vips_to_load_balancers(&[1]).unwrap();
     assert_none_broken([&mut connections_before_agents, &mut connections_before_move], "when the VIP moved");
     let mut coreward_connections = env.open_connections(40);
-    assert_eq!(coreward_connections.servers().len(), usize::from(SERVER_COUNT));
+    assert_eq!(coreward_connections.server_numbers().len(), usize::from(SERVER_COUNT));
     eventually(RELOAD_TIMEOUT, "connections of before pass the director", || {
-        env.load_balancer_counter(&fleet, "to_other_balancer") > 0
-            && env.load_balancer_counter(&fleet, "established") > 0
+        env.query_load_balancer_counter(&fleet, "to_other_balancer") > 0
+            && env.query_load_balancer_counter(&fleet, "established") > 0
     });
-    pause(500);
+    sleep_ms(500);
     assert_none_broken(
         [&mut connections_before_agents, &mut connections_before_move, &mut coreward_connections],
         "half a second after the VIP moved",
@@ -189,7 +193,7 @@ fn assert_migration_from_director_and_back(instance: &str, family: AddressFamily
     // and no longer need the director.
     drop(connections_before_agents);
     connections_before_move.0.retain(|(connection, _)| connection.has_timestamps().unwrap());
-    env.set_fleet_text_and_wait(&mut fleet, "");
+    env.set_extra_fleet_text_and_wait(&mut fleet, "");
     drop(director);
     assert_none_broken([&mut connections_before_move, &mut coreward_connections], "when the director was gone");
     assert_migration_to_new_director(&env, fleet, family, [connections_before_move, coreward_connections]);
@@ -204,10 +208,10 @@ fn assert_migration_to_new_director(
 ) {
     let wrk_process = env.start_wrk(9);
     let _new_director = env.testbed.start_baseline_load_balancer(BaselineKind::DirectServerReturn).unwrap();
-    env.set_fleet_text_and_wait(&mut fleet, &migrate_to_line(family));
+    env.set_extra_fleet_text_and_wait(&mut fleet, &migrate_to_line(family));
     assert_eq!(env.tcp_timestamps_settings(), ["1"; SERVER_COUNT as usize], "new connections are not stamped");
     let mut connections_during_handover = env.open_connections(40);
-    pause(500);
+    sleep_ms(500);
     assert_none_broken(connections_before.each_mut(), "while it was handed over");
     assert_none_broken([&mut connections_during_handover], "while it was handed over");
     assert_eq!(finish_wrk(wrk_process), Vec::<String>::new());
@@ -249,10 +253,10 @@ fn vip_migrates_from_haproxy_and_back() {
     env.testbed.route_vips_to_load_balancers(&[1]).unwrap();
     assert_none_broken([&mut haproxy_connections, &mut direct_connections], "when the VIP moved");
     let mut coreward_connections = env.open_connections(40);
-    assert_eq!(coreward_connections.servers().len(), usize::from(SERVER_COUNT));
-    env.set_fleet_text_and_wait(&mut fleet, &migrate_to_line(AddressFamily::Ipv4));
+    assert_eq!(coreward_connections.server_numbers().len(), usize::from(SERVER_COUNT));
+    env.set_extra_fleet_text_and_wait(&mut fleet, &migrate_to_line(AddressFamily::Ipv4));
     let mut connections_after_handback = env.open_connections(40);
-    pause(500);
+    sleep_ms(500);
     assert_none_broken(
         [&mut haproxy_connections, &mut coreward_connections, &mut connections_after_handback],
         "while it was handed over",

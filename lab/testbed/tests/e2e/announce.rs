@@ -5,10 +5,10 @@ use std::fs::{self, File};
 use std::process::{Command, Stdio};
 
 use coreward_testbed::addresses::{FIRST_VIP, HOST_DEVICE, load_balancer_address};
-use coreward_testbed::fleet::{FleetOptions, coreward_command};
-use coreward_testbed::{Namespace, Process, TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{FleetOptions, coreward_binary};
+use coreward_testbed::{DEFAULT_TIMEOUT, Namespace, Process, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, assert_unbroken, eventually, run_command_text};
+use crate::support::{TestEnv, assert_streams_unbroken, eventually, run_command_line};
 
 /// BFD declares a neighbour down after 2 s without a packet. The time is long, because a busy machine may stop BIRD for
 /// more than 500 ms.
@@ -53,7 +53,7 @@ fn start_bird(env: &TestEnv, namespace: &Namespace, name: &str, text: &str) -> P
 /// Returns the numbers of the load balancers to which the router sends connections for the VIP.
 fn next_hop_load_balancers(env: &TestEnv) -> Vec<u16> {
     let route_output =
-        run_command_text(&env.testbed, env.testbed.ecmp_host(), &format!("ip route show {FIRST_VIP}/32"));
+        run_command_line(&env.testbed, env.testbed.ecmp_host(), &format!("ip route show {FIRST_VIP}/32"));
     let is_next_hop = |number: &u16| {
         let next_hop_text = format!("via {} ", load_balancer_address(*number));
         route_output.contains(&next_hop_text)
@@ -74,7 +74,7 @@ fn start_env() -> TestEnv {
     let announce_config = "[announce]\ndrain = \"10s\"\n".to_owned();
     TestEnv::start(
         options,
-        FleetOptions { policy: "rr".to_owned(), load_balancer_text: announce_config, ..FleetOptions::default() },
+        FleetOptions { policy: "rr".to_owned(), extra_load_balancer_text: announce_config, ..FleetOptions::default() },
     )
 }
 
@@ -93,17 +93,17 @@ fn announced_load_balancers_join_and_leave_without_breaking_connections() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env();
     let _bird_processes = start_birds(&env);
-    eventually(*TIMEOUT, "both announce the VIP", || next_hop_load_balancers(&env) == [1, 2]);
+    eventually(*DEFAULT_TIMEOUT, "both announce the VIP", || next_hop_load_balancers(&env) == [1, 2]);
     // Delete the testbed's own route for all VIPs.
-    run_command_text(&env.testbed, env.testbed.ecmp_host(), "ip route delete 10.200.0.0/24");
+    run_command_line(&env.testbed, env.testbed.ecmp_host(), "ip route delete 10.200.0.0/24");
     let stream_client = env.start_streams(100.0);
     env.wait_for_connections(100);
 
     // After a regular stop, packets no longer arrive when the process ends.
-    env.fleet.daemon("lb2").unwrap().terminate(*TIMEOUT).unwrap();
+    env.fleet.daemon("lb2").unwrap().terminate(*DEFAULT_TIMEOUT).unwrap();
     assert_eq!(next_hop_load_balancers(&env), [1]);
     env.fleet.restart_daemon(&env.testbed, "lb2").unwrap();
-    eventually(*TIMEOUT, "it announces the VIP again", || next_hop_load_balancers(&env) == [1, 2]);
+    eventually(*DEFAULT_TIMEOUT, "it announces the VIP again", || next_hop_load_balancers(&env) == [1, 2]);
 
     // The daemon is killed, but its data plane and announcements continue.
     env.fleet.kill_daemon("lb1").unwrap();
@@ -114,17 +114,19 @@ fn announced_load_balancers_join_and_leave_without_breaking_connections() {
 
     // The link fails.
     let second_lb = env.testbed.load_balancer(2).unwrap();
-    run_command_text(&env.testbed, second_lb, &format!("ip link set {HOST_DEVICE} down"));
-    eventually(*TIMEOUT, "the router has noticed", || next_hop_load_balancers(&env) == [1]);
-    run_command_text(&env.testbed, second_lb, &format!("ip link set {HOST_DEVICE} up"));
-    eventually(*TIMEOUT, "it announces the VIP again", || next_hop_load_balancers(&env) == [1, 2]);
+    run_command_line(&env.testbed, second_lb, &format!("ip link set {HOST_DEVICE} down"));
+    eventually(*DEFAULT_TIMEOUT, "the router has noticed", || next_hop_load_balancers(&env) == [1]);
+    run_command_line(&env.testbed, second_lb, &format!("ip link set {HOST_DEVICE} up"));
+    eventually(*DEFAULT_TIMEOUT, "it announces the VIP again", || next_hop_load_balancers(&env) == [1, 2]);
 
     // Taking the load balancer out of service withdraws the VIP first, then detaches the program.
     env.fleet.kill_daemon("lb1").unwrap();
-    let mut detach_command = Command::new(coreward_command().unwrap());
+    let mut detach_command = Command::new(coreward_binary().unwrap());
     detach_command.args(["lb", "--detach", "--config"]).arg(env.testbed.directory().join("lb1.toml"));
     env.testbed.run_command(env.testbed.load_balancer(1).unwrap(), detach_command).unwrap();
     assert_eq!(next_hop_load_balancers(&env), [2]);
-    eventually(*TIMEOUT, "it forwards connections", || env.load_balancer_counter("lb2", "established") > 0);
-    assert_unbroken(stream_client);
+    eventually(*DEFAULT_TIMEOUT, "it forwards connections", || {
+        env.query_load_balancer_counter("lb2", "established") > 0
+    });
+    assert_streams_unbroken(stream_client);
 }

@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 
 use coreward_metrics::table::Component;
 use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_directory, credential_directory, issue_certificate};
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::certificate::unix_now;
 use coreward_tls::{Identity, Name, Role};
 
-use crate::support::{daemon_log, eventually, process_status_field, retained_capabilities, send_requests};
+use crate::support::{eventually, process_status_field, read_daemon_log, retained_capabilities, send_requests};
 
 fn parse_name(name: &str) -> Name {
     name.parse().unwrap()
@@ -108,27 +108,29 @@ fn assert_only_needed_capabilities(fleet: &mut Fleet) {
 /// contain these messages.
 fn assert_agent_is_rejected(testbed: &Testbed, fleet: &mut Fleet, directory: &Path, messages: [&str; 2]) {
     fleet.kill_daemon("agent-s1").unwrap();
-    let log_lengths = ["controller", "agent-s1"].map(|daemon| daemon_log(testbed, daemon, 0).len());
+    let log_lengths = ["controller", "agent-s1"].map(|daemon| read_daemon_log(testbed, daemon, 0).len());
     copy_certificates(directory, &credential_directory(testbed, Role::Agent, "s1"));
     fleet.restart_daemon(testbed, "agent-s1").unwrap();
     for ((daemon, log_length), message) in ["controller", "agent-s1"].into_iter().zip(log_lengths).zip(messages) {
-        eventually(*TIMEOUT, message, || daemon_log(testbed, daemon, log_length).contains(message));
+        eventually(*DEFAULT_TIMEOUT, message, || read_daemon_log(testbed, daemon, log_length).contains(message));
     }
 }
 
 /// Asserts that an agent whose certificate has expired reconnects without a restart when it gets a valid one.
 fn assert_agent_reconnects_with_valid_certificate(testbed: &Testbed, fleet: &mut Fleet) {
     fleet.kill_daemon("agent-s1").unwrap();
-    let agent_log_length = daemon_log(testbed, "agent-s1", 0).len();
+    let agent_log_length = read_daemon_log(testbed, "agent-s1", 0).len();
     issue(testbed, Role::Agent, "s1", "testbed", expired_validity());
     fleet.restart_daemon(testbed, "agent-s1").unwrap();
     // Wait for this message before the files change again. A daemon that starts while its files are written finds a key
     // that does not match the certificate, and ends (a unit restarts it).
     let expiry_message = "the peer refuses our certificate: by the peer's clock it has expired";
-    eventually(*TIMEOUT, expiry_message, || daemon_log(testbed, "agent-s1", agent_log_length).contains(expiry_message));
+    eventually(*DEFAULT_TIMEOUT, expiry_message, || {
+        read_daemon_log(testbed, "agent-s1", agent_log_length).contains(expiry_message)
+    });
     issue(testbed, Role::Agent, "s1", "testbed", Validity::from_now(DAY));
-    eventually(*TIMEOUT, "the agent is back", || {
-        daemon_log(testbed, "agent-s1", agent_log_length).contains("event=\"controller-connected\"")
+    eventually(*DEFAULT_TIMEOUT, "the agent is back", || {
+        read_daemon_log(testbed, "agent-s1", agent_log_length).contains("event=\"controller-connected\"")
     });
     fleet.wait_until_ready(testbed).unwrap();
 }
@@ -136,15 +138,15 @@ fn assert_agent_reconnects_with_valid_certificate(testbed: &Testbed, fleet: &mut
 /// Asserts that an agent's certificate does not open a load balancer's stream, on which all keys are sent.
 fn assert_agent_certificate_is_rejected_for_lb(testbed: &Testbed, fleet: &mut Fleet) {
     fleet.kill_daemon("lb1").unwrap();
-    let controller_log_length = daemon_log(testbed, "controller", 0).len();
+    let controller_log_length = read_daemon_log(testbed, "controller", 0).len();
     copy_certificates(
         &credential_directory(testbed, Role::Agent, "s1"),
         &credential_directory(testbed, Role::Lb, "lb1"),
     );
     fleet.restart_daemon(testbed, "lb1").unwrap();
     let rejection_message = "peer=agent s1 at ";
-    eventually(*TIMEOUT, rejection_message, || {
-        let new_log_lines = daemon_log(testbed, "controller", controller_log_length);
+    eventually(*DEFAULT_TIMEOUT, rejection_message, || {
+        let new_log_lines = read_daemon_log(testbed, "controller", controller_log_length);
         new_log_lines.contains(rejection_message)
             && new_log_lines.contains("reason=\"wrong_role\" error=the certificate is for agent s1: expected lb")
     });

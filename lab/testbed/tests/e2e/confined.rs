@@ -3,10 +3,11 @@
 use coreward_metrics::table::Component;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, unit_capabilities};
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{
-    capability_mask, effective_capabilities, eventually, eventually_in_force, retained_capabilities, send_requests,
+    capability_mask, effective_capabilities, eventually, retained_capabilities, send_requests,
+    wait_until_configuration_in_force,
 };
 
 fn parse_capability(name: &str) -> caps::Capability {
@@ -56,21 +57,21 @@ fn daemons_work_with_only_the_capabilities_of_their_units() {
         testbed.server_numbers().into_iter().map(|n| testbed.start_nginx(n).unwrap()).collect();
     let _key_value_server = testbed.start_key_value_server(1, &["--workers", "2"]).unwrap();
     let options =
-        FleetOptions { has_unit_capabilities: true, agent_text: dispatch_config(&testbed), ..Default::default() };
+        FleetOptions { has_unit_capabilities: true, extra_agent_text: dispatch_config(&testbed), ..Default::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     send_requests(&testbed, 20);
 
     assert_unit_capabilities(&mut fleet);
     // Workers' sockets are found, connections are steered to them, UDP requests are dispatched to them, and no daemon
     // warns.
-    eventually(*TIMEOUT, "the agent dispatches to both workers", || {
+    eventually(*DEFAULT_TIMEOUT, "the agent dispatches to both workers", || {
         let dispatch_workers =
             query_server(&fleet, &testbed)["dispatch"][0]["workers"].as_array().cloned().unwrap_or_default();
         dispatch_workers.iter().filter(|worker| worker["eligible"] == true).count() == 2
     });
-    eventually(*TIMEOUT, "the agent has no warnings", || server_warnings(&fleet, &testbed).is_empty());
+    eventually(*DEFAULT_TIMEOUT, "the agent has no warnings", || server_warnings(&fleet, &testbed).is_empty());
     // Send more requests, because earlier connections may have arrived before the agent found the workers.
-    eventually(*TIMEOUT, "connections were steered", || {
+    eventually(*DEFAULT_TIMEOUT, "connections were steered", || {
         send_requests(&testbed, 2);
         query_server(&fleet, &testbed)["counters"]["steered"].as_u64().unwrap() > 0
     });
@@ -78,8 +79,10 @@ fn daemons_work_with_only_the_capabilities_of_their_units() {
     let mut pool = fleet.server_pool().clone();
     pool.insert(2, AdminState::Draining);
     fleet.set_pool(&testbed, pool).unwrap();
-    eventually_in_force(&fleet, &testbed);
-    eventually(*TIMEOUT, "the agent has found the other server", || server_warnings(&fleet, &testbed).is_empty());
+    wait_until_configuration_in_force(&fleet, &testbed);
+    eventually(*DEFAULT_TIMEOUT, "the agent has found the other server", || {
+        server_warnings(&fleet, &testbed).is_empty()
+    });
     // A new process takes over the pins, and detach removes them.
     for name in ["lb1", "agent-s1"] {
         fleet.upgrade_daemon(&testbed, name).unwrap();

@@ -7,18 +7,18 @@ use coreward_model::consistency::Consistency;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::FleetOptions;
 use coreward_testbed::stream::{PACKET_BYTES, StreamRequest, content_byte};
-use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, Namespace, TestbedOptions, missing_testbed_rights, skip_if};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
-use crate::support::{TestEnv, eventually, pause};
+use crate::support::{TestEnv, eventually, sleep_ms};
 
 fn start_env(instance: &str) -> TestEnv {
     let options = TestbedOptions { instance: instance.to_owned(), servers: 2, ..TestbedOptions::default() };
     let fleet_options = FleetOptions {
         consistency: Consistency::Stateful,
         policy: "rr".to_owned(),
-        load_balancer_text: "connection_timers = { idle = \"2s\", closing = \"1s\" }\n".to_owned(),
+        extra_load_balancer_text: "connection_timers = { idle = \"2s\", closing = \"1s\" }\n".to_owned(),
         ..FleetOptions::default()
     };
     TestEnv::start(options, fleet_options)
@@ -31,7 +31,7 @@ fn open_connection(env: &TestEnv) -> TcpStream {
 /// Returns the number of connections that `coreward connections` shows.
 fn count_connections(env: &TestEnv) -> usize {
     let directory = env.testbed.load_balancer_pin_directory(1);
-    let mut command = std::process::Command::new(coreward_testbed::fleet::coreward_command().unwrap());
+    let mut command = std::process::Command::new(coreward_testbed::fleet::coreward_binary().unwrap());
     command.args(["connections", "--service", "web0", "--pin-directory"]).arg(directory);
     let connections_output = env.testbed.run_command(env.testbed.load_balancer(1).unwrap(), command).unwrap().stdout;
     let connections_output = String::from_utf8(connections_output).unwrap();
@@ -46,26 +46,26 @@ fn silent_connection_is_kept_and_closed_ones_are_freed() {
     let env = start_env("silent");
     let mut silent_connection = open_connection(&env);
     let closed_connections: Vec<TcpStream> = (0..5).map(|_| open_connection(&env)).collect();
-    eventually(*TIMEOUT, "six connections", || count_connections(&env) == 6);
+    eventually(*DEFAULT_TIMEOUT, "six connections", || count_connections(&env) == 6);
     drop(closed_connections);
-    eventually(*TIMEOUT, "the closed ones are freed", || count_connections(&env) == 1);
+    eventually(*DEFAULT_TIMEOUT, "the closed ones are freed", || count_connections(&env) == 1);
     // The connection has been idle for several times `idle`, but its server was queried and still has the connection.
-    pause(5_000);
+    sleep_ms(5_000);
     assert_eq!(count_connections(&env), 1);
-    let packets_by_table = env.load_balancer_counter("lb1", "connection_table");
+    let packets_by_table = env.query_load_balancer_counter("lb1", "connection_table");
     // The client closes while the server still sends, so that the client has the socket in TIME-WAIT. At the server,
     // TIME-WAIT would keep the entry for a minute.
     let request = StreamRequest { content_seed: 7.into(), packet_count: 4_000.into(), duration_us: 4_000_000.into() };
-    silent_connection.set_read_timeout(Some(*TIMEOUT)).unwrap();
+    silent_connection.set_read_timeout(Some(*DEFAULT_TIMEOUT)).unwrap();
     silent_connection.write_all(request.as_bytes()).unwrap();
     let mut response_bytes = vec![0; 4 * PACKET_BYTES];
     silent_connection.read_exact(&mut response_bytes).unwrap();
     assert!((0..).zip(&response_bytes).all(|(position, byte)| content_byte(7, position) == *byte));
-    eventually(*TIMEOUT, "its packets go by the table", || {
-        env.load_balancer_counter("lb1", "connection_table") > packets_by_table
+    eventually(*DEFAULT_TIMEOUT, "its packets go by the table", || {
+        env.query_load_balancer_counter("lb1", "connection_table") > packets_by_table
     });
     drop(silent_connection);
-    eventually(*TIMEOUT, "nothing is left", || count_connections(&env) == 0);
+    eventually(*DEFAULT_TIMEOUT, "nothing is left", || count_connections(&env) == 0);
 }
 
 /// Address of a client that gets no answers, because no machine has a route to it.
@@ -89,9 +89,9 @@ fn half_open_connections_are_freed_without_a_controller() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env("halves");
     let _open_connection = open_connection(&env);
-    eventually(*TIMEOUT, "a connection", || count_connections(&env) == 1);
+    eventually(*DEFAULT_TIMEOUT, "a connection", || count_connections(&env) == 1);
     env.fleet.kill_daemon("controller").unwrap();
     (0..20).for_each(|_| send_lone_syn(env.testbed.client()));
-    eventually(*TIMEOUT, "twenty half-open ones", || count_connections(&env) == 21);
-    eventually(*TIMEOUT, "they are freed, and no other", || count_connections(&env) == 1);
+    eventually(*DEFAULT_TIMEOUT, "twenty half-open ones", || count_connections(&env) == 21);
+    eventually(*DEFAULT_TIMEOUT, "they are freed, and no other", || count_connections(&env) == 1);
 }

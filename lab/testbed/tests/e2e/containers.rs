@@ -8,7 +8,7 @@ use coreward_model::consistency::{Consistency, TimestampOrigin};
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::container::{CONTAINER_RESPONSE_BODY, Container};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{TestEnv, eventually};
 
@@ -25,14 +25,16 @@ impl ContainerEnv {
     fn start(instance: &str, options: FleetOptions) -> Self {
         let testbed_options = TestbedOptions { instance: instance.to_owned(), servers: 3, ..TestbedOptions::default() };
         let env = TestEnv::start(testbed_options, FleetOptions { policy: "hash".to_owned(), ..options });
-        let start = |server| {
+        let start_container = |server| {
             let container = env.testbed.start_container(server).unwrap();
             container.set_sysctl(&env.testbed, "net.ipv4.tcp_timestamps", 2).unwrap();
             container
         };
-        let running_containers = (1..=3).map(start).collect();
+        let running_containers = (1..=3).map(start_container).collect();
         let container_env = Self { _containers: running_containers, env };
-        eventually(*TIMEOUT, "every container answers", || (0..20).all(|_| container_env.query_container().is_ok()));
+        eventually(*DEFAULT_TIMEOUT, "every container answers", || {
+            (0..20).all(|_| container_env.query_container().is_ok())
+        });
         container_env
     }
 
@@ -43,8 +45,8 @@ impl ContainerEnv {
     /// Opens a connection to the service, sends one request, and asserts that a container answers it.
     fn query_container(&self) -> anyhow::Result<()> {
         self.env.testbed.client().run_within(|| {
-            let mut stream = TcpStream::connect_timeout(&SocketAddr::from(SERVICE_ADDRESS), *TIMEOUT)?;
-            stream.set_read_timeout(Some(*TIMEOUT))?;
+            let mut stream = TcpStream::connect_timeout(&SocketAddr::from(SERVICE_ADDRESS), *DEFAULT_TIMEOUT)?;
+            stream.set_read_timeout(Some(*DEFAULT_TIMEOUT))?;
             stream.write_all(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
             let mut response_text = String::new();
             stream.read_to_string(&mut response_text)?;
@@ -54,7 +56,7 @@ impl ContainerEnv {
     }
 
     /// Opens [`CONNECTION_COUNT`] connections with one request each, and returns the errors.
-    fn connection_errors(&self) -> Vec<anyhow::Error> {
+    fn collect_connection_errors(&self) -> Vec<anyhow::Error> {
         (0..CONNECTION_COUNT).filter_map(|_| self.query_container().err()).collect()
     }
 
@@ -77,7 +79,7 @@ fn connections_to_containers_survive_a_bucket_change() {
     for timestamps in ["0", "1"] {
         container_env.set_client_timestamps(timestamps);
         container_env.move_buckets_to_third_server();
-        let connection_errors = container_env.connection_errors();
+        let connection_errors = container_env.collect_connection_errors();
         assert!(
             connection_errors.is_empty(),
             "tcp_timestamps {timestamps}: {} of {CONNECTION_COUNT}: {}",
@@ -100,16 +102,16 @@ fn modes_that_need_host_sockets_are_reported_for_containers() {
         let mut container_env =
             ContainerEnv::start(instance, FleetOptions { consistency, timestamps, ..FleetOptions::default() });
         container_env.move_buckets_to_third_server();
-        let connection_errors = container_env.connection_errors();
+        let connection_errors = container_env.collect_connection_errors();
         assert!(
             connection_errors.is_empty(),
             "{instance}: {} of {CONNECTION_COUNT}: {}",
             connection_errors.len(),
             connection_errors[0]
         );
-        eventually(*TIMEOUT, warning, || container_env.has_warning(warning));
+        eventually(*DEFAULT_TIMEOUT, warning, || container_env.has_warning(warning));
         if consistency == Consistency::Stateful {
-            eventually(*TIMEOUT, "cookies hold ids", || container_env.env.sum_counter("established") > 0);
+            eventually(*DEFAULT_TIMEOUT, "cookies hold ids", || container_env.env.sum_counter("established") > 0);
             assert_eq!(container_env.env.sum_counter("connection_table"), 0, "an index could not be restored");
         }
     }

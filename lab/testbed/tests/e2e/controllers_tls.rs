@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use coreward_etcd::local::{ClientTls, LocalMember};
 use coreward_testbed::addresses::CONTROLLER_ADDRESS;
-use coreward_testbed::fleet::{certificate_directory, controller_address_of, coreward_command};
+use coreward_testbed::fleet::{certificate_directory, controller_address_of, coreward_binary};
 use coreward_testbed::process::Process;
 use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::authority::{Authority, DAY, Validity};
@@ -133,14 +133,14 @@ impl TestEnv {
 
     fn start_controller(&self, file: &Path) -> Process {
         let log_file = File::options().create(true).append(true).open(file.with_extension("log")).unwrap();
-        let mut command = Command::new(coreward_command().unwrap());
+        let mut command = Command::new(coreward_binary().unwrap());
         command.arg("controller").arg("--config").arg(file);
         command.stdin(Stdio::null()).stdout(log_file.try_clone().unwrap()).stderr(log_file);
         self.testbed.spawn(self.testbed.controller(), command).unwrap()
     }
 
     fn run_coreward(&self, arguments: &[&str]) -> Result<String, String> {
-        let mut command = Command::new(coreward_command().unwrap());
+        let mut command = Command::new(coreward_binary().unwrap());
         command.args(arguments);
         let output = self.testbed.run_command(self.testbed.controller(), command);
         output.map(|output| String::from_utf8(output.stdout).unwrap()).map_err(|error| format!("{error:#}"))
@@ -149,7 +149,7 @@ impl TestEnv {
     /// Runs `coreward doctor`, which must find a fault, and returns its output.
     fn run_failing_doctor(&self, file: &Path) -> String {
         let mut command = Command::new("sh");
-        command.args(["-c", "\"$0\" doctor --config \"$1\" || true"]).arg(coreward_command().unwrap()).arg(file);
+        command.args(["-c", "\"$0\" doctor --config \"$1\" || true"]).arg(coreward_binary().unwrap()).arg(file);
         String::from_utf8(self.testbed.run_command(self.testbed.controller(), command).unwrap().stdout).unwrap()
     }
 
@@ -170,7 +170,7 @@ impl TestEnv {
     }
 
     /// Returns the names of the servers that are drained by `coreward drain`, or `None` without a leader.
-    fn servers_drained_by_command(&self, controllers: &[u16]) -> Option<Vec<String>> {
+    fn query_servers_drained_by_command(&self, controllers: &[u16]) -> Option<Vec<String>> {
         let text = self.run_as_operator(controllers, &["status", "--format", "json"]).ok()?;
         let status: serde_json::Value = serde_json::from_str(&text).unwrap();
         let servers = status["servers"].as_array().unwrap().iter();
@@ -184,7 +184,7 @@ impl TestEnv {
 
     /// Queries each of these controllers. Returns the leader and the other controllers' answers, or `None` unless there
     /// is exactly one leader.
-    fn leader_and_refusals(&self, controllers: &[u16]) -> Option<(u16, Vec<String>)> {
+    fn query_leader_and_refusals(&self, controllers: &[u16]) -> Option<(u16, Vec<String>)> {
         let (mut leaders, mut refusals) = (Vec::new(), Vec::new());
         for number in controllers {
             match self.run_as_operator(&[*number], &["fleet", "show"]) {
@@ -200,7 +200,7 @@ impl TestEnv {
 fn wait_until_followers_name_leader(env: &TestEnv, controller_numbers: &[u16]) -> u16 {
     let mut leader_number = 0;
     eventually(TAKEOVER_TIMEOUT, "the others name the leader", || {
-        let Some((leader, refusals)) = env.leader_and_refusals(controller_numbers) else { return false };
+        let Some((leader, refusals)) = env.query_leader_and_refusals(controller_numbers) else { return false };
         leader_number = leader;
         let expected_hint =
             format!("{} (API: {}) does", controller_address_of(leader_number), controller_api_url(leader_number));
@@ -235,7 +235,7 @@ fn wait_for_drained_servers(env: &TestEnv, controller_numbers: &[u16]) -> Vec<St
     // Repeat the query, because the test compares only leaders' answers.
     let mut drained_servers = None;
     eventually(TAKEOVER_TIMEOUT, "a leader answers", || {
-        drained_servers = env.servers_drained_by_command(controller_numbers);
+        drained_servers = env.query_servers_drained_by_command(controller_numbers);
         drained_servers.is_some()
     });
     drained_servers.unwrap()
@@ -279,7 +279,7 @@ fn replace_single_controller(
     let mut single_controller = env.start_controller(store_config_path);
     eventually(TAKEOVER_TIMEOUT, "the document is in force", || env.apply_document(&[1], FLEET_DOCUMENT).is_ok());
     env.run_as_operator(&[1], &["drain", "s1", "--force"]).unwrap();
-    assert_eq!(env.servers_drained_by_command(&[1]).unwrap(), ["s1"]);
+    assert_eq!(env.query_servers_drained_by_command(&[1]).unwrap(), ["s1"]);
     assert!(single_controller.terminate(EXIT_TIMEOUT).unwrap().success());
     let copy_output = env.run_coreward(&["store", "copy", "--from", alone_text, "--to", first_text]).unwrap();
     assert!(copy_output.contains("2 servers, 1 services"), "{copy_output}");
@@ -318,7 +318,7 @@ fn commands_find_the_leader_and_drains_outlive_it() {
 
     let mut controller_processes = replace_single_controller(&env, &store_config_path, &etcd_config_paths);
     eventually(TAKEOVER_TIMEOUT, "the drain came along", || {
-        env.servers_drained_by_command(&controller_numbers) == Some(vec!["s1".to_owned()])
+        env.query_servers_drained_by_command(&controller_numbers) == Some(vec!["s1".to_owned()])
     });
     eventually(TAKEOVER_TIMEOUT, "s2 is drained", || {
         env.run_as_operator(&controller_numbers, &["drain", "s2", "--force"]).is_ok()
@@ -335,12 +335,14 @@ fn commands_find_the_leader_and_drains_outlive_it() {
     assert_drains_outlive_leader(&env, &controller_numbers, leader, &changed_document);
     let other_controllers: Vec<u16> =
         controller_numbers.into_iter().filter(|number| *number != leader_number).collect();
-    eventually(TAKEOVER_TIMEOUT, "one of the others leads", || env.leader_and_refusals(&other_controllers).is_some());
+    eventually(TAKEOVER_TIMEOUT, "one of the others leads", || {
+        env.query_leader_and_refusals(&other_controllers).is_some()
+    });
 
     return_to_store(&env, &mut controller_processes, &etcd_config_paths[0], &store_config_path);
     let _single_controller = env.start_controller(&store_config_path);
     eventually(TAKEOVER_TIMEOUT, "the drain is there still", || {
-        env.servers_drained_by_command(&[1]) == Some(vec!["s1".to_owned()])
+        env.query_servers_drained_by_command(&[1]) == Some(vec!["s1".to_owned()])
     });
     let shown_document = env.run_as_operator(&[1], &["fleet", "show"]).unwrap();
     assert!(shown_document.trim().ends_with(changed_document.trim()), "{shown_document}");
@@ -376,11 +378,13 @@ fn controller_rejected_by_etcd_reports_the_reason() {
     let foreign_credentials =
         issue_certificate(&create_authority(&foreign_directory), &foreign_directory, Role::Controller, "c1", None);
     let own_credentials = env.credential_files(Role::Controller, "c1");
-    let untrusted_by_etcd = CredentialFiles { ca_path: own_credentials.ca_path.clone(), ..foreign_credentials.clone() };
-    let distrusting_etcd = CredentialFiles { ca_path: foreign_credentials.ca_path.clone(), ..own_credentials.clone() };
+    let credentials_untrusted_by_etcd =
+        CredentialFiles { ca_path: own_credentials.ca_path.clone(), ..foreign_credentials.clone() };
+    let credentials_distrusting_etcd =
+        CredentialFiles { ca_path: foreign_credentials.ca_path.clone(), ..own_credentials.clone() };
     for (name, files, expected) in [
-        ("foreign", untrusted_by_etcd, "etcd refuses our certificate, or that we show none"),
-        ("misled", distrusting_etcd, "its certificate is signed by no authority in `ca`"),
+        ("foreign", credentials_untrusted_by_etcd, "etcd refuses our certificate, or that we show none"),
+        ("misled", credentials_distrusting_etcd, "its certificate is signed by no authority in `ca`"),
     ] {
         assert_rejection_is_reported(&env, &env.write_etcd_config(name, 1, &files), expected);
     }

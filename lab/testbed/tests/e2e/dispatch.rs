@@ -3,12 +3,12 @@
 
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::{Fleet, FleetOptions, operator_command};
-use coreward_testbed::{TIMEOUT, Testbed, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, missing_testbed_rights, skip_if};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::support::eventually;
-use crate::support::load::{report, start_load_generator};
+use crate::support::load::{start_load_generator, wait_for_report};
 
 fn dispatch_config(testbed: &Testbed, policy: &str) -> String {
     let pin_directory = testbed.pin_directory().join("dispatch");
@@ -57,26 +57,26 @@ fn assert_all_answered(dispatched_services: &Value, worker_pids: &[u32]) {
 
 /// Sends requests to the server, asserts that it answers all of them, and returns the load generator's report.
 fn run_load_without_loss(testbed: &Testbed, load_options: &str) -> anyhow::Result<Value> {
-    let load_report = report(start_load_generator(testbed, load_options)?)?;
+    let load_report = wait_for_report(start_load_generator(testbed, load_options)?)?;
     assert_eq!(load_report["lost"], 0, "{load_report}");
     Ok(load_report)
 }
 
 #[test]
-fn agent_dispatches_as_its_configuration_says() -> anyhow::Result<()> {
+fn agent_dispatches_by_its_configuration() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = Testbed::create_direct("tdispatch")?;
+    let testbed = Testbed::create_without_load_balancing("tdispatch")?;
     let server_options = ["--workers", "4", "--paced", "--service-us", "GET=300"];
     let server =
         testbed.start_key_value_server(1, &[&server_options[..], &["--receive-buffer", "16000000"]].concat())?;
     let agent_config = dispatch_config(&testbed, "jsq");
-    let mut fleet = Fleet::start(&testbed, FleetOptions { agent_text: agent_config, ..FleetOptions::default() })?;
+    let mut fleet = Fleet::start(&testbed, FleetOptions { extra_agent_text: agent_config, ..FleetOptions::default() })?;
     // The load generator sends requests to the server directly, without the load balancer.
-    eventually(*TIMEOUT, "four workers get requests", || {
+    eventually(*DEFAULT_TIMEOUT, "four workers get requests", || {
         count_eligible_workers(&query_dispatch_status(&fleet, &testbed)) == 4
     });
     let load_report = run_load_without_loss(&testbed, "--rate 2000 --seconds 2 --warm-up 0 --timeout 20")?;
-    eventually(*TIMEOUT, "the agent reports that all are answered", || {
+    eventually(*DEFAULT_TIMEOUT, "the agent reports that all are answered", || {
         sum_over_workers(&query_dispatch_status(&fleet, &testbed), "completed")
             == load_report["requests"].as_u64().unwrap()
     });
@@ -98,37 +98,41 @@ fn reload_agent_config(testbed: &Testbed, fleet: &mut Fleet, config: &str) -> an
 /// Tests a reload by SIGHUP, a restart of the agent, and the detachment of the dispatch.
 fn check_reload_restart_and_detach(testbed: &Testbed, fleet: &mut Fleet) -> anyhow::Result<()> {
     let config_before = std::fs::read_to_string(testbed.directory().join("agent-s1.toml"))?;
-    let completed_before = sum_over_workers(&query_dispatch_status(fleet, testbed), "completed");
+    let completed_count_before = sum_over_workers(&query_dispatch_status(fleet, testbed), "completed");
     reload_agent_config(testbed, fleet, &config_before.replace("\"jsq\"", "\"rr\""))?;
-    eventually(*TIMEOUT, "the policy has changed", || query_dispatch_status(fleet, testbed)[0]["policy"] == "rr");
+    eventually(*DEFAULT_TIMEOUT, "the policy has changed", || {
+        query_dispatch_status(fleet, testbed)[0]["policy"] == "rr"
+    });
     assert_eq!(
         sum_over_workers(&query_dispatch_status(fleet, testbed), "completed"),
-        completed_before,
+        completed_count_before,
         "the counts continue"
     );
     // An invalid file changes nothing.
     reload_agent_config(testbed, fleet, &config_before.replace("\"jsq\"", "\"jsk\""))?;
     let load_report = run_load_without_loss(testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 20")?;
-    let expected_completed = completed_before + load_report["requests"].as_u64().unwrap();
-    eventually(*TIMEOUT, "they are counted", || {
-        sum_over_workers(&query_dispatch_status(fleet, testbed), "completed") == expected_completed
+    let expected_completed_count = completed_count_before + load_report["requests"].as_u64().unwrap();
+    eventually(*DEFAULT_TIMEOUT, "they are counted", || {
+        sum_over_workers(&query_dispatch_status(fleet, testbed), "completed") == expected_completed_count
     });
     assert_eq!(query_dispatch_status(fleet, testbed)[0]["policy"], "rr");
 
     // A new agent process takes over the request counters. Its start rewrites the configuration file.
     fleet.upgrade_daemon(testbed, "agent-s1")?;
-    eventually(*TIMEOUT, "the new agent dispatches", || query_dispatch_status(fleet, testbed)[0]["policy"] == "jsq");
+    eventually(*DEFAULT_TIMEOUT, "the new agent dispatches", || {
+        query_dispatch_status(fleet, testbed)[0]["policy"] == "jsq"
+    });
     assert_eq!(
         (
             count_eligible_workers(&query_dispatch_status(fleet, testbed)),
             sum_over_workers(&query_dispatch_status(fleet, testbed), "completed")
         ),
-        (4, expected_completed)
+        (4, expected_completed_count)
     );
 
     // Without [dispatch] the kernel selects the worker, and no state remains.
     reload_agent_config(testbed, fleet, config_before.split("[dispatch]").next().unwrap())?;
-    eventually(*TIMEOUT, "nothing is dispatched", || {
+    eventually(*DEFAULT_TIMEOUT, "nothing is dispatched", || {
         query_dispatch_status(fleet, testbed).as_array().is_some_and(Vec::is_empty)
     });
     assert!(!testbed.pin_directory().join("dispatch").exists());

@@ -66,7 +66,7 @@ impl TestEnv {
         if conditions == DoctorConditions::WithoutCapabilities {
             command.args(["setpriv", "--bounding-set", "-bpf,-perfmon,-sys_admin"]);
         }
-        command.arg(coreward_testbed::fleet::coreward_command().unwrap());
+        command.arg(coreward_testbed::fleet::coreward_binary().unwrap());
         command.args(["doctor", "--format", "json", "--config"]).arg(config).args(extra_arguments);
         command.stderr(Stdio::null());
         command
@@ -141,7 +141,7 @@ impl TestEnv {
         let path_lines: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
             .map(|kind| format!("{kind}_temp_path {directory_path}/{kind};\n"))
             .concat();
-        let text = format!(
+        let nginx_config = format!(
             "user root; daemon off; worker_processes 2; {affinity_line} pid {directory_path}/pid; error_log \
              {directory_path}/error.log; \
              events {{}}\n\
@@ -150,7 +150,7 @@ impl TestEnv {
              listen {FIRST_VIP}:81 {reuseport_option}; }} }}\n"
         );
         let config_path = directory.join("nginx.conf");
-        fs::write(&config_path, text).unwrap();
+        fs::write(&config_path, nginx_config).unwrap();
         let mut command = Command::new("nginx");
         command.arg("-c").arg(&config_path).arg("-e").arg(directory.join("error.log"));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
@@ -205,14 +205,18 @@ impl CheckedHost {
     /// Returns this host with another configuration file, in which texts are replaced and the lines `extra_config` are
     /// added.
     fn with_replaced_config_text(&self, replacements: &[(&str, &str)], extra_config: &str) -> Self {
-        let mut text = fs::read_to_string(&self.config_path).unwrap();
+        let mut config_text = fs::read_to_string(&self.config_path).unwrap();
         for (old_text, new_text) in replacements {
-            assert!(text.contains(old_text), "{old_text}: {text}");
-            text = text.replace(old_text, new_text);
+            assert!(config_text.contains(old_text), "{old_text}: {config_text}");
+            config_text = config_text.replace(old_text, new_text);
         }
-        let config = self.config_path.with_extension("other.toml");
-        fs::write(&config, format!("{extra_config}{text}")).unwrap();
-        Self { namespace: self.namespace.clone(), config_path: config, baseline_report: self.baseline_report.clone() }
+        let other_config_path = self.config_path.with_extension("other.toml");
+        fs::write(&other_config_path, format!("{extra_config}{config_text}")).unwrap();
+        Self {
+            namespace: self.namespace.clone(),
+            config_path: other_config_path,
+            baseline_report: self.baseline_report.clone(),
+        }
     }
 
     fn assert_no_new_finding(&self, env: &TestEnv, previous_step: &str) {
@@ -256,14 +260,15 @@ fn start_env() -> (TestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
     let server_routes =
         [("ipv4/ip_forward", "1"), ("ipv4/conf/all/send_redirects", "0"), ("ipv4/conf/eth0/send_redirects", "0")];
     testbed.load_balancer(1).unwrap().set_sysctls(&server_routes).unwrap();
-    let fleet_options = FleetOptions { fleet_text: lb_stamped_service, runs_agents: false, ..FleetOptions::default() };
+    let fleet_options =
+        FleetOptions { extra_fleet_text: lb_stamped_service, runs_agents: false, ..FleetOptions::default() };
     let fleet = Fleet::start(&testbed, fleet_options).unwrap();
     // Add a load balancer without a daemon, which doctor checks before the daemon's first start.
     let second_lb = testbed.add_load_balancer().unwrap();
     testbed.load_balancer(second_lb).unwrap().set_sysctls(&server_routes).unwrap();
     let directory = testbed.directory();
-    let text = fs::read_to_string(directory.join("lb1.toml")).unwrap().replace("lb1", "lb2");
-    fs::write(directory.join("doctor-lb2.toml"), text).unwrap();
+    let second_lb_config = fs::read_to_string(directory.join("lb1.toml")).unwrap().replace("lb1", "lb2");
+    fs::write(directory.join("doctor-lb2.toml"), second_lb_config).unwrap();
     let pin_directory = testbed.pin_directory().join("doctor-s1");
     let agent_config = format!(
         "server = \"s1\"\ncontroller = \"{}\"\ninterface = \"{HOST_DEVICE}\"\npin_directory = \
@@ -279,11 +284,11 @@ fn start_env() -> (TestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
     fs::create_dir_all(&mount_point).unwrap();
     let mut env = TestEnv { testbed, mount_point, nginx_process: None, failures: RefCell::default() };
     env.start_nginx(true, true);
-    let server = CheckedHost::new(&env, env.server_host(), directory.join("doctor-s1.toml"));
+    let server_host = CheckedHost::new(&env, env.server_host(), directory.join("doctor-s1.toml"));
     let lb_host =
         CheckedHost::new(&env, env.testbed.load_balancer(second_lb).unwrap(), directory.join("doctor-lb2.toml"));
     let controller_host = CheckedHost::new(&env, env.testbed.controller(), directory.join("controller.toml"));
-    (env, fleet, server, lb_host, controller_host)
+    (env, fleet, server_host, lb_host, controller_host)
 }
 
 #[test]
@@ -322,7 +327,7 @@ fn doctor_names_every_injected_misconfiguration() {
 /// driver's counter keeps its value.
 fn check_frames_dropped_by_veth(env: &TestEnv) {
     env.run_script(env.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
-    let config = env.testbed.directory().join("lb1.toml");
+    let lb_config_path = env.testbed.directory().join("lb1.toml");
     let can_connect = || {
         let service_address = coreward_testbed::addresses::SERVICE_ADDRESS.into();
         Ok(std::net::TcpStream::connect_timeout(&service_address, Duration::from_millis(300)).is_ok())
@@ -332,12 +337,13 @@ fn check_frames_dropped_by_veth(env: &TestEnv) {
             !env.testbed.client().run_within(can_connect).unwrap(),
             "a connection through a switch that takes no frames"
         );
-        let report = env.run_doctor(env.testbed.load_balancer(1).unwrap(), &config, DoctorConditions::Normal, &[]);
-        report.findings.contains_key("xdp-send")
+        let doctor_report =
+            env.run_doctor(env.testbed.load_balancer(1).unwrap(), &lb_config_path, DoctorConditions::Normal, &[]);
+        doctor_report.findings.contains_key("xdp-send")
     });
     // With GRO alone, veth accepts the frames and delivers none.
     env.run_script(env.testbed.switch(), "ethtool -K lb1 gro on");
-    let report = env.run_doctor(env.testbed.load_balancer(1).unwrap(), &config, DoctorConditions::Normal, &[]);
+    let report = env.run_doctor(env.testbed.load_balancer(1).unwrap(), &lb_config_path, DoctorConditions::Normal, &[]);
     let is_found =
         report.findings.get("xdp-send").is_some_and(|finding_text| finding_text.contains("has no XDP program"));
     env.record_failure_unless(is_found, || format!("GRO alone at the other end of a veth: {report:?}"));

@@ -6,15 +6,16 @@ use std::fs::{self, File};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-use coreward_testbed::fleet::{Fleet, FleetOptions, coreward_command};
+use coreward_testbed::fleet::{Fleet, FleetOptions, coreward_binary};
 use coreward_testbed::nginx::NginxServer;
 use coreward_testbed::process::Process;
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::support::{
-    ConnectionsAndWorkers, assert_answered, eventually, open_at_each_server, open_keepalive_connections,
+    ConnectionsAndWorkers, assert_connections_answered, eventually, open_connections_at_each_server,
+    open_keepalive_connections,
 };
 
 /// Fleet of two servers with nginx. The fields are dropped in this order, the testbed last.
@@ -44,7 +45,7 @@ impl TestEnv {
     }
 
     fn coreward_command_for(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(coreward_command().unwrap());
+        let mut command = Command::new(coreward_binary().unwrap());
         command.args(arguments).env("COREWARD_TOKEN_FILE", self.testbed.directory().join("operator.token"));
         command
     }
@@ -64,14 +65,14 @@ impl TestEnv {
         BackgroundCommand { process: self.testbed.spawn(self.testbed.controller(), command).unwrap(), output_path }
     }
 
-    fn server_status(&self, server: &str) -> Value {
+    fn query_server_status(&self, server: &str) -> Value {
         let status = self.fleet.query_status(&self.testbed).unwrap();
         let servers = status["servers"].as_array().unwrap();
         servers.iter().find(|server_entry| server_entry["name"] == server).unwrap().clone()
     }
 
-    fn server_state(&self, server: &str) -> String {
-        self.server_status(server)["state"].as_str().unwrap().to_owned()
+    fn query_server_state(&self, server: &str) -> String {
+        self.query_server_status(server)["state"].as_str().unwrap().to_owned()
     }
 }
 
@@ -81,23 +82,23 @@ struct BackgroundCommand {
 }
 
 impl BackgroundCommand {
-    fn output(&self) -> String {
+    fn read_output(&self) -> String {
         fs::read_to_string(&self.output_path).unwrap()
     }
 
     fn wait_for_output(&self, expected_text: &str) {
         let mut output_text = String::new();
-        let has_words = || {
-            output_text = self.output();
+        let has_expected_text = || {
+            output_text = self.read_output();
             output_text.contains(expected_text)
         };
-        eventually(*TIMEOUT, &format!("{expected_text:?}"), has_words);
+        eventually(*DEFAULT_TIMEOUT, &format!("{expected_text:?}"), has_expected_text);
     }
 
     /// Waits for the end of the command. Returns whether it succeeded, and its output.
     fn wait_for_end(&mut self) -> (bool, String) {
-        let exit_status = self.process.wait(*TIMEOUT).unwrap();
-        (exit_status.success(), self.output())
+        let exit_status = self.process.wait(*DEFAULT_TIMEOUT).unwrap();
+        (exit_status.success(), self.read_output())
     }
 }
 
@@ -113,7 +114,7 @@ fn drain_ends_when_the_last_connection_closes() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start("drained");
     let (mut connections_to_s1, mut connections_to_s2) =
-        partition_by_server(open_at_each_server(&env.testbed, &[1, 2], 2), 1);
+        partition_by_server(open_connections_at_each_server(&env.testbed, &[1, 2], 2), 1);
     let open_connections = connections_to_s1.len();
     let mut waiting_command = env.spawn_coreward("wait", &["drain", "s1", "--wait", "--timeout", "2m"]);
     waiting_command.wait_for_output(&format!("s1 is draining: {open_connections} connections remain\n"));
@@ -122,16 +123,16 @@ fn drain_ends_when_the_last_connection_closes() {
     env.fleet.kill_daemon("controller").unwrap();
     waiting_command
         .wait_for_output("the drain is on record, what remains is not known: no controller answers at 127.0.0.1:7401");
-    assert_answered(&mut connections_to_s1);
+    assert_connections_answered(&mut connections_to_s1);
     connections_to_s1.truncate(1);
     env.fleet.restart_daemon(&env.testbed, "controller").unwrap();
     waiting_command.wait_for_output("s1 is draining: 1 connection remains\n");
     env.fleet.wait_until_ready(&env.testbed).unwrap();
-    assert_eq!(env.server_state("s1"), "draining");
+    assert_eq!(env.query_server_state("s1"), "draining");
     assert!(env.is_only_server(2));
-    assert_answered(&mut connections_to_s1);
-    assert_answered(&mut connections_to_s2);
-    assert!(waiting_command.process.try_wait().unwrap().is_none(), "{}", waiting_command.output());
+    assert_connections_answered(&mut connections_to_s1);
+    assert_connections_answered(&mut connections_to_s2);
+    assert!(waiting_command.process.try_wait().unwrap().is_none(), "{}", waiting_command.read_output());
     connections_to_s1.clear();
     let (is_success, output) = waiting_command.wait_for_end();
     assert!(is_success && output.ends_with("s1 is drained: no connection remains\n"), "{output}");
@@ -145,8 +146,8 @@ fn drain_ends_when_the_last_connection_closes() {
         "it is so already"
     );
     assert!(env.run_coreward(&["undrain", "s1"]).unwrap().starts_with("s1 is "));
-    eventually(*TIMEOUT, "server 1 is back", || !env.is_only_server(2));
-    assert_answered(&mut connections_to_s2);
+    eventually(*DEFAULT_TIMEOUT, "server 1 is back", || !env.is_only_server(2));
+    assert_connections_answered(&mut connections_to_s2);
 }
 
 #[test]
@@ -154,7 +155,7 @@ fn interrupted_or_timed_out_wait_leaves_the_server_drained() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start("drainend");
     let (mut connections_to_s1, _connections_to_s2) =
-        partition_by_server(open_at_each_server(&env.testbed, &[1], 2), 1);
+        partition_by_server(open_connections_at_each_server(&env.testbed, &[1], 2), 1);
     let mut interrupted_command = env.spawn_coreward("interrupted", &["drain", "s1", "--service", "web0", "--wait"]);
     // The agent has counted by now, so the short timeout below covers only a query.
     interrupted_command.wait_for_output(&format!(" {} connections remain\n", connections_to_s1.len()));
@@ -173,23 +174,23 @@ fn interrupted_or_timed_out_wait_leaves_the_server_drained() {
     assert!(!is_success && output.ends_with(&expected_end), "{output}");
     // Without an agent no connections are counted.
     env.fleet.kill_daemon("agent-s1").unwrap();
-    eventually(*TIMEOUT, "the report of s1 is stale", || env.server_status("s1")["reports"] != "fresh");
+    eventually(*DEFAULT_TIMEOUT, "the report of s1 is stale", || env.query_server_status("s1")["reports"] != "fresh");
     let mut command_without_counts = env.spawn_coreward("uncounted", &["drain", "s1", "--wait", "--timeout", "5s"]);
     let (is_success, output) = command_without_counts.wait_for_end();
     assert!(
         !is_success && output.contains("(waiting for its agent, which does not report) after 5s; s1 stays drained"),
         "{output}"
     );
-    assert_eq!(env.server_state("s1"), "draining");
+    assert_eq!(env.query_server_state("s1"), "draining");
     assert!(env.is_only_server(2));
-    assert_answered(&mut connections_to_s1);
+    assert_connections_answered(&mut connections_to_s1);
     let top_output = env.run_coreward(&["top", "--once"]).unwrap();
     assert!(top_output.lines().any(|line| line.starts_with("s1 ") && line.contains("draining")), "{top_output}");
     assert!(top_output.contains("! s1: draining: by `coreward drain`"), "{top_output}");
 }
 
 /// Returns the lines in the controller's log that contain an event, as JSON objects.
-fn logged_events(env: &TestEnv, event: &str) -> Vec<Value> {
+fn read_logged_events(env: &TestEnv, event: &str) -> Vec<Value> {
     let log_text = fs::read_to_string(env.testbed.directory().join("controller.log")).unwrap();
     let log_objects = log_text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     log_objects.filter(|line| line["event"] == event).collect()
@@ -201,9 +202,11 @@ fn assert_signals_change_log_level(env: &mut TestEnv) {
     let read_lb_log = || fs::read_to_string(&log_path).unwrap();
     let lb_daemon = env.fleet.daemon("lb1").unwrap();
     lb_daemon.send_signal(Signal::SIGUSR1).unwrap();
-    eventually(*TIMEOUT, "debug lines", || read_lb_log().contains("\"level\":\"DEBUG\""));
+    eventually(*DEFAULT_TIMEOUT, "debug lines", || read_lb_log().contains("\"level\":\"DEBUG\""));
     lb_daemon.send_signal(Signal::SIGUSR2).unwrap();
-    eventually(*TIMEOUT, "the level of the start", || read_lb_log().contains("\"log_level\":\"as at the start\""));
+    eventually(*DEFAULT_TIMEOUT, "the level of the start", || {
+        read_lb_log().contains("\"log_level\":\"as at the start\"")
+    });
     let later_log = read_lb_log();
     let (_, log_at_start_level) = later_log.split_once("\"log_level\":\"as at the start\"").unwrap();
     assert!(!log_at_start_level.contains("DEBUG"), "{log_at_start_level}");
@@ -212,15 +215,16 @@ fn assert_signals_change_log_level(env: &mut TestEnv) {
 #[test]
 fn drains_are_reported_as_json_in_the_audit_and_in_the_log() {
     skip_if!(missing_testbed_rights());
-    let mut env = TestEnv::start_with_options("drainjson", FleetOptions { json_logs: true, ..FleetOptions::default() });
+    let mut env =
+        TestEnv::start_with_options("drainjson", FleetOptions { uses_json_logs: true, ..FleetOptions::default() });
     let (mut connections_to_s1, _connections_to_s2) =
-        partition_by_server(open_at_each_server(&env.testbed, &[1], 1), 1);
+        partition_by_server(open_connections_at_each_server(&env.testbed, &[1], 1), 1);
     let parse_json =
         |text: String| serde_json::from_str::<Value>(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
     let drain_report = parse_json(env.run_coreward(&["drain", "s1", "--format", "json"]).unwrap());
     assert_eq!((&drain_report["server"], &drain_report["state"]), (&"s1".into(), &"draining".into()), "{drain_report}");
     assert_eq!(drain_report["drained"]["by"], "command", "{drain_report}");
-    assert_answered(&mut connections_to_s1);
+    assert_connections_answered(&mut connections_to_s1);
     connections_to_s1.clear();
     // The output is one object with the final state.
     let wait_report =
@@ -241,8 +245,8 @@ fn drains_are_reported_as_json_in_the_audit_and_in_the_log() {
     assert!(audit_lines.lines().any(|line| line.contains("undrain s1")), "{audit_lines}");
 
     // Each event has its id in the log.
-    eventually(*TIMEOUT, "both events are logged", || logged_events(&env, "server-drain").len() == 2);
-    let drain_events = logged_events(&env, "server-drain");
+    eventually(*DEFAULT_TIMEOUT, "both events are logged", || read_logged_events(&env, "server-drain").len() == 2);
+    let drain_events = read_logged_events(&env, "server-drain");
     assert!(drain_events[0]["id"].as_u64().unwrap() < drain_events[1]["id"].as_u64().unwrap(), "{drain_events:?}");
     assert!(drain_events.iter().all(|line| line["name"] == "s1" && line["level"] == "INFO"), "{drain_events:?}");
 

@@ -4,11 +4,11 @@ use std::time::SystemTime;
 
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::nginx::NginxServer;
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{
-    ConnectionsAndWorkers, assert_answered, duration_until_logged, eventually, fetch_metrics_page,
-    open_keepalive_connections, pause, series_value,
+    ConnectionsAndWorkers, assert_connections_answered, duration_until_logged, eventually, fetch_metrics_page,
+    open_keepalive_connections, series_value, sleep_ms,
 };
 
 /// Fleet document in which s3 has half of all weight. `crossrss` sends all connections in a bucket to one server until
@@ -53,7 +53,7 @@ impl TestEnv {
         let options = FleetOptions {
             steers_connections: false,
             applied_document: Some(FLEET_DOCUMENT.to_owned()),
-            load_balancer_text: format!("metrics = \"{METRICS_ADDRESS}\"\n"),
+            extra_load_balancer_text: format!("metrics = \"{METRICS_ADDRESS}\"\n"),
             ..FleetOptions::default()
         };
         let fleet = Fleet::start(&testbed, options).unwrap();
@@ -62,7 +62,7 @@ impl TestEnv {
 
     /// Waits until the load balancer's metrics report `count` expired tables.
     fn wait_for_expired_tables(&self, count: f64) {
-        eventually(*TIMEOUT, &format!("{count} expired tables"), || {
+        eventually(*DEFAULT_TIMEOUT, &format!("{count} expired tables"), || {
             let page = fetch_metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS_ADDRESS);
             page.is_ok_and(|page| series_value(&page, "coreward_lb_expired_tables") == Some(count))
         });
@@ -70,9 +70,9 @@ impl TestEnv {
 }
 
 /// Opens connections over three seconds, so that they span several of the load balancer's own tables.
-fn open_slowly(testbed: &Testbed, count: usize) -> ConnectionsAndWorkers {
+fn open_connections_slowly(testbed: &Testbed, count: usize) -> ConnectionsAndWorkers {
     let request = |_| {
-        pause(3000 / count as u64);
+        sleep_ms(3000 / count as u64);
         open_keepalive_connections(testbed, 1)
     };
     (0..count).flat_map(request).collect()
@@ -89,7 +89,7 @@ fn load_balancer_places_by_its_own_counts_after_its_table_expired() {
     env.wait_for_expired_tables(0.0);
     env.fleet.kill_daemon("controller").unwrap();
     env.wait_for_expired_tables(1.0);
-    let mut connections = open_slowly(&env.testbed, 80);
+    let mut connections = open_connections_slowly(&env.testbed, 80);
     println!("expired: {:?}", connections_per_server(&connections));
     let is_near = |counts: [usize; 3], expected: [usize; 3]| {
         counts.iter().zip(expected).all(|(count, expected)| count.abs_diff(expected) <= 6)
@@ -102,8 +102,8 @@ fn load_balancer_places_by_its_own_counts_after_its_table_expired() {
     env.nginx_servers[1] = None;
     connections.retain(|(_, answerer)| answerer.server_number != 2);
     let log_words = "event=\"server-masked\" server=\"s2\" service=\"web0\"";
-    eventually(*TIMEOUT, log_words, || duration_until_logged(&env.testbed, 1, log_words, stop_time).is_some());
-    connections.append(&mut open_slowly(&env.testbed, 30));
+    eventually(*DEFAULT_TIMEOUT, log_words, || duration_until_logged(&env.testbed, 1, log_words, stop_time).is_some());
+    connections.append(&mut open_connections_slowly(&env.testbed, 30));
     println!("s2 down: {:?}", connections_per_server(&connections));
     assert!(is_near(connections_per_server(&connections), [30, 0, 60]), "{:?}", connections_per_server(&connections));
 
@@ -112,14 +112,14 @@ fn load_balancer_places_by_its_own_counts_after_its_table_expired() {
     env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
     env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     env.wait_for_expired_tables(1.0);
-    eventually(*TIMEOUT, "s2 gets connections", || {
+    eventually(*DEFAULT_TIMEOUT, "s2 gets connections", || {
         connections_per_server(&open_keepalive_connections(&env.testbed, 8))[1] > 0
     });
-    connections.append(&mut open_slowly(&env.testbed, 30));
+    connections.append(&mut open_connections_slowly(&env.testbed, 30));
     println!("s2 back: {:?}", connections_per_server(&connections));
     assert!(is_near(connections_per_server(&connections), [30, 30, 60]), "{:?}", connections_per_server(&connections));
 
     env.fleet.restart_daemon(&env.testbed, "controller").unwrap();
     env.wait_for_expired_tables(0.0);
-    assert_answered(&mut connections);
+    assert_connections_answered(&mut connections);
 }

@@ -14,8 +14,8 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
 
 use crate::support::{
-    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_answered, assert_masked_within, daemon_log, eventually,
-    open_keepalive_connections, pause,
+    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_connections_answered, assert_masked_within, eventually,
+    open_keepalive_connections, read_daemon_log, sleep_ms,
 };
 
 const STATE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -50,7 +50,7 @@ impl TestEnv {
         }
         let options = FleetOptions {
             policy: "rr".to_owned(),
-            fleet_text: fleet_text.to_owned(),
+            extra_fleet_text: fleet_text.to_owned(),
             steers_connections: false,
             ..Default::default()
         };
@@ -64,12 +64,12 @@ impl TestEnv {
         if is_healthy { fs::write(file, "well\n").unwrap() } else { fs::remove_file(file).unwrap() }
     }
 
-    fn status(&self) -> Value {
+    fn query_status(&self) -> Value {
         self.fleet.query_status(&self.testbed).unwrap()
     }
 
-    fn server_state_and_reason(&self, number: u16) -> (String, String) {
-        let status = self.status();
+    fn query_server_state_and_reason(&self, number: u16) -> (String, String) {
+        let status = self.query_status();
         let server_name = format!("s{number}");
         let server = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == server_name).unwrap();
         let text = |key: &str| server[key].as_str().unwrap().to_owned();
@@ -78,14 +78,16 @@ impl TestEnv {
 
     fn wait_for_state(&self, number: u16, state: &str) -> Duration {
         let start = Instant::now();
-        eventually(STATE_TIMEOUT, &format!("s{number} is {state}"), || self.server_state_and_reason(number).0 == state);
+        eventually(STATE_TIMEOUT, &format!("s{number} is {state}"), || {
+            self.query_server_state_and_reason(number).0 == state
+        });
         start.elapsed()
     }
 
     /// Waits until every load balancer has checked the health of every server.
     fn wait_until_all_are_checked(&self) {
         eventually(STATE_TIMEOUT, "every load balancer has checked every server", || {
-            let status = self.status();
+            let status = self.query_status();
             let members = status["services"][0]["members"].as_array().unwrap().clone();
             let lb_count = self.testbed.load_balancer_numbers().len();
             members.iter().all(|member| {
@@ -96,14 +98,14 @@ impl TestEnv {
     }
 
     /// Waits until exactly these servers get new connections.
-    fn wait_until_only_reach(&self, servers: &[u16]) {
+    fn wait_until_only_servers_reached(&self, servers: &[u16]) {
         eventually(STATE_TIMEOUT, &format!("new connections go to {servers:?}"), || {
-            self.servers_with_new_connections() == servers
+            self.find_servers_with_new_connections() == servers
         });
     }
 
     /// Opens connections, and returns the numbers of the servers that got any.
-    fn servers_with_new_connections(&self) -> Vec<u16> {
+    fn find_servers_with_new_connections(&self) -> Vec<u16> {
         let mut server_numbers: Vec<u16> = open_keepalive_connections(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER)
             .into_iter()
             .map(|(_, answerer)| answerer.server_number)
@@ -113,27 +115,27 @@ impl TestEnv {
         server_numbers
     }
 
-    fn load_balancer_log(&self, load_balancer: u16) -> String {
-        daemon_log(&self.testbed, &format!("lb{load_balancer}"), 0)
+    fn read_load_balancer_log(&self, load_balancer: u16) -> String {
+        read_daemon_log(&self.testbed, &format!("lb{load_balancer}"), 0)
     }
 
     /// Returns the current lengths of both load balancers' logs (bytes).
-    fn log_lengths(&self) -> [usize; 2] {
-        [1, 2].map(|number| self.load_balancer_log(number).len())
+    fn read_log_lengths(&self) -> [usize; 2] {
+        [1, 2].map(|number| self.read_load_balancer_log(number).len())
     }
 
     /// Waits until both load balancers have logged `log_words` after the byte offsets `log_offsets`.
     fn wait_for_log_words(&self, log_offsets: [usize; 2], log_words: &str) {
         eventually(STATE_TIMEOUT, log_words, || {
             (1..).zip(log_offsets).all(|(number, log_offset)| {
-                self.load_balancer_log(number).get(log_offset..).is_some_and(|log| log.contains(log_words))
+                self.read_load_balancer_log(number).get(log_offset..).is_some_and(|log| log.contains(log_words))
             })
         });
     }
 
     /// Returns how many packets load balancer 1 has dropped because no server was eligible.
-    fn dropped_packets(&self) -> u64 {
-        let status = self.status();
+    fn query_dropped_packets(&self) -> u64 {
+        let status = self.query_status();
         status["load_balancers"][0]["state"]["counters"]["drop_no_eligible_server"].as_u64().unwrap_or(0)
     }
 
@@ -160,19 +162,23 @@ fn health_file_path(testbed: &Testbed, number: u16) -> PathBuf {
 fn assert_unreachable_servers_stay_active(env: &TestEnv) {
     env.ip(2, &["route", "add", "blackhole", "10.1.1.0/24"]);
     eventually(STATE_TIMEOUT, "load balancer 2 reaches no server", || {
-        let status = env.status();
+        let status = env.query_status();
         let members = status["services"][0]["members"].as_array().unwrap().clone();
         let is_checked_by_one = |member: &Value| {
             member["checks"].as_array().unwrap().iter().filter(|check| check["up"] == false).count() == 1
         };
         members.iter().all(is_checked_by_one)
     });
-    pause(500);
-    assert!((1..=3).all(|number| env.server_state_and_reason(number).0 == "active"), "{}", env.status()["servers"]);
+    sleep_ms(500);
+    assert!(
+        (1..=3).all(|number| env.query_server_state_and_reason(number).0 == "active"),
+        "{}",
+        env.query_status()["servers"]
+    );
     // The verdicts of load balancers that reach servers still count.
     env.set_healthy(3, false);
     env.wait_for_state(3, "down");
-    env.wait_until_only_reach(&[1, 2]);
+    env.wait_until_only_servers_reached(&[1, 2]);
     env.set_healthy(3, true);
     env.wait_for_state(3, "active");
     env.ip(2, &["route", "del", "blackhole", "10.1.1.0/24"]);
@@ -187,37 +193,41 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
         TestEnv::start("health", 2, &HEALTH_CHECK_CONFIG.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
     env.wait_until_all_are_checked();
     let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
-    env.wait_until_only_reach(&[1, 2, 3]);
+    env.wait_until_only_servers_reached(&[1, 2, 3]);
 
     // The server responds, but reports that it is unhealthy.
     env.set_healthy(1, false);
     let detection_time = env.wait_for_state(1, "down");
     println!("found after {detection_time:?}, expected within {MAX_DETECTION_TIME:?}");
     assert!(
-        env.server_state_and_reason(1).1.contains("answers 404 Not Found: expected 200-399"),
+        env.query_server_state_and_reason(1).1.contains("answers 404 Not Found: expected 200-399"),
         "{:?}",
-        env.server_state_and_reason(1)
+        env.query_server_state_and_reason(1)
     );
-    env.wait_until_only_reach(&[2, 3]);
-    assert_answered(&mut connections);
+    env.wait_until_only_servers_reached(&[2, 3]);
+    assert_connections_answered(&mut connections);
     env.set_healthy(1, true);
     env.wait_for_state(1, "joining");
     env.wait_for_state(1, "active");
-    env.wait_until_only_reach(&[1, 2, 3]);
-    assert_answered(&mut connections);
+    env.wait_until_only_servers_reached(&[1, 2, 3]);
+    assert_connections_answered(&mut connections);
     connections.retain(|(_, answerer)| answerer.server_number != 2);
 
     // The machine is up, but no process listens.
     env.nginx_servers[1] = None;
     env.wait_for_state(2, "down");
-    assert!(env.server_state_and_reason(2).1.contains("connection refused"), "{:?}", env.server_state_and_reason(2));
-    env.wait_until_only_reach(&[1, 3]);
+    assert!(
+        env.query_server_state_and_reason(2).1.contains("connection refused"),
+        "{:?}",
+        env.query_server_state_and_reason(2)
+    );
+    env.wait_until_only_servers_reached(&[1, 3]);
     env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
     env.wait_for_state(2, "active");
     env.wait_until_all_are_checked();
 
     assert_unreachable_servers_stay_active(&env);
-    assert_answered(&mut connections);
+    assert_connections_answered(&mut connections);
 }
 
 #[test]
@@ -227,35 +237,35 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     env.wait_until_all_are_checked();
     let mut connections = open_keepalive_connections(&env.testbed, 6);
     (1..=3).for_each(|number| env.set_healthy(number, false));
-    eventually(STATE_TIMEOUT, "the service fails open", || env.status()["services"][0]["failing_open"] == true);
-    env.wait_until_only_reach(&[1, 2, 3]);
-    assert_eq!(env.dropped_packets(), 0);
+    eventually(STATE_TIMEOUT, "the service fails open", || env.query_status()["services"][0]["failing_open"] == true);
+    env.wait_until_only_servers_reached(&[1, 2, 3]);
+    assert_eq!(env.query_dropped_packets(), 0);
 
     let options = FleetOptions {
-        fleet_text: format!("when_all_down = \"drop\"\n{HEALTH_CHECK_CONFIG}"),
+        extra_fleet_text: format!("when_all_down = \"drop\"\n{HEALTH_CHECK_CONFIG}"),
         ..env.fleet.options().clone()
     };
     env.fleet.set_options(&env.testbed, options).unwrap();
     eventually(STATE_TIMEOUT, "first packets are dropped", || env.is_new_connection_dropped());
-    eventually(STATE_TIMEOUT, "they are counted", || env.dropped_packets() > 0);
-    assert_answered(&mut connections);
+    eventually(STATE_TIMEOUT, "they are counted", || env.query_dropped_packets() > 0);
+    assert_connections_answered(&mut connections);
     env.set_healthy(2, true);
-    eventually(STATE_TIMEOUT, "the one that is well gets all", || env.server_state_and_reason(2).0 == "active");
-    env.wait_until_only_reach(&[2]);
-    assert_answered(&mut connections);
+    eventually(STATE_TIMEOUT, "the one that is well gets all", || env.query_server_state_and_reason(2).0 == "active");
+    env.wait_until_only_servers_reached(&[2]);
+    assert_connections_answered(&mut connections);
 
     // The load balancer masks servers without a controller, too.
     env.fleet.kill_daemon("controller").unwrap();
     env.set_healthy(2, false);
     eventually(STATE_TIMEOUT, "first packets are dropped without a controller", || env.is_new_connection_dropped());
-    assert_answered(&mut connections);
+    assert_connections_answered(&mut connections);
     env.set_healthy(2, true);
     wait_until_served_by(&env, &[2]);
 }
 
 /// Opens new connections. Returns the number of the server that answers each, or `None` if it is refused or not
 /// answered.
-fn answering_servers(env: &TestEnv) -> Vec<Option<u16>> {
+fn find_answering_servers(env: &TestEnv) -> Vec<Option<u16>> {
     let query_server = || {
         HttpConnection::open(None)
             .and_then(|mut connection| connection.query_worker())
@@ -271,7 +281,7 @@ fn answering_servers(env: &TestEnv) -> Vec<Option<u16>> {
 /// Waits until new connections go to exactly these servers, and none fails.
 fn wait_until_served_by(env: &TestEnv, servers: &[u16]) {
     eventually(STATE_TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
-        let mut responding_servers = answering_servers(env);
+        let mut responding_servers = find_answering_servers(env);
         responding_servers.sort_unstable();
         responding_servers.dedup();
         responding_servers == servers.iter().copied().map(Some).collect::<Vec<_>>()
@@ -301,7 +311,7 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     env.testbed.route_vips_to_load_balancers(&[2]).unwrap();
     env.ip(2, &["route", "add", "blackhole", "10.1.1.3/32"]);
     wait_until_served_by(&env, &[1, 2]);
-    assert_eq!(env.server_state_and_reason(3).0, "active", "the other one reaches it");
+    assert_eq!(env.query_server_state_and_reason(3).0, "active", "the other one reaches it");
     env.ip(2, &["route", "del", "blackhole", "10.1.1.3/32"]);
     wait_until_served_by(&env, &[1, 2, 3]);
     env.testbed.route_vips_to_load_balancers(&[1, 2]).unwrap();
@@ -313,19 +323,19 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     wait_until_served_by(&env, &[1, 3]);
     assert_masked_within(MAX_DETECTION_TIME, &env.testbed, "s2", stop_time);
     connections.retain(|(_, answerer)| answerer.server_number != 2);
-    assert_answered(&mut connections);
+    assert_connections_answered(&mut connections);
     // All servers are down, and none is masked, because the load balancer may be at fault.
-    let log_lengths_before = env.log_lengths();
+    let log_lengths_before = env.read_log_lengths();
     (1..=3).for_each(|number| env.set_healthy(number, false));
     env.wait_for_log_words(log_lengths_before, "event=\"server-unmasked\" server=\"s2\" service=\"web0\"");
     eventually(STATE_TIMEOUT, "s1 and s3 get new connections", || {
-        let responding_servers = answering_servers(&env);
+        let responding_servers = find_answering_servers(&env);
         responding_servers.contains(&Some(1)) && responding_servers.contains(&Some(3))
     });
     (1..=3).for_each(|number| env.set_healthy(number, true));
     env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
     wait_until_served_by(&env, &[1, 2, 3]);
-    assert_answered(&mut connections);
+    assert_connections_answered(&mut connections);
 }
 
 #[test]
@@ -348,5 +358,5 @@ fn load_balancer_restarted_without_a_controller_continues_its_checks() {
     wait_until_served_by(&env, &[1, 2, 3]);
     env.nginx_servers[2] = None;
     wait_until_served_by(&env, &[1, 2]);
-    assert_answered(&mut connections);
+    assert_connections_answered(&mut connections);
 }

@@ -9,13 +9,13 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::Instant;
 
 use coreward_testbed::addresses::{FIRST_VIP, load_balancer_address, server_address};
-use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_directory, certificate_files, issue_certificate};
-use coreward_testbed::{Namespace, Process, TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_directory, credential_files, issue_certificate};
+use coreward_testbed::{DEFAULT_TIMEOUT, Namespace, Process, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::{CredentialFiles, Role};
 use socket2::{Domain, Protocol, Socket, Type};
 
-use crate::support::{eventually, pause};
+use crate::support::{eventually, sleep_ms};
 
 /// Checked ports, as (port of the server, kind of check, whether the server answers).
 const CHECKED_PORTS: [(u16, &str, bool); 5] = [
@@ -121,7 +121,7 @@ fn start_nginx(testbed: &Testbed) -> Process {
     Authority::init(&certificate_directory(testbed), &fleet_name, 30 * DAY).unwrap();
     issue_certificate(testbed, Role::Agent, "s1", &fleet_name, Validity::from_now(DAY)).unwrap();
     let CredentialFiles { certificate_path: certificate, key_path: key, .. } =
-        certificate_files(testbed, Role::Agent, "s1");
+        credential_files(testbed, Role::Agent, "s1");
     let listen_lines = |port: u16, listen_flags: &str| {
         format!("listen {port}{listen_flags}; listen {}{listen_flags}; ", port + SERVER_PORT_OFFSET)
     };
@@ -129,14 +129,14 @@ fn start_nginx(testbed: &Testbed) -> Process {
     let configuration_path = directory.join("nginx.conf");
     let (error_log_path, pid_path) = (directory.join("start.log"), directory.join("pid"));
     let (directory, key, certificate) = (directory.display(), key.display(), certificate.display());
-    let text = format!(
+    let nginx_config = format!(
         "user root; daemon off; master_process off; pid {directory}/pid; error_log {directory}/error.log;\n\
          events {{}}\nhttp {{ access_log off; client_body_temp_path {directory}/body;\n\
          proxy_temp_path {directory}/p; fastcgi_temp_path {directory}/f; uwsgi_temp_path {directory}/u;\n\
          scgi_temp_path {directory}/s; ssl_certificate {certificate}; ssl_certificate_key {key};\n\
          server {{ {all_listen_lines} return 204; }} }}\n"
     );
-    fs::write(&configuration_path, text).unwrap();
+    fs::write(&configuration_path, nginx_config).unwrap();
     let mut nginx_command = Command::new("nginx");
     nginx_command.arg("-c").arg(configuration_path).arg("-e").arg(error_log_path);
     nginx_command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
@@ -174,7 +174,7 @@ fn service_configs() -> String {
 
 /// Returns the server's connections with the load balancer, as `ss` prints them, without listening sockets and
 /// TIME-WAIT.
-fn connections_at_server(testbed: &Testbed) -> Vec<String> {
+fn list_connections_at_server(testbed: &Testbed) -> Vec<String> {
     let mut ss = Command::new("ss");
     let load_balancer_ip = load_balancer_address(1).to_string();
     ss.args(["-Htan", "exclude", "time-wait", "exclude", "listening", "dst", &load_balancer_ip]);
@@ -194,7 +194,7 @@ fn wait_for_checks(sniffer: &mut SegmentSniffer) {
     sniffer.read_segments();
     let counts_before: BTreeMap<u16, usize> =
         checked_sockets().map(|(port, _)| (port, sniffer.connections_to_port(port).len())).collect();
-    eventually(*TIMEOUT, "every port is checked", || {
+    eventually(*DEFAULT_TIMEOUT, "every port is checked", || {
         sniffer.read_segments();
         checked_sockets()
             .all(|(port, _)| sniffer.connections_to_port(port).len() >= counts_before[&port] + CHECKS_PER_PORT)
@@ -202,10 +202,10 @@ fn wait_for_checks(sniffer: &mut SegmentSniffer) {
 }
 
 /// Asserts, after the checks have ended, that all connections were reset at the address to which they were opened.
-fn assert_all_were_reset(testbed: &Testbed, sniffer: &mut SegmentSniffer, description: &str) {
-    let deadline = Instant::now() + *TIMEOUT / 4;
+fn assert_all_connections_were_reset(testbed: &Testbed, sniffer: &mut SegmentSniffer, description: &str) {
+    let deadline = Instant::now() + *DEFAULT_TIMEOUT / 4;
     loop {
-        let open_connections = connections_at_server(testbed);
+        let open_connections = list_connections_at_server(testbed);
         if open_connections.is_empty() {
             break;
         }
@@ -214,7 +214,7 @@ fn assert_all_were_reset(testbed: &Testbed, sniffer: &mut SegmentSniffer, descri
             "{description}: {} are open at the server: {open_connections:#?}",
             open_connections.len()
         );
-        pause(50);
+        sleep_ms(50);
     }
     sniffer.read_segments();
     for (port, address) in checked_sockets() {
@@ -247,18 +247,18 @@ fn connections_of_health_checks_are_closed_at_the_server() {
     let mut segment_sniffer = SegmentSniffer::start(testbed.server(1).unwrap());
     let options = FleetOptions {
         policy: "rr".to_owned(),
-        fleet_text: service_configs(),
+        extra_fleet_text: service_configs(),
         runs_agents: false,
         ..Default::default()
     };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
 
     wait_for_checks(&mut segment_sniffer);
-    fleet.set_fleet_text(&testbed, "").unwrap();
-    assert_all_were_reset(&testbed, &mut segment_sniffer, "checks are removed");
+    fleet.set_extra_fleet_text(&testbed, "").unwrap();
+    assert_all_connections_were_reset(&testbed, &mut segment_sniffer, "checks are removed");
 
-    fleet.set_fleet_text(&testbed, &service_configs()).unwrap();
+    fleet.set_extra_fleet_text(&testbed, &service_configs()).unwrap();
     wait_for_checks(&mut segment_sniffer);
-    fleet.daemon("lb1").unwrap().terminate(*TIMEOUT).unwrap();
-    assert_all_were_reset(&testbed, &mut segment_sniffer, "the load balancer's daemon ends");
+    fleet.daemon("lb1").unwrap().terminate(*DEFAULT_TIMEOUT).unwrap();
+    assert_all_connections_were_reset(&testbed, &mut segment_sniffer, "the load balancer's daemon ends");
 }

@@ -7,9 +7,9 @@ use std::net::TcpStream;
 use coreward_model::consistency::{Consistency, TimestampOrigin};
 use coreward_testbed::addresses::{AddressFamily, HOST_DEVICE};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, assert_unbroken, eventually, run_command_text};
+use crate::support::{TestEnv, assert_streams_unbroken, eventually, run_command_line};
 
 fn start_ipv6_env(instance: &str, fleet: FleetOptions) -> TestEnv {
     let options = TestbedOptions {
@@ -25,7 +25,7 @@ fn start_ipv6_env(instance: &str, fleet: FleetOptions) -> TestEnv {
 fn servers_with_connections(env: &TestEnv) -> BTreeSet<u16> {
     let has_connections = |number: &u16| {
         let server = env.testbed.server(*number).unwrap();
-        !run_command_text(&env.testbed, server, "ss -6 -H -t -n state established sport = :80").is_empty()
+        !run_command_line(&env.testbed, server, "ss -6 -H -t -n state established sport = :80").is_empty()
     };
     env.testbed.server_numbers().into_iter().filter(has_connections).collect()
 }
@@ -46,7 +46,7 @@ fn assert_changes_break_no_connection(env: &mut TestEnv) {
     env.set_admin_state(1, Some(AdminState::Active));
     env.set_admin_state(2, None);
     env.wait_for_connections(150);
-    assert_unbroken(stream_client);
+    assert_streams_unbroken(stream_client);
 }
 
 #[test]
@@ -70,17 +70,17 @@ fn ipv6_connections_without_cookies_survive_pool_changes_and_restarts() {
 fn ipv6_services_are_checked_announced_and_explained() {
     skip_if!(missing_testbed_rights());
     let options = FleetOptions {
-        fleet_text: "[service.health]\nport = 7600\ninterval = \"200ms\"\n".to_owned(),
-        load_balancer_text: "[announce]\n".to_owned(),
+        extra_fleet_text: "[service.health]\nport = 7600\ninterval = \"200ms\"\n".to_owned(),
+        extra_load_balancer_text: "[announce]\n".to_owned(),
         ..FleetOptions::default()
     };
     let env = start_ipv6_env("ipv6show", options);
     let lb_host = env.testbed.load_balancer(1).unwrap();
     let vip = env.testbed.service_address();
-    eventually(*TIMEOUT, "the VIP is announced", || {
+    eventually(*DEFAULT_TIMEOUT, "the VIP is announced", || {
         // List all tables, because the table does not exist before its first route, and `ip` would report that as an
         // error.
-        run_command_text(&env.testbed, lb_host, "ip -6 route show table all")
+        run_command_line(&env.testbed, lb_host, "ip -6 route show table all")
             .contains(&format!("blackhole {} dev lo table 7400 proto 174", vip.ip()))
     });
     let explanation =
@@ -90,7 +90,7 @@ fn ipv6_services_are_checked_announced_and_explained() {
         env.run_coreward(&["explain", "--vip", &vip.to_string(), "--client", "10.1.0.7:40000"]).unwrap_err();
     assert!(mixed_families_error.to_string().contains("different address families"), "{mixed_families_error}");
     // No server listens at the port of the checks.
-    eventually(*TIMEOUT, "servers are down", || {
+    eventually(*DEFAULT_TIMEOUT, "servers are down", || {
         let status = env.fleet.query_status(&env.testbed).unwrap();
         let members = status["services"][0]["members"].as_array().unwrap();
         members.len() == 3 && members.iter().all(|member| member["state"] == "down")
@@ -108,8 +108,8 @@ fn ipv6_servers_are_resolved_by_neighbour_discovery() {
         status["load_balancers"][0]["state"]["unresolved_servers"] == serde_json::json!(["s3"])
     };
     let server = env.testbed.server(3).unwrap();
-    run_command_text(&env.testbed, server, &format!("ip link set {HOST_DEVICE} down"));
-    eventually(*TIMEOUT, "the load balancer misses the server", || is_s3_unresolved(&env));
+    run_command_line(&env.testbed, server, &format!("ip link set {HOST_DEVICE} down"));
+    eventually(*DEFAULT_TIMEOUT, "the load balancer misses the server", || is_s3_unresolved(&env));
 }
 
 #[test]
@@ -130,7 +130,7 @@ fn daemons_reach_the_controller_and_each_other_by_ipv6() {
         ..TestbedOptions::default()
     };
     let mut env = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet_options });
-    eventually(*TIMEOUT, "load balancers find each other", || {
+    eventually(*DEFAULT_TIMEOUT, "load balancers find each other", || {
         let status = env.fleet.query_status(&env.testbed).unwrap();
         let balancers = status["load_balancers"].as_array().unwrap();
         let has_no_unresolved_peer =
@@ -147,7 +147,11 @@ fn ipv6_servers_are_checked_at_the_vip() {
     let health_config = "[service.health]\ninterval = \"200ms\"\nfall = 2\n".to_owned();
     let env = start_ipv6_env(
         "ipv6vip",
-        FleetOptions { fleet_text: health_config, servers_family: AddressFamily::Ipv6, ..FleetOptions::default() },
+        FleetOptions {
+            extra_fleet_text: health_config,
+            servers_family: AddressFamily::Ipv6,
+            ..FleetOptions::default()
+        },
     );
     let has_checks = |server: &str, is_up: bool| {
         let status = env.fleet.query_status(&env.testbed).unwrap();
@@ -157,11 +161,11 @@ fn ipv6_servers_are_checked_at_the_vip() {
         members.iter().any(is_expected_member)
     };
     for server in ["s1", "s2", "s3"] {
-        eventually(*TIMEOUT, "checks of every server succeed", || has_checks(server, true));
+        eventually(*DEFAULT_TIMEOUT, "checks of every server succeed", || has_checks(server, true));
     }
     let vip = env.testbed.service_address().ip();
-    run_command_text(&env.testbed, env.testbed.server(3).unwrap(), &format!("ip -6 address delete {vip}/128 dev lo"));
-    eventually(*TIMEOUT, "checks of the server without the VIP fail", || has_checks("s3", false));
+    run_command_line(&env.testbed, env.testbed.server(3).unwrap(), &format!("ip -6 address delete {vip}/128 dev lo"));
+    eventually(*DEFAULT_TIMEOUT, "checks of the server without the VIP fail", || has_checks("s3", false));
     assert!(has_checks("s1", true));
 }
 
@@ -174,10 +178,10 @@ fn server_does_not_answer_neighbour_solicitations_for_a_vip_on_lo() {
     let client = env.testbed.client();
     let server = env.testbed.server(1).unwrap();
     // The client sends a solicitation for the VIP, as a neighbour would.
-    run_command_text(&env.testbed, client, &format!("ip -6 route add {}/128 dev {HOST_DEVICE}", vip.ip()));
-    let can_connect = || client.run_within(|| Ok(TcpStream::connect_timeout(&vip, *TIMEOUT).is_ok())).unwrap();
+    run_command_line(&env.testbed, client, &format!("ip -6 route add {}/128 dev {HOST_DEVICE}", vip.ip()));
+    let can_connect = || client.run_within(|| Ok(TcpStream::connect_timeout(&vip, *DEFAULT_TIMEOUT).is_ok())).unwrap();
     assert!(!can_connect(), "a server answers for the VIP on lo");
-    run_command_text(&env.testbed, server, &format!("ip -6 address add {}/128 dev {HOST_DEVICE} nodad", vip.ip()));
-    run_command_text(&env.testbed, client, "ip -6 neighbour flush all");
+    run_command_line(&env.testbed, server, &format!("ip -6 address add {}/128 dev {HOST_DEVICE} nodad", vip.ip()));
+    run_command_line(&env.testbed, client, "ip -6 neighbour flush all");
     assert!(can_connect(), "the server does not answer for the VIP on its device");
 }

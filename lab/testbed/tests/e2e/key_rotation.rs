@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, assert_unbroken, eventually, eventually_in_force};
+use crate::support::{TestEnv, assert_streams_unbroken, eventually, wait_until_configuration_in_force};
 
 #[test]
 fn key_rotation_breaks_no_connection() {
@@ -23,12 +23,12 @@ fn key_rotation_breaks_no_connection() {
         // Force the rotation, because it follows the previous one sooner than is safe for idle connections. These are
         // not idle.
         env.run_coreward(&["keys", "rotate", "--force"]).unwrap();
-        eventually(*TIMEOUT, "the other key stamps", || stamps_with_new_key(&env, key));
-        eventually_in_force(&env.fleet, &env.testbed);
+        eventually(*DEFAULT_TIMEOUT, "the other key stamps", || stamps_with_new_key(&env, key));
+        wait_until_configuration_in_force(&env.fleet, &env.testbed);
         // Agents stamp with a new key a second later.
         env.wait_for_connections(225);
         env.fleet.upgrade_daemon(&env.testbed, upgraded_daemon).unwrap();
     }
     env.fleet.kill_load_balancer(&mut env.testbed, 1, Duration::from_millis(150)).unwrap();
-    assert_unbroken(stream_client);
+    assert_streams_unbroken(stream_client);
 }

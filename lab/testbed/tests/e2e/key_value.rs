@@ -7,20 +7,21 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use coreward_load::key_value::{MAX_DATAGRAM_BYTES, Request, ResponseStatus, key_name, parse_response};
-use coreward_testbed::TIMEOUT;
+use coreward_testbed::DEFAULT_TIMEOUT;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::fleet::lab_command;
+use coreward_testbed::fleet::lab_binary;
 use coreward_testbed::key_value::handle::KeyValueServer;
 use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::support::eventually;
-use crate::support::load::{report, start_load_generator};
+use crate::support::load::{start_load_generator, wait_for_report};
 
 fn assert_eventually_answered(server: &KeyValueServer, requests: u64) {
-    let answered_requests = || server.read_counters().unwrap().iter().map(|counters| counters.answered).sum::<u64>();
-    eventually(*TIMEOUT, "requests are answered", || answered_requests() >= requests);
+    let count_answered_requests =
+        || server.read_counters().unwrap().iter().map(|counters| counters.answered).sum::<u64>();
+    eventually(*DEFAULT_TIMEOUT, "requests are answered", || count_answered_requests() >= requests);
 }
 
 /// Client of the key-value server that has at most one outstanding request.
@@ -36,7 +37,7 @@ impl KeyValueClient {
     fn open() -> anyhow::Result<Self> {
         let socket = UdpSocket::bind("0.0.0.0:0")?;
         socket.connect(SERVICE_ADDRESS)?;
-        socket.set_read_timeout(Some(*TIMEOUT))?;
+        socket.set_read_timeout(Some(*DEFAULT_TIMEOUT))?;
         Ok(Self { socket, next_id: 0 })
     }
 
@@ -67,7 +68,7 @@ impl KeyValueClient {
 #[test]
 fn get_returns_the_value_of_the_last_put() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = Testbed::create_direct("tkvget")?;
+    let testbed = Testbed::create_without_load_balancing("tkvget")?;
     let assert_put_and_get = |is_store_shared: bool| {
         testbed.client().run_within(|| {
             let mut clients: Vec<KeyValueClient> =
@@ -106,7 +107,7 @@ fn get_returns_the_value_of_the_last_put() -> anyhow::Result<()> {
 #[test]
 fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = Testbed::create_direct("tkvbad")?;
+    let testbed = Testbed::create_without_load_balancing("tkvbad")?;
     // SCAN47 has no published time, so it is rejected.
     let server = testbed.start_key_value_server(1, &["--paced", "--workers", "1"])?;
     testbed.client().run_within(|| {
@@ -123,7 +124,7 @@ fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
         Ok(())
     })?;
     // Wait, because the worker counts an answer after sending it, so the client may be faster.
-    eventually(*TIMEOUT, "the answer is counted", || {
+    eventually(*DEFAULT_TIMEOUT, "the answer is counted", || {
         server.read_counters().unwrap().iter().map(|worker| worker.answered).sum::<u64>() > 0
     });
     let [counters] = server.read_counters()?[..] else { panic!("one worker") };
@@ -135,14 +136,14 @@ fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
 #[test]
 fn requests_of_a_dead_worker_are_lost_and_counted() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = Testbed::create_direct("tkvdead")?;
+    let testbed = Testbed::create_without_load_balancing("tkvdead")?;
     // The master keeps the socket open, so the kernel continues to give the dead worker its share.
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--keep-sockets"])?;
     let load_process =
         start_load_generator(&testbed, "--rate 500 --seconds 8 --warm-up 0 --timeout 10 --mix GET=0.5,PUT=0.5")?;
     assert_eventually_answered(&server, 2_000);
     kill(Pid::from_raw(server.worker_pid(0)?.try_into()?), Signal::SIGKILL)?;
-    let report = report(load_process)?;
+    let report = wait_for_report(load_process)?;
     let report_count = |name: &str| report[name].as_u64().unwrap();
     assert_eq!(report_count("requests"), report_count("completed") + report_count("lost"), "{report}");
     // Half of the flows lose requests for half of the time, but the number of such flows is random.
@@ -166,11 +167,11 @@ fn requests_of_a_dead_worker_are_lost_and_counted() -> anyhow::Result<()> {
 #[test]
 fn killed_worker_is_restarted() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = Testbed::create_direct("tkvrestart")?;
+    let testbed = Testbed::create_without_load_balancing("tkvrestart")?;
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--restart"])?;
     // Compare process ids, because the socket exists before the worker starts.
     let worker_pid_other_than = |old_pid: Option<u32>| {
-        let deadline = std::time::Instant::now() + *TIMEOUT;
+        let deadline = std::time::Instant::now() + *DEFAULT_TIMEOUT;
         loop {
             match server.worker_pid(1) {
                 Ok(pid) if old_pid != Some(pid) => return pid,
@@ -183,8 +184,10 @@ fn killed_worker_is_restarted() -> anyhow::Result<()> {
     kill(Pid::from_raw(old_worker_pid.try_into()?), Signal::SIGKILL)?;
     worker_pid_other_than(Some(old_worker_pid));
     std::thread::sleep(Duration::from_millis(100));
-    let report =
-        report(start_load_generator(&testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 10 --measure 100")?)?;
+    let report = wait_for_report(start_load_generator(
+        &testbed,
+        "--rate 1000 --seconds 1 --warm-up 0 --timeout 10 --measure 100",
+    )?)?;
     assert_eq!(report["lost"], 0, "{report}");
     let report_workers = report["workers"].as_array().unwrap();
     assert_eq!(report_workers.len(), 2, "{report}");
@@ -201,12 +204,12 @@ fn killed_worker_is_restarted() -> anyhow::Result<()> {
 #[test]
 fn interrupted_load_reports_its_measurements() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = Testbed::create_direct("tkvctrlc")?;
+    let testbed = Testbed::create_without_load_balancing("tkvctrlc")?;
     let server = testbed.start_key_value_server(1, &[])?;
     let load_process = start_load_generator(&testbed, "--rate 1000 --seconds 50 --warm-up 0 --timeout 10")?;
     assert_eventually_answered(&server, 1_500);
     load_process.send_signal(Signal::SIGINT)?;
-    let report = report(load_process)?;
+    let report = wait_for_report(load_process)?;
     let measured_seconds = report["seconds"].as_f64().unwrap();
     assert!(measured_seconds > 0.5 && measured_seconds < 20.0, "{report}");
     let request_count = report["requests"].as_f64().unwrap();
@@ -219,7 +222,7 @@ fn interrupted_load_reports_its_measurements() -> anyhow::Result<()> {
 #[test]
 fn contradictory_options_are_rejected() -> anyhow::Result<()> {
     let error_output = |arguments: &str| -> anyhow::Result<String> {
-        let output = Command::new(lab_command()?).args(arguments.split(' ')).output()?;
+        let output = Command::new(lab_binary()?).args(arguments.split(' ')).output()?;
         assert!(!output.status.success(), "{arguments}");
         Ok(String::from_utf8(output.stderr)?)
     };

@@ -7,10 +7,10 @@ use std::process::Command;
 use coreward_model::consistency::TimestampOrigin;
 use coreward_testbed::addresses::{AddressFamily, HOST_DEVICE};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
-use crate::support::{TestEnv, assert_unbroken, eventually};
+use crate::support::{TestEnv, assert_streams_unbroken, eventually};
 
 /// Starts one server for each of these values of net.ipv4.tcp_timestamps, which apply to both address families.
 fn start_env(instance: &str, family: AddressFamily, tcp_timestamps: &[&str]) -> TestEnv {
@@ -40,7 +40,7 @@ fn query_lb_state(env: &TestEnv) -> Value {
 }
 
 /// Returns the state and the fault of the load balancer's model of a server's timestamp clock.
-fn server_clock_state_and_fault(env: &TestEnv, server: &str) -> (String, String) {
+fn query_server_clock_state_and_fault(env: &TestEnv, server: &str) -> (String, String) {
     let lb_state = query_lb_state(env);
     let server_clocks = lb_state["server_clocks"].as_array().cloned().unwrap_or_default();
     let server_clock = server_clocks.iter().find(|clock| clock["server"] == server);
@@ -62,7 +62,7 @@ const ONE_CLOCK_FOR_ALL: &str = "2";
 const CLOCK_PER_CONNECTION: &str = "1";
 
 /// Opens connections to every server until all servers' clocks have this state at the load balancer.
-fn open_until_clocks_are_known(env: &TestEnv, state: &str) {
+fn open_connections_until_clocks_known(env: &TestEnv, state: &str) {
     let client = env.testbed.client();
     // Use ports below those of later streams.
     client.set_sysctls(&[("ipv4/ip_local_port_range", "2000 9000")]).unwrap();
@@ -72,11 +72,11 @@ fn open_until_clocks_are_known(env: &TestEnv, state: &str) {
         format!("exec 3<>/dev/tcp/{vip}/80; for n in {{1..5}}; do printf x >&3; sleep 0.2; done");
     let connections_script = format!("for n in {{1..40}}; do ({one_connection_script}) & done; wait");
     let servers = env.testbed.server_numbers();
-    eventually(*TIMEOUT, "all clocks are known", || {
+    eventually(*DEFAULT_TIMEOUT, "all clocks are known", || {
         let mut bash_command = Command::new("bash");
         bash_command.args(["-c", &connections_script]);
         env.testbed.run_command(client, bash_command).unwrap();
-        servers.iter().all(|number| server_clock_state_and_fault(env, &format!("s{number}")).0 == state)
+        servers.iter().all(|number| query_server_clock_state_and_fault(env, &format!("s{number}")).0 == state)
     });
 }
 
@@ -99,21 +99,21 @@ fn plain_linux_servers_join_and_leave_without_breaking_connections() {
 }
 
 /// Returns how many packets of established connections were placed by the cookie, and how many by the flow table.
-fn packets_by_decision(env: &TestEnv) -> [u64; 2] {
+fn query_packets_by_decision(env: &TestEnv) -> [u64; 2] {
     let stamped_services = query_lb_state(env)["stamped_services"].clone();
     ["by_cookie", "by_flow_table"].map(|decision| stamped_services[0][decision].as_u64().unwrap())
 }
 
 /// Asserts that the cookie has placed at least 99 % of the packets of established connections since `packets_before`.
-fn assert_decided_by_cookie(env: &TestEnv, packets_before: [u64; 2]) {
-    let packets_after = packets_by_decision(env);
+fn assert_packets_decided_by_cookie(env: &TestEnv, packets_before: [u64; 2]) {
+    let packets_after = query_packets_by_decision(env);
     let [by_cookie, by_flow_table] = [0, 1].map(|decision| packets_after[decision] - packets_before[decision]);
     println!("{by_cookie} packets by the cookie, {by_flow_table} by the flow table");
     assert!(by_cookie > 1_000 && by_flow_table <= by_cookie / 100, "{by_cookie} by the cookie, {by_flow_table} not");
     let vip = env.testbed.service_address().to_string();
     let client_address = if vip.starts_with('[') { "[2001:db8::7]:40312" } else { "192.0.2.7:40312" };
-    let text = env.run_coreward(&["explain", "--vip", &vip, "--client", client_address]).unwrap();
-    assert!(text.contains(" % of its established packets by the cookie."), "{text}");
+    let explain_output = env.run_coreward(&["explain", "--vip", &vip, "--client", client_address]).unwrap();
+    assert!(explain_output.contains(" % of its established packets by the cookie."), "{explain_output}");
 }
 
 /// Restarts the load balancer without state. It must not route unknown packets unchanged in the meantime.
@@ -124,7 +124,7 @@ fn reboot_load_balancer(env: &mut TestEnv) {
     set_kernel_forwarding(env, "1");
     // The load balancer's counters restart at 0 as well.
     for counter in ["established", "reply_stamped"] {
-        eventually(*TIMEOUT, counter, || env.sum_counter(counter) > 1_000);
+        eventually(*DEFAULT_TIMEOUT, counter, || env.sum_counter(counter) > 1_000);
     }
 }
 
@@ -137,17 +137,17 @@ fn assert_no_connection_breaks(
 ) {
     let mut env = start_env(instance, family, &[tcp_timestamps; 5]);
     // Make all connections stamped, because a load balancer that loses its state breaks those that are not.
-    open_until_clocks_are_known(&env, expected_clock_state);
+    open_connections_until_clocks_known(&env, expected_clock_state);
     env.set_admin_state(5, None);
     env.fleet.wait_until_ready(&env.testbed).unwrap();
-    let packets_before = packets_by_decision(&env);
+    let packets_before = query_packets_by_decision(&env);
     let stream_client = env.start_streams(150.0);
     env.wait_for_connections(300);
     env.set_admin_state(1, Some(AdminState::Draining));
     env.wait_for_connections(75);
     env.set_admin_state(5, Some(AdminState::Active));
     env.wait_for_connections(75);
-    assert_decided_by_cookie(&env, packets_before);
+    assert_packets_decided_by_cookie(&env, packets_before);
     env.fleet.kill_daemon("lb1").unwrap();
     env.wait_for_connections(30);
     env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
@@ -158,15 +158,17 @@ fn assert_no_connection_breaks(
     env.fleet.upgrade_daemon(&env.testbed, "lb1").unwrap();
     env.wait_for_connections(150);
     env.set_admin_state(1, Some(AdminState::Active));
-    eventually(*TIMEOUT, "replies are stamped", || env.load_balancer_counter("lb1", "reply_stamped") > 1_000);
+    eventually(*DEFAULT_TIMEOUT, "replies are stamped", || {
+        env.query_load_balancer_counter("lb1", "reply_stamped") > 1_000
+    });
     env.wait_for_connections(75);
     reboot_load_balancer(&mut env);
     for server in ["s1", "s3", "s4", "s5"] {
-        eventually(*TIMEOUT, server, || {
-            server_clock_state_and_fault(&env, server) == (expected_clock_state.to_owned(), String::new())
+        eventually(*DEFAULT_TIMEOUT, server, || {
+            query_server_clock_state_and_fault(&env, server) == (expected_clock_state.to_owned(), String::new())
         });
     }
-    assert_unbroken(stream_client);
+    assert_streams_unbroken(stream_client);
 }
 
 #[test]
@@ -174,8 +176,8 @@ fn assert_no_connection_breaks(
 fn hundred_thousand_connections_to_plain_linux_servers_continue() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env("lbtslong", AddressFamily::Ipv4, &[CLOCK_PER_CONNECTION; 5]);
-    open_until_clocks_are_known(&env, "per-connection");
-    let packets_before = packets_by_decision(&env);
+    open_connections_until_clocks_known(&env, "per-connection");
+    let packets_before = query_packets_by_decision(&env);
     let stream_client = env.start_streams(250.0);
     for round in 0..20 {
         let (drained_server, removed_server) = (1 + round % 5, 1 + (round + 2) % 5);
@@ -191,8 +193,8 @@ fn hundred_thousand_connections_to_plain_linux_servers_continue() {
         env.set_admin_state(removed_server, Some(AdminState::Active));
         env.wait_for_connections(1_250);
     }
-    assert_decided_by_cookie(&env, packets_before);
-    let report = assert_unbroken(stream_client);
+    assert_packets_decided_by_cookie(&env, packets_before);
+    let report = assert_streams_unbroken(stream_client);
     assert!(report.sum_of_seconds().opened >= 100_000, "{:?}", report.sum_of_seconds());
 }
 
@@ -200,7 +202,7 @@ fn hundred_thousand_connections_to_plain_linux_servers_continue() {
 fn assert_missing_forwarding_is_reported(env: &TestEnv) {
     assert_eq!(query_lb_state(env)["warnings"], Value::Array(Vec::new()));
     set_kernel_forwarding(env, "0");
-    eventually(*TIMEOUT, "that it does not route is shown", || {
+    eventually(*DEFAULT_TIMEOUT, "that it does not route is shown", || {
         query_lb_state(env)["warnings"][0]
             .as_str()
             .is_some_and(|warning| warning.contains("forwarding is 0: expected 1"))
@@ -223,23 +225,25 @@ fn unstampable_server_is_reported_and_its_connections_continue() {
     env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     env.wait_for_connections(75);
     env.set_admin_state(1, Some(AdminState::Active));
-    let clock_state = |server| server_clock_state_and_fault(&env, server).0;
-    eventually(*TIMEOUT, "the clocks are known", || {
+    let clock_state = |server| query_server_clock_state_and_fault(&env, server).0;
+    eventually(*DEFAULT_TIMEOUT, "the clocks are known", || {
         [clock_state("s1"), clock_state("s2"), clock_state("s3"), clock_state("s4")]
             == ["no-timestamps", "per-connection", "known", "known"]
     });
-    let state_and_fault = server_clock_state_and_fault(&env, "s1");
+    let state_and_fault = query_server_clock_state_and_fault(&env, "s1");
     assert!(state_and_fault.1.contains("expected net.ipv4.tcp_timestamps = 1 or 2"), "{state_and_fault:?}");
-    let text = env.run_coreward(&["status"]).unwrap();
-    assert!(text.contains("clocks     web0: 3 of 4 servers'"), "{text}");
-    assert!(text.contains("! s1 of web0 is not stamped: "), "{text}");
+    let status_output = env.run_coreward(&["status"]).unwrap();
+    assert!(status_output.contains("clocks     web0: 3 of 4 servers'"), "{status_output}");
+    assert!(status_output.contains("! s1 of web0 is not stamped: "), "{status_output}");
     for counter in ["flow_table", "reply_unchanged"] {
-        eventually(*TIMEOUT, counter, || env.sum_counter(counter) > 1_000);
+        eventually(*DEFAULT_TIMEOUT, counter, || env.sum_counter(counter) > 1_000);
     }
 
     // With the right setting, the server's new connections are stamped.
     env.testbed.server(1).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", CLOCK_PER_CONNECTION)]).unwrap();
-    eventually(*TIMEOUT, "the clock of s1 is known", || server_clock_state_and_fault(&env, "s1").0 == "per-connection");
-    assert_unbroken(stream_client);
+    eventually(*DEFAULT_TIMEOUT, "the clock of s1 is known", || {
+        query_server_clock_state_and_fault(&env, "s1").0 == "per-connection"
+    });
+    assert_streams_unbroken(stream_client);
     assert_missing_forwarding_is_reported(&env);
 }

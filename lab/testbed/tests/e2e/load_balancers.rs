@@ -6,9 +6,9 @@ use std::time::Duration;
 use coreward_model::consistency::Consistency;
 use coreward_testbed::addresses::AddressFamily;
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, assert_unbroken, eventually};
+use crate::support::{TestEnv, assert_streams_unbroken, eventually};
 
 const FAILURE_DETECTION_TIME: Duration = Duration::from_millis(150);
 
@@ -46,7 +46,7 @@ fn assert_changes_break_no_connection(env: &mut TestEnv) {
     env.set_admin_state(2, None);
     env.wait_for_connections(75);
     env.fleet.kill_load_balancer(&mut env.testbed, 1, FAILURE_DETECTION_TIME).unwrap();
-    assert_unbroken(stream_client);
+    assert_streams_unbroken(stream_client);
 }
 
 #[test]
@@ -55,7 +55,7 @@ fn load_balancers_join_and_leave_without_breaking_connections() {
     let mut env = start_env("lbs", Consistency::Stateless, AddressFamily::Ipv4);
     assert_changes_break_no_connection(&mut env);
     for daemon in ["lb2", "lb3"] {
-        eventually(*TIMEOUT, daemon, || env.load_balancer_counter(daemon, "established") > 0);
+        eventually(*DEFAULT_TIMEOUT, daemon, || env.query_load_balancer_counter(daemon, "established") > 0);
     }
 }
 
@@ -78,6 +78,6 @@ fn assert_lost_tables_break_no_connection(instance: &str, family: AddressFamily)
     // Some packets must have reached a load balancer that does not own the entry. Others must have been broadcast after
     // the owner was gone.
     for counter in ["connection_table", "to_owner", "broadcast_owner_lost"] {
-        eventually(*TIMEOUT, counter, || env.sum_counter(counter) > 0);
+        eventually(*DEFAULT_TIMEOUT, counter, || env.sum_counter(counter) > 0);
     }
 }

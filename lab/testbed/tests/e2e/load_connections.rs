@@ -7,7 +7,7 @@ use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
 use crate::support::eventually;
-use crate::support::load::{report, start_load_generator};
+use crate::support::load::{start_load_generator, wait_for_report};
 
 fn report_count(report: &Value, name: &str) -> u64 {
     report[name].as_u64().unwrap_or_else(|| panic!("{name}: {report}"))
@@ -16,11 +16,11 @@ fn report_count(report: &Value, name: &str) -> u64 {
 #[test]
 fn requests_to_a_paced_server_take_their_service_times() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = Testbed::create_direct("tloadtcp")?;
+    let testbed = Testbed::create_without_load_balancing("tloadtcp")?;
     let server = testbed.start_paced_server(1)?;
     let load_options = "--transport tcp --rate 500 --arrivals fixed --seconds 2 --warm-up 0 --flows 16 --timeout 10";
     let load_options_with_mix = format!("{load_options} --mix GET=0.5,PUT=0.5 --multiplier 400");
-    let report = report(start_load_generator(&testbed, &load_options_with_mix)?)?;
+    let report = wait_for_report(start_load_generator(&testbed, &load_options_with_mix)?)?;
     assert_eq!((report_count(&report, "requests"), report_count(&report, "lost")), (999, 0), "{report}");
     let completed_of_class = |index: usize| report["classes"][index]["completed"].as_u64().unwrap();
     // Service times are 975 ns and 1.35 us, multiplied by 400.
@@ -38,7 +38,7 @@ fn requests_to_a_paced_server_take_their_service_times() -> anyhow::Result<()> {
 #[test]
 fn broken_connections_are_counted_and_reopened() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = Testbed::create_direct("tloadbroken")?;
+    let testbed = Testbed::create_without_load_balancing("tloadbroken")?;
     let server = testbed.start_paced_server(1)?;
     let options = "--transport tcp --rate 400 --seconds 12 --warm-up 0 --flows 8 --timeout 1 --service exp:1000";
     let load_process = start_load_generator(&testbed, options)?;
@@ -48,7 +48,7 @@ fn broken_connections_are_counted_and_reopened() -> anyhow::Result<()> {
     drop(server);
     std::thread::sleep(Duration::from_millis(1_000));
     let server = testbed.start_paced_server(1)?;
-    let report = report(load_process)?;
+    let report = wait_for_report(load_process)?;
     assert_eq!(
         report_count(&report, "requests"),
         report_count(&report, "completed") + report_count(&report, "lost"),
@@ -68,7 +68,7 @@ fn broken_connections_are_counted_and_reopened() -> anyhow::Result<()> {
 #[test]
 fn http_load_is_answered_by_nginx() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = Testbed::create_direct("tloadhttp")?;
+    let testbed = Testbed::create_without_load_balancing("tloadhttp")?;
     let nginx = testbed.start_nginx(1)?;
     let start_http_load = |path: &str, rate: u32| {
         start_load_generator(
@@ -76,15 +76,15 @@ fn http_load_is_answered_by_nginx() -> anyhow::Result<()> {
             &format!("--transport http --path {path} --rate {rate} --seconds 2 --warm-up 0 --flows 8 --timeout 10"),
         )
     };
-    let worker_path_report = report(start_http_load(WORKER_IDENTITY_PATH, 500)?)?;
+    let worker_path_report = wait_for_report(start_http_load(WORKER_IDENTITY_PATH, 500)?)?;
     let error_counts =
         |report: &Value| ["lost", "failed", "broken_connections", "malformed"].map(|name| report_count(report, name));
     assert_eq!(error_counts(&worker_path_report), [0; 4], "{worker_path_report}");
     assert!((850..1_150).contains(&report_count(&worker_path_report, "requests")), "{worker_path_report}");
     // Responses of a megabyte need many reads each.
-    let large_file_report = report(start_http_load(LARGE_FILE_PATH, 20)?)?;
+    let large_file_report = wait_for_report(start_http_load(LARGE_FILE_PATH, 20)?)?;
     assert_eq!(error_counts(&large_file_report), [0; 4], "{large_file_report}");
-    let missing_file_report = report(start_http_load("/missing", 100)?)?;
+    let missing_file_report = wait_for_report(start_http_load("/missing", 100)?)?;
     assert_eq!(
         error_counts(&missing_file_report),
         [0, report_count(&missing_file_report, "requests"), 0, 0],
@@ -94,7 +94,7 @@ fn http_load_is_answered_by_nginx() -> anyhow::Result<()> {
     let running_load = start_http_load(WORKER_IDENTITY_PATH, 200)?;
     std::thread::sleep(Duration::from_millis(700));
     nginx.reload(&testbed, 1, 2)?;
-    let reload_report = report(running_load)?;
+    let reload_report = wait_for_report(running_load)?;
     assert_eq!(
         report_count(&reload_report, "requests"),
         report_count(&reload_report, "completed") + report_count(&reload_report, "lost"),
@@ -110,13 +110,13 @@ fn http_load_is_answered_by_nginx() -> anyhow::Result<()> {
 #[test]
 fn wait_for_a_free_connection_counts_as_latency() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = Testbed::create_direct("tloadwait")?;
+    let testbed = Testbed::create_without_load_balancing("tloadwait")?;
     let _nginx = testbed.start_nginx(1)?;
     // There is one connection, and answers take minutes (1 MB at 4 kB/s). So the first request stays outstanding, and
     // the others wait for it.
     let options =
         "--transport http --path /slow --rate 50 --arrivals fixed --seconds 1 --warm-up 0 --flows 1 --timeout 1";
-    let report = report(start_load_generator(&testbed, options)?)?;
+    let report = wait_for_report(start_load_generator(&testbed, options)?)?;
     assert_eq!((report_count(&report, "requests"), report_count(&report, "lost")), (49, 49), "{report}");
     Ok(())
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use coreward_testbed::addresses::{HOST_DEVICE, SERVICE_ADDRESS};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::rss_emulation::attach_xdp_pass;
-use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, Namespace, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
 use crate::support::{self, eventually, fetch_metrics_page};
@@ -33,13 +33,16 @@ impl TestEnv {
         let testbed = Testbed::create(options).unwrap();
         run_script(&testbed, testbed.switch(), switch_script);
         let metrics_config = format!("metrics = \"{METRICS_ADDRESS}\"\n");
-        let options =
-            FleetOptions { steers_connections: false, load_balancer_text: metrics_config, ..FleetOptions::default() };
+        let options = FleetOptions {
+            steers_connections: false,
+            extra_load_balancer_text: metrics_config,
+            ..FleetOptions::default()
+        };
         let fleet = Fleet::start(&testbed, options).unwrap();
         Self { fleet, testbed }
     }
 
-    fn lb_state(&self) -> Value {
+    fn query_lb_state(&self) -> Value {
         let status = self.fleet.query_status(&self.testbed).unwrap_or_default();
         status["load_balancers"][0]["state"].clone()
     }
@@ -50,12 +53,12 @@ impl TestEnv {
         self.testbed.client().run_within(try_connect).unwrap()
     }
 
-    fn lb_warnings(&self) -> String {
-        self.lb_state()["warnings"].to_string()
+    fn query_lb_warnings(&self) -> String {
+        self.query_lb_state()["warnings"].to_string()
     }
 
     /// Returns the value of a load balancer's metric, by its series.
-    fn metric_value(&self, series: &str) -> f64 {
+    fn fetch_metric_value(&self, series: &str) -> f64 {
         let page = fetch_metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).unwrap();
         support::series_value(&page, series).unwrap_or_else(|| panic!("no {series} in {page}"))
     }
@@ -66,27 +69,27 @@ fn dropped_frames_and_failing_handshakes_are_reported() {
     skip_if!(missing_testbed_rights());
     let env = TestEnv::start("lostframes", "");
     let _nginx_servers = [1, 2].map(|number| env.testbed.start_nginx(number).unwrap());
-    (0..20).for_each(|_| assert!(env.can_connect(*TIMEOUT)));
-    eventually(*TIMEOUT, "no warning", || env.lb_warnings() == "[]");
+    (0..20).for_each(|_| assert!(env.can_connect(*DEFAULT_TIMEOUT)));
+    eventually(*DEFAULT_TIMEOUT, "no warning", || env.query_lb_warnings() == "[]");
 
     // veth drops frames that XDP sends to a device that has neither an XDP program nor GRO.
     run_script(&env.testbed, env.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
     let dropped_frames_warning = format!("{HOST_DEVICE} drops frames that XDP sent");
     let failing_handshakes_warning = "service web0: most new connections do not become established";
     let missing_program_warning = format!("the other end of the veth {HOST_DEVICE} has no XDP program");
-    eventually(*TIMEOUT, "status has all three", || {
+    eventually(*DEFAULT_TIMEOUT, "status has all three", || {
         (0..8).for_each(|_| assert!(!env.can_connect(Duration::from_millis(50))));
         [&dropped_frames_warning, failing_handshakes_warning, &missing_program_warning]
             .iter()
-            .all(|warning| env.lb_warnings().contains(*warning))
+            .all(|warning| env.query_lb_warnings().contains(*warning))
     });
-    assert_eq!(env.metric_value("coreward_lb_service_handshakes_fail{service=\"web0\"}"), 1.0);
-    assert!(env.metric_value("coreward_lb_send_drops_total") >= 20.0);
+    assert_eq!(env.fetch_metric_value("coreward_lb_service_handshakes_fail{service=\"web0\"}"), 1.0);
+    assert!(env.fetch_metric_value("coreward_lb_send_drops_total") >= 20.0);
 
     attach_xdp_pass(env.testbed.switch(), "lb1").unwrap();
-    eventually(*TIMEOUT, "the warnings end", || {
-        assert!(env.can_connect(*TIMEOUT));
-        env.lb_warnings() == "[]"
+    eventually(*DEFAULT_TIMEOUT, "the warnings end", || {
+        assert!(env.can_connect(*DEFAULT_TIMEOUT));
+        env.query_lb_warnings() == "[]"
     });
 }
 
@@ -102,9 +105,9 @@ fn new_connections_continue_when_the_daemon_is_killed() {
         let mut env = TestEnv::start(instance, switch_script);
         run_script(&env.testbed, env.testbed.load_balancer(1).unwrap(), &format!("ethtool -K {HOST_DEVICE} tso off"));
         let _nginx_servers = [1, 2].map(|number| env.testbed.start_nginx(number).unwrap());
-        eventually(*TIMEOUT, "the load balancer reports", || env.lb_state()["xdp_mode"] == mode);
-        (0..20).for_each(|n| assert!(env.can_connect(*TIMEOUT), "connection {n}, {mode}"));
+        eventually(*DEFAULT_TIMEOUT, "the load balancer reports", || env.query_lb_state()["xdp_mode"] == mode);
+        (0..20).for_each(|n| assert!(env.can_connect(*DEFAULT_TIMEOUT), "connection {n}, {mode}"));
         env.fleet.kill_daemon("lb1").unwrap();
-        (0..20).for_each(|n| assert!(env.can_connect(*TIMEOUT), "connection {n} after SIGKILL, {mode}"));
+        (0..20).for_each(|n| assert!(env.can_connect(*DEFAULT_TIMEOUT), "connection {n} after SIGKILL, {mode}"));
     }
 }

@@ -5,13 +5,13 @@ use std::net::TcpStream;
 use std::process::Command;
 use std::time::{Duration, SystemTime};
 
-use coreward_testbed::fleet::{Fleet, FleetOptions, coreward_command, operator_command};
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{Fleet, FleetOptions, coreward_binary, operator_command};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
 use crate::support::{
-    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_answered, duration_until_logged, eventually, fetch_metrics_page,
-    open_keepalive_connections, series_value,
+    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_connections_answered, duration_until_logged, eventually,
+    fetch_metrics_page, open_keepalive_connections, series_value,
 };
 
 const METRICS_ADDRESS: &str = "127.0.0.1:9440";
@@ -31,13 +31,13 @@ fn assert_lost_store_is_reported(status: &Value) {
 }
 
 /// Returns a value from the metrics page of load balancer 1.
-fn metric_value(testbed: &Testbed, name: &str) -> Option<f64> {
+fn fetch_metric_value(testbed: &Testbed, name: &str) -> Option<f64> {
     let page = fetch_metrics_page(testbed, testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).ok()?;
     series_value(&page, name)
 }
 
-fn warning_count(testbed: &Testbed) -> Option<f64> {
-    metric_value(testbed, "coreward_lb_warnings{load_balancer=\"lb1\"}")
+fn fetch_warning_count(testbed: &Testbed) -> Option<f64> {
+    fetch_metric_value(testbed, "coreward_lb_warnings{load_balancer=\"lb1\"}")
 }
 
 fn can_connect(testbed: &Testbed, vip: &str) -> bool {
@@ -62,16 +62,16 @@ fn loss_of_the_store_interrupts_no_service() {
     fleet.kill_daemon("controller").unwrap();
     fs::remove_file(testbed.directory().join("controller.redb")).unwrap();
     fleet.restart_daemon(&testbed, "controller").unwrap();
-    let status = || fleet.query_status(&testbed).unwrap_or_default();
+    let query_status = || fleet.query_status(&testbed).unwrap_or_default();
     let first_lb = |status: &Value| status["load_balancers"].get(0).cloned().unwrap_or_default();
-    eventually(*TIMEOUT, "the load balancer reports to the controller without a store", || {
-        first_lb(&status())["state"].is_object()
+    eventually(*DEFAULT_TIMEOUT, "the load balancer reports to the controller without a store", || {
+        first_lb(&query_status())["state"].is_object()
     });
-    assert_lost_store_is_reported(&status());
-    let generations_in_force = first_lb(&status())["state"]["table_generations"].to_string();
+    assert_lost_store_is_reported(&query_status());
+    let generations_in_force = first_lb(&query_status())["state"]["table_generations"].to_string();
     assert!(generations_in_force.contains("web"), "{generations_in_force}");
     open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
-    assert_answered(&mut connections_before);
+    assert_connections_answered(&mut connections_before);
 
     // Only an operator can decide that there are no services.
     let empty_document_path = testbed.directory().join("none.toml");
@@ -79,10 +79,10 @@ fn loss_of_the_store_interrupts_no_service() {
     let apply_command =
         operator_command(&testbed, &["apply", "--yes", &empty_document_path.display().to_string()]).unwrap();
     testbed.run_command(testbed.controller(), apply_command).unwrap();
-    eventually(*TIMEOUT, "the load balancer has no service", || {
-        first_lb(&status())["state"]["table_generations"].as_object().is_some_and(serde_json::Map::is_empty)
+    eventually(*DEFAULT_TIMEOUT, "the load balancer has no service", || {
+        first_lb(&query_status())["state"]["table_generations"].as_object().is_some_and(serde_json::Map::is_empty)
     });
-    assert_eq!(status()["warnings"].to_string(), "[]");
+    assert_eq!(query_status()["warnings"].to_string(), "[]");
 }
 
 #[test]
@@ -91,37 +91,45 @@ fn configuration_is_saved_once_the_disk_has_room() {
     let options = TestbedOptions { instance: "unsaved".to_owned(), servers: 2, cores: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let load_balancer_text = format!("metrics = \"{METRICS_ADDRESS}\"\n");
-    let options = FleetOptions { steers_connections: false, load_balancer_text, ..FleetOptions::default() };
+    let options = FleetOptions {
+        steers_connections: false,
+        extra_load_balancer_text: load_balancer_text,
+        ..FleetOptions::default()
+    };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     let saved_configuration_path = testbed.directory().join("lb1.configuration");
-    eventually(*TIMEOUT, "the configuration is saved", || saved_configuration_path.exists());
+    eventually(*DEFAULT_TIMEOUT, "the configuration is saved", || saved_configuration_path.exists());
 
     // The load balancer writes a new file at this path, and then renames it.
     let obstacle_path = testbed.directory().join("lb1.new");
-    eventually(*TIMEOUT, "no write is under way", || fs::create_dir(&obstacle_path).is_ok());
-    let saved_before = fs::read(&saved_configuration_path).unwrap();
+    eventually(*DEFAULT_TIMEOUT, "no write is under way", || fs::create_dir(&obstacle_path).is_ok());
+    let configuration_before = fs::read(&saved_configuration_path).unwrap();
     let mut pool = fleet.server_pool().clone();
     pool.remove(&2);
     fleet.set_pool(&testbed, pool).unwrap();
-    let lb_warnings = |fleet: &Fleet| {
+    let query_lb_warnings = |fleet: &Fleet| {
         let status = fleet.query_status(&testbed).unwrap_or_default();
         status["load_balancers"][0]["state"]["warnings"].to_string()
     };
-    eventually(*TIMEOUT, "status has the failure", || lb_warnings(&fleet).contains("the configuration is not saved"));
-    assert_eq!(fs::read(&saved_configuration_path).unwrap(), saved_before);
-    eventually(*TIMEOUT, "the metric counts the failure", || warning_count(&testbed).unwrap() == 1.0);
+    eventually(*DEFAULT_TIMEOUT, "status has the failure", || {
+        query_lb_warnings(&fleet).contains("the configuration is not saved")
+    });
+    assert_eq!(fs::read(&saved_configuration_path).unwrap(), configuration_before);
+    eventually(*DEFAULT_TIMEOUT, "the metric counts the failure", || fetch_warning_count(&testbed).unwrap() == 1.0);
 
     fs::remove_dir(&obstacle_path).unwrap();
-    eventually(*TIMEOUT, "the write is retried", || fs::read(&saved_configuration_path).unwrap() != saved_before);
-    eventually(*TIMEOUT, "the failure is over", || {
-        lb_warnings(&fleet) == "[]" && warning_count(&testbed).unwrap() == 0.0
+    eventually(*DEFAULT_TIMEOUT, "the write is retried", || {
+        fs::read(&saved_configuration_path).unwrap() != configuration_before
+    });
+    eventually(*DEFAULT_TIMEOUT, "the failure is over", || {
+        query_lb_warnings(&fleet) == "[]" && fetch_warning_count(&testbed).unwrap() == 0.0
     });
 }
 
 /// Restarts the load balancer without its pinned BPF objects, as after a reboot.
 fn restart_without_pins(testbed: &Testbed, fleet: &mut Fleet) {
     fleet.kill_daemon("lb1").unwrap();
-    let mut detach_command = Command::new(coreward_command().unwrap());
+    let mut detach_command = Command::new(coreward_binary().unwrap());
     detach_command.args(["lb", "--detach", "--config"]).arg(testbed.directory().join("lb1.toml"));
     testbed.run_command(testbed.load_balancer(1).unwrap(), detach_command).unwrap();
     fleet.restart_daemon(testbed, "lb1").unwrap();
@@ -135,35 +143,43 @@ fn rebooted_load_balancer_takes_new_connections_without_a_controller() {
     let _nginx_servers = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
     let load_balancer_text = format!("metrics = \"{METRICS_ADDRESS}\"\n");
     let applied_document = Some(format!("table_lifetime = \"1s\"\n{FLEET_DOCUMENT}{BUCKET_SERVICE_CONFIG}"));
-    let options =
-        FleetOptions { steers_connections: false, applied_document, load_balancer_text, ..FleetOptions::default() };
+    let options = FleetOptions {
+        steers_connections: false,
+        applied_document,
+        extra_load_balancer_text: load_balancer_text,
+        ..FleetOptions::default()
+    };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     let saved_configuration_path = testbed.directory().join("lb1.configuration");
-    eventually(*TIMEOUT, "the configuration is saved", || saved_configuration_path.exists());
+    eventually(*DEFAULT_TIMEOUT, "the configuration is saved", || saved_configuration_path.exists());
     let mut connections_before = open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     fleet.kill_daemon("controller").unwrap();
 
     restart_without_pins(&testbed, &mut fleet);
-    eventually(*TIMEOUT, "the MAC addresses are known", || {
-        metric_value(&testbed, "coreward_lb_unresolved_servers{load_balancer=\"lb1\"}") == Some(0.0)
+    eventually(*DEFAULT_TIMEOUT, "the MAC addresses are known", || {
+        fetch_metric_value(&testbed, "coreward_lb_unresolved_servers{load_balancer=\"lb1\"}") == Some(0.0)
     });
-    assert_answered(&mut connections_before);
-    eventually(*TIMEOUT, "the load balancer makes a table", || can_connect(&testbed, "10.200.0.1:80"));
+    assert_connections_answered(&mut connections_before);
+    eventually(*DEFAULT_TIMEOUT, "the load balancer makes a table", || can_connect(&testbed, "10.200.0.1:80"));
     open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
-    assert_eq!(metric_value(&testbed, "coreward_lb_expired_tables"), Some(1.0));
+    assert_eq!(fetch_metric_value(&testbed, "coreward_lb_expired_tables"), Some(1.0));
     assert!(!can_connect(&testbed, "10.200.0.1:81"), "a new connection by bucket without a table");
-    let dropped_before =
-        metric_value(&testbed, "coreward_lb_service_drops_total{service=\"bucket\",reason=\"no_eligible_server\"}");
-    assert!(dropped_before.is_some_and(|dropped_packets| dropped_packets > 0.0), "{dropped_before:?}");
+    let dropped_packets_before = fetch_metric_value(
+        &testbed,
+        "coreward_lb_service_drops_total{service=\"bucket\",reason=\"no_eligible_server\"}",
+    );
+    assert!(dropped_packets_before.is_some_and(|dropped_packets| dropped_packets > 0.0), "{dropped_packets_before:?}");
 
     fs::remove_file(&saved_configuration_path).unwrap();
     let restart_time = SystemTime::now();
     restart_without_pins(&testbed, &mut fleet);
     let warning_words = "no configuration: packets for VIPs pass to this machine";
-    eventually(*TIMEOUT, warning_words, || duration_until_logged(&testbed, 1, warning_words, restart_time).is_some());
-    assert_eq!(warning_count(&testbed), Some(1.0));
+    eventually(*DEFAULT_TIMEOUT, warning_words, || {
+        duration_until_logged(&testbed, 1, warning_words, restart_time).is_some()
+    });
+    assert_eq!(fetch_warning_count(&testbed), Some(1.0));
 
     fleet.restart_daemon(&testbed, "controller").unwrap();
-    eventually(*TIMEOUT, "a configuration", || warning_count(&testbed) == Some(0.0));
+    eventually(*DEFAULT_TIMEOUT, "a configuration", || fetch_warning_count(&testbed) == Some(0.0));
     open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
 }

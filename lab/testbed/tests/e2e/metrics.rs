@@ -10,10 +10,10 @@ use coreward_control_server as _;
 use coreward_lb as _;
 use coreward_metrics::table::{Component, METRICS};
 use coreward_testbed::fleet::FleetOptions;
-use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, Namespace, TestbedOptions, missing_testbed_rights, skip_if};
 use prometheus_parse::{Scrape, Value};
 
-use crate::support::{TestEnv, assert_unbroken, eventually, fetch_metrics_page};
+use crate::support::{TestEnv, assert_streams_unbroken, eventually, fetch_metrics_page};
 
 const METRICS_ADDRESS: &str = "127.0.0.1:9440";
 
@@ -27,7 +27,7 @@ fn scrape_metrics(env: &TestEnv, host: &Namespace) -> Option<SampleValues> {
     let page_lines = text.lines().filter(|line| *line != "# EOF").map(|line| Ok(line.to_owned()));
     let samples = Scrape::parse(page_lines).unwrap().samples;
     assert!(!samples.is_empty(), "{text}");
-    let number_of = |value: Value| match value {
+    let to_number = |value: Value| match value {
         Value::Counter(number) | Value::Gauge(number) | Value::Untyped(number) => Some(number),
         Value::Histogram(classes) => classes.last().map(|last| last.count),
         Value::Summary(_) => None,
@@ -38,7 +38,7 @@ fn scrape_metrics(env: &TestEnv, host: &Namespace) -> Option<SampleValues> {
     Some(
         samples
             .into_iter()
-            .filter_map(|sample| Some(((sample.metric.clone(), label_map(&sample.labels)), number_of(sample.value)?)))
+            .filter_map(|sample| Some(((sample.metric.clone(), label_map(&sample.labels)), to_number(sample.value)?)))
             .collect(),
     )
 }
@@ -50,7 +50,7 @@ fn sum_with_label(values: &SampleValues, name: &str, label: (&str, &str)) -> f64
 
 /// Asserts that a component serves all of its documented metrics, except those of events that have not happened.
 fn assert_documented_metrics_are_served(component: Component, values: &SampleValues) {
-    let documented_metric = |name: &str| {
+    let find_documented_metric = |name: &str| {
         METRICS.iter().find(|metric| {
             let name_suffix = name.strip_prefix(metric.name);
             name_suffix.is_some_and(|suffix| ["", "_sum", "_count", "_bucket"].contains(&suffix))
@@ -59,7 +59,7 @@ fn assert_documented_metrics_are_served(component: Component, values: &SampleVal
     let served_names: BTreeSet<&str> = values
         .keys()
         .map(|(name, _)| {
-            let metric_in_table = documented_metric(name).unwrap_or_else(|| panic!("{name} is not in the table"));
+            let metric_in_table = find_documented_metric(name).unwrap_or_else(|| panic!("{name} is not in the table"));
             assert!(metric_in_table.components.contains(&component), "{name} is served by {}", component.name());
             metric_in_table.name
         })
@@ -85,15 +85,15 @@ fn start_env() -> TestEnv {
     let metrics_config = format!("metrics = \"{METRICS_ADDRESS}\"\n");
     let testbed_options = TestbedOptions { instance: "metrics".to_owned(), servers: 2, ..TestbedOptions::default() };
     let options = FleetOptions {
-        load_balancer_text: metrics_config.clone(),
-        agent_text: metrics_config.clone(),
+        extra_load_balancer_text: metrics_config.clone(),
+        extra_agent_text: metrics_config.clone(),
         ..FleetOptions::default()
     };
     let mut env = TestEnv::start(testbed_options, options);
     // Top-level keys must come before the tables in the file.
     let controller_config_path = env.testbed.directory().join("controller.toml");
-    let text = fs::read_to_string(&controller_config_path).unwrap();
-    fs::write(&controller_config_path, format!("{metrics_config}{text}")).unwrap();
+    let controller_config = fs::read_to_string(&controller_config_path).unwrap();
+    fs::write(&controller_config_path, format!("{metrics_config}{controller_config}")).unwrap();
     env.fleet.kill_daemon("controller").unwrap();
     env.fleet.restart_daemon(&env.testbed, "controller").unwrap();
     env.fleet.wait_until_ready(&env.testbed).unwrap();
@@ -106,12 +106,12 @@ fn assert_refused_reports_are_counted(env: &TestEnv, controller_samples: &Sample
     let refused_reports: u64 = status["refused_reports"]
         .as_object()
         .map_or(0, |reasons| reasons.values().filter_map(|count| count.as_u64()).sum());
-    let refused_in_metrics: f64 = controller_samples
+    let refused_reports_in_metrics: f64 = controller_samples
         .iter()
         .filter(|((name, _), _)| name == "coreward_reports_refused_total")
         .map(|(_, value)| value)
         .sum();
-    assert_eq!(refused_in_metrics, refused_reports as f64);
+    assert_eq!(refused_reports_in_metrics, refused_reports as f64);
 }
 
 /// Asserts that the agent, the controller and `status` count the same warnings, including one that is caused here.
@@ -121,7 +121,7 @@ fn assert_warnings_are_counted(env: &TestEnv) {
     let warning_count = |host: &Namespace| {
         sum_with_label(&scrape_metrics(env, host).unwrap(), "coreward_server_warnings", ("server", "s1"))
     };
-    eventually(*TIMEOUT, "all count the agent's warning", || {
+    eventually(*DEFAULT_TIMEOUT, "all count the agent's warning", || {
         let status = env.fleet.query_status(&env.testbed).unwrap_or_default();
         let servers = status["servers"].as_array().cloned().unwrap_or_default();
         let status_warnings =
@@ -139,8 +139,8 @@ fn endpoints_serve_the_documented_metrics() {
     skip_if!(missing_testbed_rights());
     let env = start_env();
     let stream_client = env.start_streams(100.0);
-    eventually(*TIMEOUT, "there is traffic", || env.sum_counter("new_connection") > 150);
-    assert_unbroken(stream_client);
+    eventually(*DEFAULT_TIMEOUT, "there is traffic", || env.sum_counter("new_connection") > 150);
+    assert_streams_unbroken(stream_client);
 
     let (controller, balancer) = (env.testbed.controller(), env.testbed.load_balancer(1).unwrap());
     let server = env.testbed.server(1).unwrap();
@@ -148,7 +148,7 @@ fn endpoints_serve_the_documented_metrics() {
     assert_documented_metrics_are_served(Component::Lb, &scrape_all(balancer));
     assert_documented_metrics_are_served(Component::Agent, &scrape_all(server));
     // Wait, because the controller has a load balancer's last report, which is at most a second old.
-    eventually(*TIMEOUT, "the controller has its load balancer's counts", || {
+    eventually(*DEFAULT_TIMEOUT, "the controller has its load balancer's counts", || {
         let (controller_samples, lb_samples) = (scrape_all(controller), scrape_all(balancer));
         let new_connections =
             |values: &SampleValues| sum_with_label(values, "coreward_lb_packets_total", ("decision", "new_connection"));

@@ -12,10 +12,10 @@ use std::time::Duration;
 
 use coreward_testbed::addresses::{FIRST_VIP, SERVICE_ADDRESS};
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions};
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, counters, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, counters, missing_testbed_rights, skip_if};
 use socket2::{Domain, Protocol, Socket, Type};
 
-use crate::support::{eventually, pause, run_command_text};
+use crate::support::{eventually, run_command_line, sleep_ms};
 
 const SERVER_COUNT: u16 = 3;
 /// Number of connections. With random placement, a server gets none of them once in 10^6 runs.
@@ -57,7 +57,7 @@ fn join_service_configs() -> String {
 
 /// Starts threads that answer each byte with the server's number, on every connection. Each thread ends with its
 /// connection.
-fn start_answering(testbed: &Testbed, number: u16) {
+fn start_answering_server(testbed: &Testbed, number: u16) {
     let listener: TcpListener = testbed
         .server(number)
         .unwrap()
@@ -88,8 +88,8 @@ fn start_answering(testbed: &Testbed, number: u16) {
 
 fn connect_to_service() -> TcpStream {
     let socket = open_mptcp_socket();
-    socket.connect_timeout(&SocketAddr::V4(SERVICE_ADDRESS).into(), *TIMEOUT).unwrap();
-    socket.set_read_timeout(Some(*TIMEOUT)).unwrap();
+    socket.connect_timeout(&SocketAddr::V4(SERVICE_ADDRESS).into(), *DEFAULT_TIMEOUT).unwrap();
+    socket.set_read_timeout(Some(*DEFAULT_TIMEOUT)).unwrap();
     socket.into()
 }
 
@@ -125,13 +125,13 @@ fn start_mptcp_servers(testbed: &Testbed) {
     for number in 1..=SERVER_COUNT {
         let server = testbed.server(number).unwrap();
         server.run_within(|| Ok(std::fs::write("/proc/sys/net/mptcp/allow_join_initial_addr_port", "0")?)).unwrap();
-        run_command_text(testbed, server, "ip mptcp limits set subflows 4 add_addr_accepted 0");
-        run_command_text(
+        run_command_line(testbed, server, "ip mptcp limits set subflows 4 add_addr_accepted 0");
+        run_command_line(
             testbed,
             server,
             &format!("ip mptcp endpoint add {FIRST_VIP} port {} id 1 signal", FIRST_JOIN_PORT + number),
         );
-        start_answering(testbed, number);
+        start_answering_server(testbed, number);
     }
 }
 
@@ -152,7 +152,7 @@ fn open_streams(client: &coreward_testbed::Namespace) -> Vec<(TcpStream, u16)> {
 /// Waits until every connection has a second subflow, and asserts that none has fallen back to TCP.
 fn assert_all_connections_are_joined(client: &coreward_testbed::Namespace) {
     let client_counter = |name: &str| counters::read_kernel_counters(client).unwrap().get(name).copied().unwrap_or(0);
-    eventually(*TIMEOUT, "every connection has a second subflow", || {
+    eventually(*DEFAULT_TIMEOUT, "every connection has a second subflow", || {
         client_counter("MPTcpExtMPJoinSynAckRx") >= CONNECTION_COUNT
     });
     assert_eq!(client_counter("MPTcpExtMPJoinSynAckHMacFailure"), 0);
@@ -177,10 +177,10 @@ fn mptcp_subflows_reach_the_server_of_the_first_subflow() {
     skip_if!(missing_mptcp());
     let mut testbed = create_testbed();
     start_mptcp_servers(&testbed);
-    run_command_text(&testbed, testbed.client(), "ip mptcp limits set subflows 4 add_addr_accepted 4");
+    run_command_line(&testbed, testbed.client(), "ip mptcp limits set subflows 4 add_addr_accepted 4");
     let fleet_options = FleetOptions {
         policy: "rr".to_owned(),
-        fleet_text: join_service_configs(),
+        extra_fleet_text: join_service_configs(),
         steers_connections: false,
         ..Default::default()
     };
@@ -191,19 +191,19 @@ fn mptcp_subflows_reach_the_server_of_the_first_subflow() {
     assert!((1..=SERVER_COUNT).all(|number| streams_and_servers.iter().any(|(_, server)| *server == number)));
     assert_all_connections_are_joined(&client);
 
-    let mut assert_all_stay = || {
+    let mut assert_connections_stay_at_servers = || {
         streams_and_servers
             .iter_mut()
             .for_each(|(stream, server)| assert_eq!(query_server(stream, TRANSFER_BYTES), *server))
     };
-    assert_all_stay();
+    assert_connections_stay_at_servers();
     let mut pool = fleet.server_pool().clone();
     pool.insert(1, AdminState::Draining);
     fleet.set_pool(&testbed, pool).unwrap();
     fleet.kill_load_balancer(&mut testbed, 1, Duration::from_millis(150)).unwrap();
-    pause(500);
-    assert_all_stay();
+    sleep_ms(500);
+    assert_connections_stay_at_servers();
     // Abort the first subflows, so that data in flight must continue on the joined subflows.
     abort_first_subflows(&testbed, &client);
-    assert_all_stay();
+    assert_connections_stay_at_servers();
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, assert_unbroken};
+use crate::support::{TestEnv, assert_streams_unbroken};
 
 fn start_env(instance: &str, load_balancers: u16) -> TestEnv {
     let options =
@@ -33,7 +33,7 @@ fn flow_table_keeps_connections_while_servers_join_and_leave() {
         env.wait_for_connections(225);
         env.set_admin_state(server, admin_state);
     }
-    assert_unbroken(stream_client);
+    assert_streams_unbroken(stream_client);
     assert!(env.sum_counter("flow_table") > 1_000 && env.sum_counter("established") == 0);
 }
 
@@ -49,5 +49,5 @@ fn load_balancer_without_the_flow_entry_finds_its_server() {
     env.fleet.kill_load_balancer(&mut env.testbed, 1, Duration::from_millis(150)).unwrap();
     env.wait_for_connections(225);
     assert_eq!(env.fleet.add_load_balancer(&mut env.testbed).unwrap(), 3);
-    assert_unbroken(stream_client);
+    assert_streams_unbroken(stream_client);
 }

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use coreward_load::key_value::{MAX_DATAGRAM_BYTES, Request, key_name, parse_response};
 use coreward_metrics::table::Component;
 use coreward_model::rss::{seeded_rng, uniform_below};
-use coreward_testbed::TIMEOUT;
-use coreward_testbed::fleet::{coreward_command, lab_command};
+use coreward_testbed::DEFAULT_TIMEOUT;
+use coreward_testbed::fleet::{coreward_binary, lab_binary};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rand_xoshiro::Xoshiro256PlusPlus;
@@ -42,7 +42,7 @@ impl RunningProcess {
         self.send_signal(Signal::SIGTERM);
         let termination_start = Instant::now();
         while self.0.try_wait()?.is_none() {
-            anyhow::ensure!(termination_start.elapsed() < *TIMEOUT, "the process does not end");
+            anyhow::ensure!(termination_start.elapsed() < *DEFAULT_TIMEOUT, "the process does not end");
             std::thread::sleep(Duration::from_millis(5));
         }
         Ok(serde_json::from_reader(self.0.stdout.take().unwrap())?)
@@ -68,15 +68,15 @@ impl TestEnv {
         let directory = tempfile::tempdir()?;
         let address = UdpSocket::bind("127.0.0.1:0")?.local_addr()?;
         let memory_path = directory.path().join("cores");
-        let config = directory.path().join("orchestrate.toml");
+        let config_path = directory.path().join("orchestrate.toml");
         let service_configs = format!(
             "[[service]]\nlisten = \"{address}\"\nmatch = {{ value = 1 }}\n\
              [[service]]\nlisten = \"{address}\"\npriority = 1\n"
         );
-        let text =
+        let config_text =
             format!("memory = \"{}\"\ncores = 4\nstall_after = \"100ms\"\n{service_configs}", memory_path.display());
-        std::fs::write(&config, text)?;
-        Ok(Self { directory, config_path: config, service_address: address })
+        std::fs::write(&config_path, config_text)?;
+        Ok(Self { directory, config_path, service_address: address })
     }
 
     fn memory_path_text(&self) -> String {
@@ -87,8 +87,8 @@ impl TestEnv {
     fn start_orchestrator(&self) -> anyhow::Result<RunningProcess> {
         let _ = std::fs::remove_file(self.memory_path_text());
         let arguments = ["orchestrate", "--config", &self.config_path.display().to_string()];
-        let orchestrator = RunningProcess::start(&coreward_command()?, &arguments)?;
-        eventually(*TIMEOUT, "the memory exists", || Path::new(&self.memory_path_text()).exists());
+        let orchestrator = RunningProcess::start(&coreward_binary()?, &arguments)?;
+        eventually(*DEFAULT_TIMEOUT, "the memory exists", || Path::new(&self.memory_path_text()).exists());
         Ok(orchestrator)
     }
 
@@ -99,7 +99,7 @@ impl TestEnv {
     fn start_server_with_options(&self, cores: &str, extra_options: &[&str]) -> anyhow::Result<RunningProcess> {
         let server_arguments =
             ["testbed", "orchestrated-server", "--memory", &self.memory_path_text(), "--cores", cores];
-        RunningProcess::start(&lab_command()?, &[&server_arguments, extra_options].concat())
+        RunningProcess::start(&lab_binary()?, &[&server_arguments, extra_options].concat())
     }
 }
 
@@ -163,7 +163,7 @@ impl RequestClient {
 
     fn send_bursts_until_answered_by(&mut self, burst: usize, cores: &[u16]) {
         let mut has_answered = [false; 4];
-        eventually(*TIMEOUT, "each core answers", || {
+        eventually(*DEFAULT_TIMEOUT, "each core answers", || {
             (0..burst).for_each(|_| _ = self.send_request("GET", 50).unwrap());
             while let Some((_, core, pairs)) = self.receive_response() {
                 assert_eq!(pairs, 1);
@@ -213,7 +213,7 @@ fn requests_of_two_priorities_are_answered() -> anyhow::Result<()> {
     let mut client = RequestClient::new(&env)?;
     client.request_until_answered_by(&[0, 1, 2, 3]);
     client.discard_responses();
-    let sent_before = client.sent_requests;
+    let sent_requests_before = client.sent_requests;
     for _ in 0..500 {
         let request_ids = [client.send_request("GET", 0)?, client.send_request("SCAN18", 20)?];
         let mut responses: Vec<_> = (0..2).filter_map(|_| client.receive_response()).collect();
@@ -231,7 +231,7 @@ fn requests_of_two_priorities_are_answered() -> anyhow::Result<()> {
         (client.sent_requests, 0)
     );
     assert_eq!(report["services"][1]["completed"], 500);
-    assert_eq!((sent_before + 1000, &report["workers"]), (client.sent_requests, &4.into()));
+    assert_eq!((sent_requests_before + 1000, &report["workers"]), (client.sent_requests, &4.into()));
     Ok(())
 }
 
@@ -253,16 +253,16 @@ fn dead_and_stopped_workers_get_no_requests() -> anyhow::Result<()> {
     client.request_until_answered_by(&[0, 1, 2, 3]);
     client.discard_responses();
     stopped_server.send_signal(Signal::SIGSTOP);
-    eventually(*TIMEOUT, "stopped workers have requests", || client.send_burst_and_count_responses(8) < 8);
+    eventually(*DEFAULT_TIMEOUT, "stopped workers have requests", || client.send_burst_and_count_responses(8) < 8);
     stopped_server.send_signal(Signal::SIGKILL);
     drop(stopped_server);
-    eventually(*TIMEOUT, "the other process answers all", || client.send_burst_and_count_responses(8) == 8);
+    eventually(*DEFAULT_TIMEOUT, "the other process answers all", || client.send_burst_and_count_responses(8) == 8);
     let second_server = env.start_server("2,3")?;
     client.request_until_answered_by(&[0, 1, 2, 3]);
     client.discard_responses();
     first_server.send_signal(Signal::SIGSTOP);
-    eventually(*TIMEOUT, "stopped workers have requests", || client.send_burst_and_count_responses(8) < 8);
-    eventually(*TIMEOUT, "the other process answers all", || client.send_burst_and_count_responses(8) == 8);
+    eventually(*DEFAULT_TIMEOUT, "stopped workers have requests", || client.send_burst_and_count_responses(8) < 8);
+    eventually(*DEFAULT_TIMEOUT, "the other process answers all", || client.send_burst_and_count_responses(8) == 8);
     // The worker answers its requests when it continues.
     first_server.send_signal(Signal::SIGCONT);
     client.request_until_answered_by(&[0, 1, 2, 3]);
@@ -293,7 +293,7 @@ fn workers_reconnect_to_a_restarted_orchestrator() -> anyhow::Result<()> {
 }
 
 #[test]
-fn burst_opens_a_core_of_the_other_service() -> anyhow::Result<()> {
+fn burst_takes_over_a_core_of_the_other_service() -> anyhow::Result<()> {
     let env = TestEnv::new()?;
     let orchestrator = env.start_orchestrator()?;
     // At first GET has cores 0 and 1. All other requests have cores 2 and 3 and keep one of them.
@@ -326,7 +326,7 @@ impl ServerFaultInjector<'_> {
         uniform_below(&mut self.rng, upper_bound) as usize
     }
 
-    fn start_group(&mut self, group: usize) -> anyhow::Result<()> {
+    fn start_server_of_group(&mut self, group: usize) -> anyhow::Result<()> {
         let assignment = Self::ASSIGNMENT_NAMES[self.random_below(3)];
         let options = ["--assignment", assignment, "--epoch-us", "300"];
         self.server_processes[group] = Some(self.env.start_server_with_options(Self::CORE_GROUPS[group], &options)?);
@@ -338,21 +338,21 @@ impl ServerFaultInjector<'_> {
         match self.random_below(4) {
             0 => {
                 self.server_processes[group] = None;
-                self.start_group(group)?;
+                self.start_server_of_group(group)?;
             }
             1 => {
                 let server = self.server_processes[group].take().unwrap();
                 server.send_signal(Signal::SIGCONT);
                 server.terminate_and_report()?;
-                self.start_group(group)?;
+                self.start_server_of_group(group)?;
             }
             2 => self.server_processes[group].as_ref().unwrap().send_signal(Signal::SIGSTOP),
-            _ => self.resume_all(),
+            _ => self.resume_all_servers(),
         }
         Ok(())
     }
 
-    fn resume_all(&self) {
+    fn resume_all_servers(&self) {
         self.server_processes.iter().flatten().for_each(|server| server.send_signal(Signal::SIGCONT));
     }
 }
@@ -363,10 +363,10 @@ fn every_request_has_exactly_one_outcome_while_workers_die() -> anyhow::Result<(
     let orchestrator = env.start_orchestrator()?;
     let (servers, generator) = ([None, None, None].into(), seeded_rng(1, 0));
     let mut fault_injector = ServerFaultInjector { env: &env, server_processes: servers, rng: generator };
-    (0..3).try_for_each(|group| fault_injector.start_group(group))?;
+    (0..3).try_for_each(|group| fault_injector.start_server_of_group(group))?;
     let mut client = RequestClient::new(&env)?;
     // The first request is not a GET, because some assignments run GET on no core.
-    eventually(*TIMEOUT, "a core answers", || {
+    eventually(*DEFAULT_TIMEOUT, "a core answers", || {
         client.send_request("SCAN18", 0).is_ok() && client.receive_response().is_some()
     });
     client.socket.set_read_timeout(Some(Duration::from_millis(1)))?;
@@ -377,7 +377,7 @@ fn every_request_has_exactly_one_outcome_while_workers_die() -> anyhow::Result<(
             client.discard_responses();
         }
     }
-    fault_injector.resume_all();
+    fault_injector.resume_all_servers();
     client.socket.set_read_timeout(Some(RESPONSE_TIMEOUT))?;
     client.discard_responses();
     fault_injector

@@ -8,12 +8,12 @@ use std::process::Command;
 
 use coreward_load::key_value::MAX_VALUE_BYTES;
 use coreward_testbed::addresses::{HOST_DEVICE, server_address};
-use coreward_testbed::fleet::{coreward_command, lab_command};
-use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{coreward_binary, lab_binary};
+use coreward_testbed::{DEFAULT_TIMEOUT, Namespace, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
 use crate::orchestrate::{RequestClient, RunningProcess, assert_every_request_is_counted_once, sum_over_services};
-use crate::support::{eventually, fetch_metrics_page, run_command_text, series_value};
+use crate::support::{eventually, fetch_metrics_page, run_command_line, series_value};
 
 const REQUEST_COUNT: u64 = 400;
 const INTAKE_MODES: [&str; 4] = ["socket", "socket-fallback", "af-xdp", "af-xdp-zero-copy"];
@@ -38,20 +38,20 @@ impl TestEnv {
         let (memory_path, config_path, log) =
             (path_with_extension("memory"), path_with_extension("toml"), path_with_extension("log"));
         let (listen, metrics) = (SocketAddr::from((server_address(1), port)), format!("127.0.0.1:{}", port + 1000));
-        let text = format!(
+        let config_text = format!(
             "memory = {memory_path:?}\nintake = \"af-xdp\"\ninterface = \"{HOST_DEVICE}\"\ncores = 2\npayload = 4096\n\
              metrics = \"{metrics}\"\n\
              [[service]]\nlisten = \"{listen}\"\nmatch = {{ value = 1 }}\n\
              [[service]]\nlisten = \"{listen}\"\npriority = 1\n"
         );
-        std::fs::write(&config_path, text)?;
-        let mut command = Command::new(coreward_command()?);
+        std::fs::write(&config_path, config_text)?;
+        let mut command = Command::new(coreward_binary()?);
         command.args(["orchestrate", "--config", &config_path.display().to_string()]).stderr(File::create(&log)?);
         let orchestrator = self.server_host().run_within(|| RunningProcess::spawn(&mut command))?;
-        eventually(*TIMEOUT, "the memory exists", || memory_path.exists());
+        eventually(*DEFAULT_TIMEOUT, "the memory exists", || memory_path.exists());
         let server_arguments =
             ["testbed", "orchestrated-server", "--memory", &memory_path.display().to_string(), "--cores", "0,1"];
-        let server = RunningProcess::start(&lab_command()?, &server_arguments)?;
+        let server = RunningProcess::start(&lab_binary()?, &server_arguments)?;
         let client = self.testbed.client().run_within(|| RequestClient::connect(listen))?;
         Ok(OrchestratedService {
             orchestrator,
@@ -67,7 +67,7 @@ impl TestEnv {
     }
 
     /// Returns the modes in which requests enter the orchestrator, according to its metrics.
-    fn intake_modes(&self, service: &OrchestratedService) -> Vec<&'static str> {
+    fn read_intake_modes(&self, service: &OrchestratedService) -> Vec<&'static str> {
         let metrics_text = self.fetch_metrics_page(service);
         let mode_value =
             |mode: &str| series_value(&metrics_text, &format!("coreward_orchestrate_intake{{mode=\"{mode}\"}}"));
@@ -86,7 +86,7 @@ struct OrchestratedService {
 impl OrchestratedService {
     /// Waits until the workers answer, then sends requests one by one, each after the response to the last.
     fn send_requests_one_by_one(&mut self) {
-        eventually(*TIMEOUT, "a worker answers", || {
+        eventually(*DEFAULT_TIMEOUT, "a worker answers", || {
             self.client.send_request("GET", 0).is_ok() && self.client.receive_response().is_some()
         });
         self.client.discard_responses();
@@ -117,7 +117,7 @@ fn log_contains_all(log: &Path, log_words: &[&str]) -> bool {
 fn assert_other_traffic_passes(env: &TestEnv) -> anyhow::Result<()> {
     let receiver_address = SocketAddr::from((server_address(1), 4999));
     let receiver = env.server_host().run_within(|| Ok(UdpSocket::bind(receiver_address)?))?;
-    receiver.set_read_timeout(Some(*TIMEOUT))?;
+    receiver.set_read_timeout(Some(*DEFAULT_TIMEOUT))?;
     let sender = env.testbed.client().run_within(|| Ok(UdpSocket::bind("0.0.0.0:0")?))?;
     sender.send_to(b"other traffic", receiver_address)?;
     let mut buffer = [0; 100];
@@ -133,12 +133,12 @@ fn requests_enter_by_af_xdp_and_other_traffic_passes() -> anyhow::Result<()> {
     let mut service = env.start_service(4000)?;
     service.send_requests_one_by_one();
     let sent_by_af_xdp = service.client.sent_requests;
-    assert_eq!(env.intake_modes(&service), ["af-xdp"]);
+    assert_eq!(env.read_intake_modes(&service), ["af-xdp"]);
     // Fragments and packets with IP options go to the kernel, and so to the UDP socket.
     set_ip_options(&service.client.socket)?;
     service.client.send_request("GET", 0)?;
     assert!(service.client.receive_response().is_some());
-    run_command_text(&env.testbed, env.testbed.client(), &format!("ip link set {HOST_DEVICE} mtu 1000"));
+    run_command_line(&env.testbed, env.testbed.client(), &format!("ip link set {HOST_DEVICE} mtu 1000"));
     service.client.send_request_with_value("PUT", 0, &[7; MAX_VALUE_BYTES])?;
     assert!(service.client.receive_response().is_some());
     assert_other_traffic_passes(&env)?;
@@ -177,7 +177,7 @@ fn fallback_to_the_socket_is_reported() -> anyhow::Result<()> {
     // The second service falls back to the socket, because an interface can have only one XDP program.
     let mut second_service = env.start_service(4100)?;
     assert_eq!(
-        (env.intake_modes(&first_service), env.intake_modes(&second_service)),
+        (env.read_intake_modes(&first_service), env.read_intake_modes(&second_service)),
         (vec!["af-xdp"], vec!["socket-fallback"])
     );
     assert!(log_contains_all(&second_service.log_path, &["WARN", "intake-fallback", "expected no other one there"]));
@@ -196,8 +196,8 @@ fn fallback_to_the_socket_is_reported() -> anyhow::Result<()> {
     let mut ip = Command::new("ip");
     ip.args(["link", "delete", HOST_DEVICE]);
     env.testbed.run_command(env.server_host(), ip)?;
-    eventually(*TIMEOUT, "the loss of the device is noticed", || {
-        env.intake_modes(&first_service) == ["socket-fallback"]
+    eventually(*DEFAULT_TIMEOUT, "the loss of the device is noticed", || {
+        env.read_intake_modes(&first_service) == ["socket-fallback"]
     });
     assert!(log_contains_all(&first_service.log_path, &["WARN", "intake-fallback", "the device is gone"]));
     let report = first_service.stop_and_report()?;

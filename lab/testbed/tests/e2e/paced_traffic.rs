@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use coreward_model::arrivals::{ArrivalLog, ConnectionArrival, Workload};
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::fleet::lab_command;
+use coreward_testbed::fleet::lab_binary;
 use coreward_testbed::load::LoadReport;
 use coreward_testbed::{Process, Testbed, missing_testbed_rights, skip_if};
 
@@ -16,7 +16,7 @@ use crate::support::eventually;
 fn start_load_generator(testbed: &Testbed, log: &ArrivalLog) -> anyhow::Result<Process> {
     let arrival_log_path = testbed.directory().join("arrivals.txt");
     fs::write(&arrival_log_path, log.to_string())?;
-    let mut command = Command::new(lab_command()?);
+    let mut command = Command::new(lab_binary()?);
     command.args(["testbed", "load", "--vip", &SERVICE_ADDRESS.to_string(), "--log"]).arg(arrival_log_path);
     command.args(["--first-address", &testbed.client_address(0).to_string()]).stdout(Stdio::piped());
     testbed.spawn(testbed.client(), command)
@@ -29,7 +29,7 @@ fn wait_for_load_report(load_process: Process) -> anyhow::Result<LoadReport> {
 #[test]
 fn every_request_is_served_for_its_service_time() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = Testbed::create_direct("tpaced")?;
+    let testbed = Testbed::create_without_load_balancing("tpaced")?;
     let server = testbed.start_paced_server(1)?;
     let workload = Workload { duration_us: 2_000_000, core_count: 2, ..Workload::default() };
     let arrival_log = workload.generate(1);
@@ -52,7 +52,7 @@ fn every_request_is_served_for_its_service_time() -> anyhow::Result<()> {
 #[test]
 fn broken_connections_are_counted_by_kind() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = Testbed::create_direct("tbroken")?;
+    let testbed = Testbed::create_without_load_balancing("tbroken")?;
     let log_with_requests = |request_count: u32| ArrivalLog {
         seed: 0,
         duration_us: 10_000_000,
@@ -91,7 +91,7 @@ fn broken_connections_are_counted_by_kind() -> anyhow::Result<()> {
 
 #[test]
 fn invalid_arrival_log_is_rejected() -> anyhow::Result<()> {
-    let mut command = Command::new(lab_command()?);
+    let mut command = Command::new(lab_binary()?);
     command.args(["testbed", "load", "--vip", "10.200.0.1:80", "--first-address", "10.1.0.7", "--log", "/dev/null"]);
     let output = command.output()?;
     let error = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use coreward_testbed::fleet::coreward_command;
+use coreward_testbed::fleet::coreward_binary;
 use coreward_testbed::{missing_testbed_rights, skip_if};
 
 fn repository_root() -> PathBuf {
@@ -27,7 +27,7 @@ const UNITS_AND_MAX_EXPOSURES: [(&str, f64); 5] =
 
 /// Builds the packages, and returns the output, which has a line with the path of each package.
 fn build_packages(packages_directory: &Path) -> String {
-    let command = coreward_command().unwrap();
+    let command = coreward_binary().unwrap();
     let environment_variables =
         [format!("OUT={}", packages_directory.display()), format!("COREWARD={}", command.display())];
     run_and_expect_success("env", &[&environment_variables[0], &environment_variables[1], "LEVEL=1", "scripts/deb"])

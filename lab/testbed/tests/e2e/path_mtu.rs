@@ -22,7 +22,7 @@ fn download_from_each_address(testbed: &Testbed) {
     }
 }
 
-fn received_unreachables(testbed: &Testbed) -> Vec<u64> {
+fn read_received_unreachable_counts(testbed: &Testbed) -> Vec<u64> {
     let unreachable_count =
         |number| counters::read_kernel_counters(testbed.server(number).unwrap()).unwrap()["IcmpInDestUnreachs"];
     testbed.server_numbers().into_iter().map(unreachable_count).collect()
@@ -50,11 +50,11 @@ fn assert_downloads_pass_small_mtu(instance: &str, client_timestamps: &str) {
     // in 43 runs.
     for _ in 0..DOWNLOAD_ROUND_COUNT {
         download_from_each_address(&testbed);
-        if received_unreachables(&testbed).iter().all(|errors| *errors > 0) {
+        if read_received_unreachable_counts(&testbed).iter().all(|errors| *errors > 0) {
             return;
         }
     }
-    panic!("ICMP errors at servers: {:?}", received_unreachables(&testbed));
+    panic!("ICMP errors at servers: {:?}", read_received_unreachable_counts(&testbed));
 }
 
 #[test]

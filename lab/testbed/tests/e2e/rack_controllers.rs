@@ -19,11 +19,14 @@ use coreward_testbed::fleet::{
 use coreward_testbed::nginx::NginxServer;
 use coreward_testbed::stream::client::StreamWorkload;
 use coreward_testbed::stream::server::StreamServerProcess;
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::Role;
 use serde_json::Value;
 
-use crate::support::{assert_answered, assert_unbroken, daemon_log, eventually, open_keepalive_connections, pause};
+use crate::support::{
+    assert_connections_answered, assert_streams_unbroken, eventually, open_keepalive_connections, read_daemon_log,
+    sleep_ms,
+};
 
 const CORE_COUNT: u16 = 2;
 /// Number that no server has. It means that no server is idle.
@@ -98,15 +101,15 @@ impl TestEnv {
         let stream_servers =
             testbed.start_stream_servers_at_address(stream_service_address(&testbed), stream_load_file_path).unwrap();
         let load_writer = LoadWriter::start(&testbed);
-        eventually(*TIMEOUT, "a file of loads", || core_load_file_path(&testbed, server_count).exists());
+        eventually(*DEFAULT_TIMEOUT, "a file of loads", || core_load_file_path(&testbed, server_count).exists());
         let racks_of_servers = server_racks.iter().map(|(server, racks)| (*server, racks.to_vec()));
         let options = FleetOptions {
             load_source: LoadSource::PacedServer,
             steers_connections: false,
             uses_tls: true,
-            server_lines: racks_of_servers.clone().map(|(server, racks)| (server, racks_line(&racks))).collect(),
+            extra_server_lines: racks_of_servers.clone().map(|(server, racks)| (server, racks_line(&racks))).collect(),
             server_racks: racks_of_servers.collect(),
-            fleet_text: format!(
+            extra_fleet_text: format!(
                 "\n[[service]]\nname = \"streams\"\nvip = \"{}\"\nconsistency = \"stateful\"\n",
                 stream_service_address(&testbed)
             ),
@@ -122,7 +125,7 @@ impl TestEnv {
         let all_reach_server = || {
             open_keepalive_connections(&self.testbed, 8).iter().all(|(_, answerer)| answerer.server_number == server)
         };
-        eventually(*TIMEOUT, &format!("all new connections go to s{server}"), all_reach_server);
+        eventually(*DEFAULT_TIMEOUT, &format!("all new connections go to s{server}"), all_reach_server);
     }
 
     fn run_coreward(&self, arguments: &[&str]) -> String {
@@ -131,7 +134,7 @@ impl TestEnv {
     }
 
     /// Returns the rack controller through which each reporting server's agent is connected, or "" if there is none.
-    fn agent_racks(&self) -> BTreeMap<String, String> {
+    fn query_agent_racks(&self) -> BTreeMap<String, String> {
         let Ok(status) = self.fleet.query_status(&self.testbed) else { return BTreeMap::new() };
         let servers = status["servers"].as_array().into_iter().flatten();
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
@@ -139,8 +142,8 @@ impl TestEnv {
         reporting_servers.map(|server| (text(&server["name"]), text(&server["rack"]))).collect()
     }
 
-    fn agent_rack(&self, server: &str) -> Option<String> {
-        self.agent_racks().remove(server)
+    fn query_agent_rack(&self, server: &str) -> Option<String> {
+        self.query_agent_racks().remove(server)
     }
 
     /// Waits until each agent has reported through a rack controller in `allowed_racks`, not necessarily at the same
@@ -148,8 +151,8 @@ impl TestEnv {
     fn wait_for_allowed_racks(&self, allowed_racks: &[&[&str]]) {
         let mut missing_servers: BTreeSet<String> =
             (1..=allowed_racks.len()).map(|number| format!("s{number}")).collect();
-        eventually(*TIMEOUT, &format!("agents are connected through {allowed_racks:?}"), || {
-            let current_racks = self.agent_racks();
+        eventually(*DEFAULT_TIMEOUT, &format!("agents are connected through {allowed_racks:?}"), || {
+            let current_racks = self.query_agent_racks();
             for (number, server_racks) in (1..).zip(allowed_racks) {
                 let server = format!("s{number}");
                 match current_racks.get(&server) {
@@ -169,7 +172,7 @@ impl TestEnv {
         self.wait_for_allowed_racks(&allowed_racks);
     }
 
-    fn connected_rack_names(&self) -> Vec<String> {
+    fn query_connected_rack_names(&self) -> Vec<String> {
         let status = self.fleet.query_status(&self.testbed).unwrap_or_default();
         let racks = status["racks"].as_array().into_iter().flatten();
         racks.map(|rack| rack["name"].as_str().unwrap().to_owned()).collect()
@@ -189,16 +192,18 @@ impl TestEnv {
         self.fleet.kill_daemon(rack).unwrap();
         copy_files(&own_directory, &backup_directory);
         copy_files(&credential_directory(&self.testbed, certificate.0, certificate.1), &own_directory);
-        let log_length = daemon_log(&self.testbed, "controller", 0).len();
+        let log_length = read_daemon_log(&self.testbed, "controller", 0).len();
         self.fleet.restart_daemon(&self.testbed, rack).unwrap();
-        eventually(*TIMEOUT, log_words, || daemon_log(&self.testbed, "controller", log_length).contains(log_words));
-        assert!(!self.connected_rack_names().iter().any(|name| name == rack));
+        eventually(*DEFAULT_TIMEOUT, log_words, || {
+            read_daemon_log(&self.testbed, "controller", log_length).contains(log_words)
+        });
+        assert!(!self.query_connected_rack_names().iter().any(|name| name == rack));
         // A rack controller with another name is a separate process.
         self.fleet.kill_daemon(rack).unwrap();
         copy_files(&backup_directory, &own_directory);
         self.fleet.restart_daemon(&self.testbed, rack).unwrap();
-        eventually(*TIMEOUT, &format!("{rack} is back"), || {
-            self.connected_rack_names().iter().any(|name| name == rack)
+        eventually(*DEFAULT_TIMEOUT, &format!("{rack} is back"), || {
+            self.query_connected_rack_names().iter().any(|name| name == rack)
         });
     }
 }
@@ -214,16 +219,17 @@ fn assert_status_shows_racks(env: &TestEnv) {
     let racks_values = |key: &str| [0, 1].map(|rack| status["racks"][rack][key].clone());
     assert_eq!(racks_values("servers"), [serde_json::json!(["s1", "s2"]), serde_json::json!(["s3", "s4"])]);
     assert_eq!(racks_values("permitted_servers"), [Value::from(3), Value::from(3)]);
-    let text = env.run_coreward(&["status"]);
+    let status_output = env.run_coreward(&["status"]);
     assert!(
-        text.contains("\nrack rack1 (") && text.contains("may report for 3 of 5 servers\n  servers    s1 s2\n"),
-        "{text}"
+        status_output.contains("\nrack rack1 (")
+            && status_output.contains("may report for 3 of 5 servers\n  servers    s1 s2\n"),
+        "{status_output}"
     );
 }
 
 /// Asserts that the agent of a server behind a rack controller measures that every core is busy.
 fn assert_busy_cores_are_measured(env: &TestEnv) {
-    eventually(*TIMEOUT, "s1 is seen to be busy", || {
+    eventually(*DEFAULT_TIMEOUT, "s1 is seen to be busy", || {
         let status = env.fleet.query_status(&env.testbed).unwrap();
         let s1 = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap();
         let core_loads: Vec<f64> =
@@ -241,7 +247,7 @@ fn assert_agents_report_without_rack_controller(env: &mut TestEnv) {
     env.assert_idle_server_gets_all_connections(1);
     env.assert_idle_server_gets_all_connections(2);
     env.fleet.restart_daemon(&env.testbed, "rack1").unwrap();
-    eventually(*TIMEOUT, "rack1 is back", || env.connected_rack_names() == ["rack1", "rack2"]);
+    eventually(*DEFAULT_TIMEOUT, "rack1 is back", || env.query_connected_rack_names() == ["rack1", "rack2"]);
     // No agent had to change its rack controller.
     env.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
 }
@@ -249,7 +255,7 @@ fn assert_agents_report_without_rack_controller(env: &mut TestEnv) {
 /// Restarts the controller, and waits until every agent reports in a permitted way.
 fn restart_controller(env: &mut TestEnv) {
     env.fleet.kill_daemon("controller").unwrap();
-    pause(1_000);
+    sleep_ms(1_000);
     env.fleet.restart_daemon(&env.testbed, "controller").unwrap();
     let restart_time = Instant::now();
     env.wait_for_allowed_racks(&[
@@ -259,7 +265,7 @@ fn restart_controller(env: &mut TestEnv) {
         &["", "rack1", "rack2"],
         &[""],
     ]);
-    eventually(*TIMEOUT, "the racks are back", || env.connected_rack_names() == ["rack1", "rack2"]);
+    eventually(*DEFAULT_TIMEOUT, "the racks are back", || env.query_connected_rack_names() == ["rack1", "rack2"]);
     println!("all report {:?} after the controller's restart", restart_time.elapsed());
 }
 
@@ -282,16 +288,16 @@ fn rack_and_controller_restarts_break_no_connection() {
         .testbed
         .start_stream_client_at_address(stream_service_address(&env.testbed), 1..4, &stream_workload, None)
         .unwrap();
-    pause(2_000);
+    sleep_ms(2_000);
     assert_agents_report_without_rack_controller(&mut env);
 
     restart_controller(&mut env);
     for server in [3, 5, 2] {
         env.assert_idle_server_gets_all_connections(server);
     }
-    assert_answered(&mut connections_before);
-    assert_unbroken(stream_client);
-    assert_answered(&mut connections_before);
+    assert_connections_answered(&mut connections_before);
+    assert_streams_unbroken(stream_client);
+    assert_connections_answered(&mut connections_before);
 }
 
 /// Drains a server behind a rack controller by `coreward drain --wait`, which counts its connections and ends with the
@@ -306,16 +312,18 @@ fn assert_drain_waits_for_connections(env: &TestEnv) {
     command.stdin(Stdio::null()).stdout(output_file.try_clone().unwrap()).stderr(output_file);
     let mut drain_process = env.testbed.spawn(env.testbed.controller(), command).unwrap();
     let wait_for_output = |expected_text: &str| {
-        eventually(*TIMEOUT, expected_text, || fs::read_to_string(&output_path).unwrap().contains(expected_text))
+        eventually(*DEFAULT_TIMEOUT, expected_text, || {
+            fs::read_to_string(&output_path).unwrap().contains(expected_text)
+        })
     };
     wait_for_output("s2 is draining: 3 connections remain\n");
     let other_connections = open_keepalive_connections(&env.testbed, 8);
     assert!(other_connections.iter().all(|(_, answerer)| answerer.server_number != 2));
-    assert_answered(&mut drained_connections);
+    assert_connections_answered(&mut drained_connections);
     drained_connections.truncate(1);
     wait_for_output("s2 is draining: 1 connection remains\n");
     drained_connections.clear();
-    let exit_status = drain_process.wait(*TIMEOUT).unwrap();
+    let exit_status = drain_process.wait(*DEFAULT_TIMEOUT).unwrap();
     let output_text = fs::read_to_string(&output_path).unwrap();
     assert!(exit_status.success() && output_text.ends_with("s2 is drained: no connection remains\n"), "{output_text}");
     env.run_coreward(&["undrain", "s2"]);
@@ -324,23 +332,25 @@ fn assert_drain_waits_for_connections(env: &TestEnv) {
 
 /// Asserts that a new document disconnects an agent whose way through a rack controller it forbids.
 fn assert_document_disconnects_forbidden_agent(env: &mut TestEnv, mut options: FleetOptions) {
-    eventually(*TIMEOUT, "s1 is connected through its rack", || {
-        if env.agent_rack("s1").is_some_and(|rack| rack == "rack1") {
+    eventually(*DEFAULT_TIMEOUT, "s1 is connected through its rack", || {
+        if env.query_agent_rack("s1").is_some_and(|rack| rack == "rack1") {
             return true;
         }
         // The agent bypassed its rack controller while that had no certificate.
         env.fleet.upgrade_daemon(&env.testbed, &agent_name(1)).unwrap();
-        pause(2_000);
+        sleep_ms(2_000);
         false
     });
-    let log_length = daemon_log(&env.testbed, "controller", 0).len();
-    options.server_lines.insert(1, racks_line(&[]));
+    let log_length = read_daemon_log(&env.testbed, "controller", 0).len();
+    options.extra_server_lines.insert(1, racks_line(&[]));
     env.fleet.set_options(&env.testbed, options).unwrap();
     let rejection_words = r#"may not report for server \"s1\": expected its agent itself"#;
-    eventually(*TIMEOUT, rejection_words, || {
-        daemon_log(&env.testbed, "controller", log_length).contains(rejection_words)
+    eventually(*DEFAULT_TIMEOUT, rejection_words, || {
+        read_daemon_log(&env.testbed, "controller", log_length).contains(rejection_words)
     });
-    eventually(*TIMEOUT, "s1 is connected directly", || env.agent_rack("s1").is_some_and(|rack| rack.is_empty()));
+    eventually(*DEFAULT_TIMEOUT, "s1 is connected directly", || {
+        env.query_agent_rack("s1").is_some_and(|rack| rack.is_empty())
+    });
     env.assert_idle_server_gets_all_connections(1);
 }
 
@@ -365,16 +375,18 @@ fn rack_controller_reports_only_for_its_own_servers() {
     options.server_racks.insert(2, vec![1]);
     env.fleet.set_options(&env.testbed, options.clone()).unwrap();
     let [controller_log_length, agent_log_length] =
-        ["controller", "agent-s2"].map(|daemon| daemon_log(&env.testbed, daemon, 0).len());
+        ["controller", "agent-s2"].map(|daemon| read_daemon_log(&env.testbed, daemon, 0).len());
     env.fleet.restart_daemon(&env.testbed, &agent_name(2)).unwrap();
     let rejection_words = r#"may not report for server \"s2\": expected rack \"rack2\", or its agent itself"#;
-    eventually(*TIMEOUT, rejection_words, || {
-        daemon_log(&env.testbed, "controller", controller_log_length).contains(rejection_words)
+    eventually(*DEFAULT_TIMEOUT, rejection_words, || {
+        read_daemon_log(&env.testbed, "controller", controller_log_length).contains(rejection_words)
     });
-    eventually(*TIMEOUT, rejection_words, || {
-        daemon_log(&env.testbed, "agent-s2", agent_log_length).contains(rejection_words)
+    eventually(*DEFAULT_TIMEOUT, rejection_words, || {
+        read_daemon_log(&env.testbed, "agent-s2", agent_log_length).contains(rejection_words)
     });
-    eventually(*TIMEOUT, "s2 is connected directly", || env.agent_rack("s2").is_some_and(|rack| rack.is_empty()));
+    eventually(*DEFAULT_TIMEOUT, "s2 is connected directly", || {
+        env.query_agent_rack("s2").is_some_and(|rack| rack.is_empty())
+    });
     let refused_reports = &env.fleet.query_status(&env.testbed).unwrap()["refused_reports"]["foreign_rack"];
     assert!(refused_reports.as_u64().unwrap() >= 1, "{refused_reports}");
     env.assert_idle_server_gets_all_connections(2);

@@ -11,7 +11,7 @@ use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if}
 use socket2::SockRef;
 use zerocopy::IntoBytes as _;
 
-use crate::support::{TestEnv, eventually, pause};
+use crate::support::{TestEnv, eventually, sleep_ms};
 
 const SOCKETS_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -69,7 +69,7 @@ fn resets_of_aborted_connections_reach_their_servers() {
             // Wait, because the server has its socket only after the handshake's last packet has arrived.
             eventually(SOCKETS_TIMEOUT, "24 connections are open", || count_connected_sockets(&env.testbed) == 24);
             env.set_admin_state(1, Some(AdminState::Draining));
-            pause(500);
+            sleep_ms(500);
             // After an active close, the RST has a timestamp, and so the cookie.
             for stream in open_streams.split_off(12) {
                 SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;

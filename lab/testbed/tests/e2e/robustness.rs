@@ -9,9 +9,9 @@ use coreward_testbed::addresses::{HOST_DEVICE, SERVICE_ADDRESS};
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions};
 use coreward_testbed::http::HttpConnection;
 use coreward_testbed::nginx::NginxServer;
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{assert_answered, eventually, open_keepalive_connections};
+use crate::support::{assert_connections_answered, eventually, open_keepalive_connections};
 
 struct TestEnv {
     testbed: Testbed,
@@ -49,25 +49,25 @@ fn killed_daemons_break_no_connection_and_resume_their_work() {
     let mut connections = open_keepalive_connections(&env.testbed, 20);
     for daemon in ["controller", "lb1", "agent-s1", "agent-s2"] {
         env.fleet.kill_daemon(daemon).unwrap();
-        assert_answered(&mut connections);
+        assert_connections_answered(&mut connections);
         // The pinned program also accepts new connections.
         connections.extend(open_keepalive_connections(&env.testbed, 5));
         env.fleet.restart_daemon(&env.testbed, daemon).unwrap();
         env.fleet.wait_until_ready(&env.testbed).unwrap();
-        assert_answered(&mut connections);
+        assert_connections_answered(&mut connections);
         connections.extend(open_keepalive_connections(&env.testbed, 5));
     }
     // All daemons are killed at once.
     for daemon in ["agent-s1", "agent-s2", "lb1", "controller"] {
         env.fleet.kill_daemon(daemon).unwrap();
     }
-    assert_answered(&mut connections);
+    assert_connections_answered(&mut connections);
     connections.extend(open_keepalive_connections(&env.testbed, 5));
     for daemon in ["controller", "lb1", "agent-s1", "agent-s2"] {
         env.fleet.restart_daemon(&env.testbed, daemon).unwrap();
     }
     env.fleet.wait_until_ready(&env.testbed).unwrap();
-    assert_answered(&mut connections);
+    assert_connections_answered(&mut connections);
 }
 
 #[test]
@@ -81,7 +81,7 @@ fn server_with_a_new_mac_address_is_resolved_again() {
     // The client may keep its own neighbour entry for the server. It would matter only for packets from client to
     // server, and there are none.
     let start = Instant::now();
-    assert_answered(&mut connections);
+    assert_connections_answered(&mut connections);
     open_keepalive_connections(&env.testbed, 3);
     // ARP takes seconds, and TCP sends again at growing intervals.
     assert!(start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
@@ -96,23 +96,23 @@ fn draining_server_keeps_connections_and_gets_no_new_ones() {
     let mut pool = env.fleet.server_pool().clone();
     pool.insert(1, AdminState::Draining);
     env.fleet.set_pool(&env.testbed, pool.clone()).unwrap();
-    eventually(*TIMEOUT, "server 1 drains", || {
+    eventually(*DEFAULT_TIMEOUT, "server 1 drains", || {
         open_keepalive_connections(&env.testbed, 10).iter().all(|(_, answerer)| answerer.server_number == 2)
     });
-    assert_answered(&mut connections);
+    assert_connections_answered(&mut connections);
     // The server is removed from the file, but its connections stay.
     pool.remove(&1);
     env.fleet.set_pool(&env.testbed, pool.clone()).unwrap();
     std::thread::sleep(Duration::from_millis(500));
-    assert_answered(&mut connections);
+    assert_connections_answered(&mut connections);
     assert!(open_keepalive_connections(&env.testbed, 10).iter().all(|(_, answerer)| answerer.server_number == 2));
     // The server returns to the pool.
     pool.insert(1, AdminState::Active);
     env.fleet.set_pool(&env.testbed, pool).unwrap();
-    eventually(*TIMEOUT, "server 1 is back", || {
+    eventually(*DEFAULT_TIMEOUT, "server 1 is back", || {
         open_keepalive_connections(&env.testbed, 10).iter().any(|(_, answerer)| answerer.server_number == 1)
     });
-    assert_answered(&mut connections);
+    assert_connections_answered(&mut connections);
 }
 
 #[test]
@@ -122,7 +122,7 @@ fn explain_predicts_the_serving_server_and_core() {
     let worker_pids: Vec<Vec<u32>> = env.nginx_servers.iter().map(NginxServer::worker_pids).collect();
     let client_address = env.testbed.client_ipv4_address(0);
     // Wait, because an agent looks for workers once a second.
-    eventually(*TIMEOUT, "connections are steered at every server", || {
+    eventually(*DEFAULT_TIMEOUT, "connections are steered at every server", || {
         open_keepalive_connections(&env.testbed, 8);
         let status = env.fleet.query_status(&env.testbed).unwrap();
         let is_steering =
@@ -159,12 +159,12 @@ fn error_of_a_missing_interface_contains_its_name() {
     let options = TestbedOptions { instance: "noif".to_owned(), servers: 0, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let config_path = testbed.directory().join("lb.toml");
-    let text = format!(
+    let lb_config = format!(
         "name = \"lb\"\ncontroller = \"10.1.0.2:7400\"\ninterface = \"eth7\"\npin_directory = \"{}\"\n",
         testbed.load_balancer_pin_directory(1).display()
     );
-    std::fs::write(&config_path, text).unwrap();
-    let mut command = Command::new(coreward_testbed::fleet::coreward_command().unwrap());
+    std::fs::write(&config_path, lb_config).unwrap();
+    let mut command = Command::new(coreward_testbed::fleet::coreward_binary().unwrap());
     command.arg("lb").arg("--config").arg(&config_path);
     let error = testbed.run_command(testbed.load_balancer(1).unwrap(), command).unwrap_err().to_string();
     assert!(error.contains("eth7") && error.contains("does not exist"), "{error}");

@@ -6,9 +6,9 @@ use std::time::SystemTime;
 use coreward_model::forwarding::Forwarding;
 use coreward_testbed::addresses::{AddressFamily, HOST_DEVICE};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, assert_unbroken, duration_until_logged, eventually, run_command_text};
+use crate::support::{TestEnv, assert_streams_unbroken, duration_until_logged, eventually, run_command_line};
 
 fn start_env(instance: &str, forwarding: Forwarding, family: AddressFamily, servers_family: AddressFamily) -> TestEnv {
     let options = TestbedOptions {
@@ -38,8 +38,8 @@ fn assert_streams_survive_pool_changes(
     env.set_admin_state(1, Some(AdminState::Active));
     env.set_admin_state(2, Some(AdminState::Draining));
     env.wait_for_connections(40);
-    assert_unbroken(stream_client);
-    eventually(*TIMEOUT, "the load balancer reports", || env.sum_counter("established") > 100);
+    assert_streams_unbroken(stream_client);
+    eventually(*DEFAULT_TIMEOUT, "the load balancer reports", || env.sum_counter("established") > 100);
     for counter in ["drop_exceeds_mtu", "drop_server_unresolved"] {
         assert_eq!(env.sum_counter(counter), 0, "{counter}");
     }
@@ -103,22 +103,22 @@ fn streams_survive_a_change_to_an_ipv6_next_hop() {
     env.wait_for_connections(60);
     let (router, balancer) = (env.testbed.server_router().unwrap(), env.testbed.load_balancer(1).unwrap());
     let link_local_addresses =
-        run_command_text(&env.testbed, router, &format!("ip -6 -oneline address show dev {HOST_DEVICE} scope link"));
+        run_command_line(&env.testbed, router, &format!("ip -6 -oneline address show dev {HOST_DEVICE} scope link"));
     let link_local_address = link_local_addresses
         .split_whitespace()
         .find_map(|token| token.strip_suffix("/64"))
         .expect(&link_local_addresses);
     let change_time = SystemTime::now();
-    run_command_text(
+    run_command_line(
         &env.testbed,
         balancer,
         &format!("ip route replace 10.1.1.0/24 via inet6 {link_local_address} dev {HOST_DEVICE}"),
     );
     let next_hop_event = "event=\"next-hops-changed\"";
-    eventually(*TIMEOUT, next_hop_event, || {
+    eventually(*DEFAULT_TIMEOUT, next_hop_event, || {
         duration_until_logged(&env.testbed, 1, next_hop_event, change_time).is_some()
     });
     env.wait_for_connections(60);
-    assert_unbroken(stream_client);
+    assert_streams_unbroken(stream_client);
     assert_eq!(env.sum_counter("drop_server_unresolved"), 0);
 }

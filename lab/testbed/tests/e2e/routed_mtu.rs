@@ -11,9 +11,9 @@ use coreward_model::forwarding::Forwarding;
 use coreward_testbed::addresses::{AddressFamily, HOST_DEVICE, server_address};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::uplink::CLIENT_SIDE_DEVICE;
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{eventually, run_command_text};
+use crate::support::{eventually, run_command_line};
 
 const MEGABYTE: usize = 1_000_000;
 const ETHERNET_MTU: usize = 1500;
@@ -76,9 +76,9 @@ fn echo_datagrams(socket: &UdpSocket, stop_flag: &AtomicBool) {
 
 /// Sends 1 MB to the service over one connection, and receives it back.
 fn exchange_megabyte_by_tcp(service: SocketAddr) -> anyhow::Result<()> {
-    let mut stream = TcpStream::connect_timeout(&service, *TIMEOUT)?;
-    stream.set_read_timeout(Some(*TIMEOUT))?;
-    stream.set_write_timeout(Some(*TIMEOUT))?;
+    let mut stream = TcpStream::connect_timeout(&service, *DEFAULT_TIMEOUT)?;
+    stream.set_read_timeout(Some(*DEFAULT_TIMEOUT))?;
+    stream.set_write_timeout(Some(*DEFAULT_TIMEOUT))?;
     let sent_bytes: Vec<u8> = (0..MEGABYTE).map(|index| (index % 251) as u8).collect();
     stream.write_all(&sent_bytes)?;
     let mut received_bytes = vec![0; MEGABYTE];
@@ -100,7 +100,7 @@ fn exchange_megabyte_by_udp(service: SocketAddr, length: usize) -> anyhow::Resul
     let (mut repeat_count, mut buffer) = (0, vec![0; 65_536]);
     for number in 0..MEGABYTE / length {
         let sent_datagram = vec![number as u8; length];
-        let deadline = Instant::now() + *TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
         socket.send(&sent_datagram)?;
         loop {
             match socket.recv(&mut buffer) {
@@ -120,9 +120,9 @@ fn exchange_megabyte_by_udp(service: SocketAddr, length: usize) -> anyhow::Resul
 }
 
 /// Returns the MTU towards the service that the client's kernel has learned, or `None` if it uses the device's MTU.
-fn learned_mtu(testbed: &Testbed) -> Option<usize> {
+fn read_learned_mtu(testbed: &Testbed) -> Option<usize> {
     let route_text =
-        run_command_text(testbed, testbed.client(), &format!("ip route get {}", testbed.service_address().ip()));
+        run_command_line(testbed, testbed.client(), &format!("ip route get {}", testbed.service_address().ip()));
     let mut tokens_from_mtu = route_text.split_whitespace().skip_while(|token| *token != "mtu");
     tokens_from_mtu.nth(1).map(|mtu| mtu.parse().unwrap())
 }
@@ -148,12 +148,17 @@ fn start_env(instance: &str, (forwarding, family, servers_family): TunnelKind) -
         forwarding.name()
     );
     let policy = "rr".to_owned();
-    let options =
-        FleetOptions { forwarding, servers_family, policy, fleet_text: udp_service_config, ..FleetOptions::default() };
+    let options = FleetOptions {
+        forwarding,
+        servers_family,
+        policy,
+        extra_fleet_text: udp_service_config,
+        ..FleetOptions::default()
+    };
     (Fleet::start(&testbed, options).unwrap(), echo_servers, testbed)
 }
 
-fn lb_counter(fleet: &Fleet, testbed: &Testbed, name: &str) -> u64 {
+fn query_lb_counter(fleet: &Fleet, testbed: &Testbed, name: &str) -> u64 {
     let status = fleet.query_status(testbed).unwrap();
     status["load_balancers"][0]["state"]["counters"][name].as_u64().unwrap_or(0)
 }
@@ -165,14 +170,14 @@ fn assert_megabytes_pass(instance: &str, tunnel: TunnelKind, client_mtu: u16, is
     let router = testbed.client_router().unwrap();
     if is_mtu_at_router {
         let client_prefix = if tunnel.1 == AddressFamily::Ipv4 { "10.2.0.0/16" } else { "2001:db8::a02:0/112" };
-        run_command_text(
+        run_command_line(
             &testbed,
             router,
             &format!("ip route replace {client_prefix} dev {CLIENT_SIDE_DEVICE} mtu {client_mtu}"),
         );
     } else {
-        run_command_text(&testbed, testbed.client(), &format!("ip link set {HOST_DEVICE} mtu {client_mtu}"));
-        run_command_text(&testbed, router, &format!("ip link set {CLIENT_SIDE_DEVICE} mtu {client_mtu}"));
+        run_command_line(&testbed, testbed.client(), &format!("ip link set {HOST_DEVICE} mtu {client_mtu}"));
+        run_command_line(&testbed, router, &format!("ip link set {CLIENT_SIDE_DEVICE} mtu {client_mtu}"));
     }
     let max_inner_length = ETHERNET_MTU - tunnel.0.overhead_bytes(tunnel.2.host_address(server_address(1)));
     let max_client_packet = if is_mtu_at_router { ETHERNET_MTU } else { client_mtu.into() };
@@ -190,10 +195,10 @@ fn assert_megabytes_pass(instance: &str, tunnel: TunnelKind, client_mtu: u16, is
         })
         .unwrap();
     // The kernel stores an MTU for each destination.
-    assert_eq!(learned_mtu(&testbed), (max_client_packet > max_inner_length).then_some(max_inner_length));
+    assert_eq!(read_learned_mtu(&testbed), (max_client_packet > max_inner_length).then_some(max_inner_length));
     if max_client_packet > max_inner_length {
-        let fragmentation_needed_count = || lb_counter(&fleet, &testbed, "drop_fragmentation_needed");
-        eventually(*TIMEOUT, "the load balancer reports its ICMP errors", || fragmentation_needed_count() > 0);
+        let fragmentation_needed_count = || query_lb_counter(&fleet, &testbed, "drop_fragmentation_needed");
+        eventually(*DEFAULT_TIMEOUT, "the load balancer reports its ICMP errors", || fragmentation_needed_count() > 0);
     }
 }
 

@@ -15,7 +15,7 @@ use coreward_testbed::rss_emulation::{ReceiveQueueRecorder, attach_xdp_pass, rea
 use coreward_testbed::{Testbed, TestbedOptions, counters, missing_testbed_rights, nginx, skip_if};
 use nix::unistd::{Pid, getpgid};
 
-fn options(instance: &str, servers: u16) -> TestbedOptions {
+fn testbed_options(instance: &str, servers: u16) -> TestbedOptions {
     TestbedOptions { instance: instance.to_owned(), servers, ..TestbedOptions::default() }
 }
 
@@ -28,7 +28,7 @@ fn fetch_with_curl(testbed: &Testbed, path: &str, arguments: &[&str]) -> anyhow:
 #[test]
 fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let mut testbed = Testbed::create(options("ttopology", 2))?;
+    let mut testbed = Testbed::create(testbed_options("ttopology", 2))?;
 
     attach_xdp_pass(testbed.load_balancer(1)?, HOST_DEVICE)
         .context("the load balancer's device must take native XDP")?;
@@ -84,7 +84,7 @@ fn assert_queues_match_prediction(
 #[test]
 fn emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = Testbed::create(options("trss", 1))?;
+    let testbed = Testbed::create(testbed_options("trss", 1))?;
     let _nginx = testbed.start_nginx(1)?;
     testbed.route_vip_to_server_1(testbed.client())?;
     let queue_recorder = ReceiveQueueRecorder::start(testbed.server(1)?, HOST_DEVICE)?;
@@ -103,7 +103,7 @@ fn emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue() -> anyhow::Resu
 #[test]
 fn new_nics_have_different_rss_keys() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = Testbed::create(options("tkeys", 2))?;
+    let testbed = Testbed::create(testbed_options("tkeys", 2))?;
     let rss_key = |number| -> anyhow::Result<_> { Ok(read_registers(&testbed.emulated_rss_path(number))?.key) };
     assert_ne!(rss_key(1)?, rss_key(2)?);
     Ok(())
@@ -124,7 +124,7 @@ fn route_by_load_balancer_kernels(testbed: &Testbed) -> anyhow::Result<()> {
 }
 
 /// Returns the number of packets that the kernel of each load balancer has routed.
-fn routed_packet_counts(testbed: &Testbed) -> anyhow::Result<Vec<u64>> {
+fn read_routed_packet_counts(testbed: &Testbed) -> anyhow::Result<Vec<u64>> {
     let lb_numbers = testbed.load_balancer_numbers();
     let routed_packets =
         |number| anyhow::Ok(counters::read_kernel_counters(testbed.load_balancer(number)?)?["IpForwDatagrams"]);
@@ -134,20 +134,20 @@ fn routed_packet_counts(testbed: &Testbed) -> anyhow::Result<Vec<u64>> {
 #[test]
 fn connections_are_spread_over_the_next_hops() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let mut testbed = Testbed::create(TestbedOptions { load_balancers: 2, ..options("tecmp", 1) })?;
+    let mut testbed = Testbed::create(TestbedOptions { load_balancers: 2, ..testbed_options("tecmp", 1) })?;
     let _nginx = testbed.start_nginx(1)?;
     route_by_load_balancer_kernels(&testbed)?;
     let send_many_requests = |testbed: &Testbed| {
         (0..32).try_for_each(|_| fetch_with_curl(testbed, nginx::WORKER_IDENTITY_PATH, &[]).map(drop))
     };
     send_many_requests(&testbed)?;
-    let packets_with_both = routed_packet_counts(&testbed)?;
+    let packets_with_both = read_routed_packet_counts(&testbed)?;
     // With 32 connections one load balancer gets none once in 2^31 runs.
     assert!(packets_with_both.iter().all(|packets| *packets > 0), "{packets_with_both:?}");
 
     testbed.route_vips_to_load_balancers(&[2])?;
     send_many_requests(&testbed)?;
-    let packets_with_second = routed_packet_counts(&testbed)?;
+    let packets_with_second = read_routed_packet_counts(&testbed)?;
     assert!(
         packets_with_second[0] == packets_with_both[0] && packets_with_second[1] > packets_with_both[1],
         "{packets_with_both:?}, then {packets_with_second:?}"
@@ -170,7 +170,7 @@ fn connections_are_spread_over_the_next_hops() -> anyhow::Result<()> {
 #[test]
 fn router_with_a_small_mtu_sends_icmp_errors_to_the_server() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = Testbed::create(TestbedOptions { router_mtu: Some(1000), ..options("tmtu", 1) })?;
+    let testbed = Testbed::create(TestbedOptions { router_mtu: Some(1000), ..testbed_options("tmtu", 1) })?;
     let _nginx = testbed.start_nginx(1)?;
     route_by_load_balancer_kernels(&testbed)?;
     assert_eq!(fetch_with_curl(&testbed, nginx::LARGE_FILE_PATH, &[])?.len(), nginx::LARGE_FILE_BYTES);
@@ -189,7 +189,7 @@ fn own_testbed_until_killed() -> anyhow::Result<()> {
     if std::env::var_os(OWNER_PROCESS_VARIABLE).is_none() {
         return Ok(());
     }
-    let testbed = Testbed::create(options(KILLED_INSTANCE, 1))?;
+    let testbed = Testbed::create(testbed_options(KILLED_INSTANCE, 1))?;
     let nginx = testbed.start_nginx(1)?;
     // println! is not used, because the test runner would capture it.
     std::io::Write::write_all(&mut std::io::stdout(), format!("ready {}\n", nginx.worker_pids()[0]).as_bytes())?;
@@ -219,7 +219,7 @@ fn killed_testbed_is_removed_by_the_next_one() -> anyhow::Result<()> {
             break worker.parse()?;
         }
     };
-    let name_in_use_error = Testbed::create(options(KILLED_INSTANCE, 1)).unwrap_err().to_string();
+    let name_in_use_error = Testbed::create(testbed_options(KILLED_INSTANCE, 1)).unwrap_err().to_string();
     assert!(
         name_in_use_error.ends_with(&format!("{KILLED_INSTANCE} is in use by process {}", owner_process.id())),
         "{name_in_use_error}"
@@ -229,7 +229,7 @@ fn killed_testbed_is_removed_by_the_next_one() -> anyhow::Result<()> {
     owner_process.wait()?;
     // nginx's master ends with its owner. The workers do not, and the master could not signal them.
     assert!(is_running(worker_pid));
-    drop(Testbed::create(options(KILLED_INSTANCE, 1))?);
+    drop(Testbed::create(testbed_options(KILLED_INSTANCE, 1))?);
     assert!(!is_running(worker_pid));
     assert_eq!(find_remains(KILLED_INSTANCE), Vec::<PathBuf>::new());
     Ok(())

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use coreward_testbed::addresses::{FIRST_VIP, SERVICE_ADDRESS};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{TestEnv, eventually};
 
@@ -25,7 +25,10 @@ fn udp_service_config(udp: &str, policy: &str) -> String {
 
 fn start_env(instance: &str, udp: &str, policy: &str) -> TestEnv {
     let options = TestbedOptions { instance: instance.to_owned(), servers: 4, ..TestbedOptions::default() };
-    TestEnv::start(options, FleetOptions { fleet_text: udp_service_config(udp, policy), ..FleetOptions::default() })
+    TestEnv::start(
+        options,
+        FleetOptions { extra_fleet_text: udp_service_config(udp, policy), ..FleetOptions::default() },
+    )
 }
 
 /// Threads, one on every server, that answer each datagram with the server's number and the datagram, until this value
@@ -88,12 +91,12 @@ impl ClientFlow {
     }
 
     /// Sends a request of `length` bytes, of which 4 are its id, until an answer comes. Returns the answering server.
-    fn request_server(&self, length: usize) -> anyhow::Result<u16> {
+    fn query_server(&self, length: usize) -> anyhow::Result<u16> {
         let request_id = self.newest_request_id.get() + 1;
         self.newest_request_id.set(request_id);
         let mut sent_datagram: Vec<u8> = (0..length).map(|index| (index % 251) as u8).collect();
         sent_datagram[..4].copy_from_slice(&request_id.to_be_bytes());
-        let deadline = Instant::now() + *TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
         self.socket.send(&sent_datagram)?;
         let mut buffer = vec![0; 65_536];
         loop {
@@ -137,32 +140,28 @@ fn datagrams_of_a_flow_reach_the_same_server() {
             let flows_and_servers: Vec<(ClientFlow, u16)> = (0..64)
                 .map(|_| {
                     let client_flow = ClientFlow::open();
-                    let server = client_flow.request_server(10).unwrap();
+                    let server = client_flow.query_server(10).unwrap();
                     (client_flow, server)
                 })
                 .collect();
             let used_servers: BTreeSet<u16> = flows_and_servers.iter().map(|(_, server)| *server).collect();
             assert_eq!(used_servers.len(), 4, "64 flows at servers {used_servers:?}: once in 10^7 runs were it by lot");
-            let assert_all_stay = || {
-                flows_and_servers
-                    .iter()
-                    .for_each(|(flow, server)| assert_eq!(flow.request_server(100).unwrap(), *server))
+            let assert_flows_stay_at_servers = || {
+                flows_and_servers.iter().for_each(|(flow, server)| assert_eq!(flow.query_server(100).unwrap(), *server))
             };
-            assert_all_stay();
+            assert_flows_stay_at_servers();
             // Datagrams longer than a frame come in fragments, of which only the first has ports.
-            flows_and_servers
-                .iter()
-                .for_each(|(flow, server)| assert_eq!(flow.request_server(5_000).unwrap(), *server));
+            flows_and_servers.iter().for_each(|(flow, server)| assert_eq!(flow.query_server(5_000).unwrap(), *server));
             env.set_admin_state(1, Some(AdminState::Draining));
-            eventually(*TIMEOUT, "server 1 drains", || {
-                (0..8).all(|_| ClientFlow::open().request_server(10).unwrap() != 1)
+            eventually(*DEFAULT_TIMEOUT, "server 1 drains", || {
+                (0..8).all(|_| ClientFlow::open().query_server(10).unwrap() != 1)
             });
-            assert_all_stay();
+            assert_flows_stay_at_servers();
             env.set_admin_state(2, None);
-            eventually(*TIMEOUT, "server 2 goes", || {
-                (0..8).all(|_| ClientFlow::open().request_server(10).unwrap() > 2)
+            eventually(*DEFAULT_TIMEOUT, "server 2 goes", || {
+                (0..8).all(|_| ClientFlow::open().query_server(10).unwrap() > 2)
             });
-            assert_all_stay();
+            assert_flows_stay_at_servers();
             Ok(())
         })
         .unwrap();
@@ -180,7 +179,7 @@ fn datagrams_placed_by_packet_follow_the_policy() {
             let client_flow = ClientFlow::open();
             // The requests come faster than tables change. Still, packets with the same addresses and ports must
             // alternate between servers.
-            (0..80).map(|_| client_flow.request_server(10)).collect()
+            (0..80).map(|_| client_flow.query_server(10)).collect()
         })
         .unwrap();
     let used_servers: BTreeSet<u16> = answering_servers.iter().copied().collect();

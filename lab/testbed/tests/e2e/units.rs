@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use coreward_testbed::fleet::coreward_command;
+use coreward_testbed::fleet::coreward_binary;
 use coreward_testbed::{missing_testbed_rights, skip_if};
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::signal::{Signal, kill};
@@ -100,7 +100,7 @@ impl UnitProcess {
             limit.parse::<u64>().unwrap().min(hard_limit).to_string()
         });
         command.args(["--mount", "--net", "--pid", "--fork", "--kill-child", "sh", "-c", RUN_UNIT_SCRIPT, "unit"]);
-        command.arg(path_in_directory("overlay")).arg(coreward_command().unwrap()).arg(path_in_directory("files"));
+        command.arg(path_in_directory("overlay")).arg(coreward_binary().unwrap()).arg(path_in_directory("files"));
         command.args([
             systemd_unit.setting_value("StateDirectory").unwrap_or(""),
             systemd_unit.setting_value("ReadWritePaths").unwrap_or(""),
@@ -116,28 +116,28 @@ impl UnitProcess {
         Self { child: child_process, directory }
     }
 
-    fn log_text(&self) -> String {
+    fn read_log(&self) -> String {
         fs::read_to_string(self.directory.path().join("log")).unwrap()
     }
 
     /// Waits until the log contains `expected`. Fails unless the process then continues to run.
     fn wait_for_log(&mut self, expected: &str) {
         let deadline = Instant::now() + LOG_TIMEOUT;
-        while !self.log_text().contains(expected) {
+        while !self.read_log().contains(expected) {
             let exit_status = self.child.try_wait().unwrap();
             assert!(
                 exit_status.is_none() && Instant::now() < deadline,
                 "no {expected:?} ({exit_status:?}): {}",
-                self.log_text()
+                self.read_log()
             );
             std::thread::sleep(Duration::from_millis(20));
         }
         // Wait, because a forbidden operation fails soon after the start.
         std::thread::sleep(Duration::from_millis(500));
         let exit_status = self.child.try_wait().unwrap();
-        assert!(exit_status.is_none(), "it has ended ({exit_status:?}): {}", self.log_text());
+        assert!(exit_status.is_none(), "it has ended ({exit_status:?}): {}", self.read_log());
         for error_text in ["Read-only file system", "Permission denied", "Operation not permitted", "stays as it is"] {
-            assert!(!self.log_text().contains(error_text), "{}", self.log_text());
+            assert!(!self.read_log().contains(error_text), "{}", self.read_log());
         }
     }
 }

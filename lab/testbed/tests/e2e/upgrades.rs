@@ -14,7 +14,7 @@ use coreward_testbed::{TestbedOptions, missing_testbed_rights, skip_if};
 use libbpf_rs::MapHandle;
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::support::{TestEnv, assert_unbroken, eventually, eventually_in_force, pause};
+use crate::support::{TestEnv, assert_streams_unbroken, eventually, sleep_ms, wait_until_configuration_in_force};
 
 const SERVER_COUNT: u16 = 3;
 
@@ -76,13 +76,13 @@ fn pins_of_the_same_layout_are_taken_over() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env("upsame", 1, Consistency::Stateless);
     let stream_client = env.start_streams(150.0);
-    pause(1_000);
+    sleep_ms(1_000);
     for daemon in ["controller".to_owned(), "lb1".to_owned()].into_iter().chain(agent_names()) {
         env.fleet.upgrade_daemon(&env.testbed, &daemon).unwrap();
-        pause(1_000);
+        sleep_ms(1_000);
     }
     env.assert_counts_only_resets("broadcast");
-    assert_unbroken(stream_client);
+    assert_streams_unbroken(stream_client);
 }
 
 #[test]
@@ -91,19 +91,19 @@ fn pins_of_another_layout_are_replaced_when_new_ones_are_ready() {
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
         let mut env = start_env("uplayout", 1, consistency);
         let stream_client = env.start_streams(150.0);
-        pause(1_500);
+        sleep_ms(1_500);
         env.restart_with_other_layout("lb1");
-        pause(500);
+        sleep_ms(500);
         agent_names().for_each(|agent| env.restart_with_other_layout(&agent));
-        eventually_in_force(&env.fleet, &env.testbed);
-        assert_unbroken(stream_client);
+        wait_until_configuration_in_force(&env.fleet, &env.testbed);
+        assert_streams_unbroken(stream_client);
     }
 }
 
 /// Tests with a real older version. `make test-upgrade` builds it and sets COREWARD_OLD to its path.
 #[test]
 #[ignore = "needs an older version's binary: make test-upgrade"]
-fn real_versions_are_exchanged_up_and_down() {
+fn connections_survive_upgrade_and_downgrade_between_versions() {
     let old_binary = PathBuf::from(std::env::var_os("COREWARD_OLD").expect("COREWARD_OLD: the older version's binary"));
     let mut env = start_env("upreal", 2, Consistency::Stateless);
     let daemon_names: Vec<String> =
@@ -118,18 +118,18 @@ fn real_versions_are_exchanged_up_and_down() {
     println!("== up, one after the other");
     let stream_client = env.start_streams_from(0..2);
     for daemon in &daemon_names {
-        pause(1_500);
+        sleep_ms(1_500);
         env.fleet.replace_binary(&env.testbed, daemon, None).unwrap();
         env.fleet.wait_until_ready(&env.testbed).unwrap();
         println!("{daemon}: of the newer version");
     }
-    pause(3_000);
-    assert_unbroken(stream_client);
+    sleep_ms(3_000);
+    assert_streams_unbroken(stream_client);
 
     println!("== down, one after the other");
     let stream_client = env.start_streams_from(2..4);
     for daemon in &daemon_names {
-        pause(1_500);
+        sleep_ms(1_500);
         let replacement_result = env.fleet.replace_binary(&env.testbed, daemon, Some(&old_binary));
         if let (Err(error), Some(number)) = (replacement_result, daemon.strip_prefix("lb")) {
             println!("{daemon}: {error:#}");
@@ -138,8 +138,8 @@ fn real_versions_are_exchanged_up_and_down() {
         env.fleet.wait_until_ready(&env.testbed).unwrap();
         println!("{daemon}: of the older version");
     }
-    pause(3_000);
-    assert_unbroken(stream_client);
+    sleep_ms(3_000);
+    assert_streams_unbroken(stream_client);
 }
 
 /// Restarts one of the two load balancers without its pinned BPF objects. As in docs/deployment.md, the other load
@@ -148,7 +148,7 @@ fn replace_pins_without_traffic(env: &mut TestEnv, load_balancer: u16) {
     let daemon = format!("lb{load_balancer}");
     let other_load_balancers: Vec<u16> = [1, 2].into_iter().filter(|other| *other != load_balancer).collect();
     env.testbed.route_vips_to_load_balancers(&other_load_balancers).unwrap();
-    pause(500);
+    sleep_ms(500);
     std::fs::remove_dir_all(env.pin_path(&daemon)).unwrap();
     env.fleet.restart_daemon(&env.testbed, &daemon).unwrap();
     env.fleet.wait_until_ready(&env.testbed).unwrap();

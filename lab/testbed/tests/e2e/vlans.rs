@@ -6,10 +6,10 @@ use coreward_model::forwarding::Forwarding;
 use coreward_testbed::addresses::{AddressFamily, HOST_DEVICE};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::topology::Vlans;
-use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
-use crate::support::{TestEnv, assert_unbroken, eventually, run_command_text};
+use crate::support::{TestEnv, assert_streams_unbroken, eventually, run_command_line};
 
 fn start_env(instance: &str, vlans: (u16, &[u16]), family: AddressFamily, fleet: FleetOptions) -> TestEnv {
     let options = TestbedOptions {
@@ -35,7 +35,7 @@ fn assert_changes_break_no_connection(env: &mut TestEnv) {
     env.set_admin_state(1, Some(AdminState::Active));
     env.set_admin_state(2, None);
     env.wait_for_connections(100);
-    assert_unbroken(stream_client);
+    assert_streams_unbroken(stream_client);
 }
 
 #[test]
@@ -91,11 +91,11 @@ fn tags_are_left_in_frames_and_a_missing_device_is_reported() {
     skip_if!(missing_testbed_rights());
     let env = start_env("vlanfault", (10, &[20]), AddressFamily::Ipv4, FleetOptions::default());
     let lb_host = env.testbed.load_balancer(1).unwrap();
-    eventually(*TIMEOUT, "the driver leaves tags in frames", || {
-        run_command_text(&env.testbed, lb_host, &format!("ethtool -k {HOST_DEVICE}")).contains("rx-vlan-offload: off")
+    eventually(*DEFAULT_TIMEOUT, "the driver leaves tags in frames", || {
+        run_command_line(&env.testbed, lb_host, &format!("ethtool -k {HOST_DEVICE}")).contains("rx-vlan-offload: off")
     });
     let missing_device_warning = "has no device for VLAN 10: expected one with an address there";
-    eventually(*TIMEOUT, "the status names the VLAN", || {
+    eventually(*DEFAULT_TIMEOUT, "the status names the VLAN", || {
         env.fleet.query_status(&env.testbed).unwrap().to_string().contains(missing_device_warning)
     });
 }

@@ -9,12 +9,12 @@ use coreward_testbed::addresses::CONTROLLER_ADDRESS;
 use coreward_testbed::fleet::{Fleet, FleetOptions, operator_command_for};
 use coreward_testbed::nginx::NginxServer;
 use coreward_testbed::process::Process;
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
 use crate::support::{
-    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_masked_within, count_broken, eventually, open_keepalive_connections,
-    try_open_connections,
+    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_masked_within, count_broken_connections, eventually,
+    open_keepalive_connections, try_open_connections,
 };
 
 /// Maximum time to detect a fault with the document, which is interval x fall + timeout, and the daemon's tick. The
@@ -37,7 +37,7 @@ struct TestEnv {
 }
 
 fn start_etcd(testbed: &Testbed, member: &LocalMember) -> Process {
-    let command = member.command(std::slice::from_ref(member), &testbed.directory());
+    let command = member.start_command(std::slice::from_ref(member), &testbed.directory());
     testbed.spawn(testbed.controller(), command).expect("etcd cannot be started: `scripts/install run` installs it")
 }
 
@@ -70,7 +70,7 @@ impl TestEnv {
         let fleet = Fleet::start(&testbed, options).unwrap();
         let env = Self { fleet, etcd_process, etcd_member, nginx_servers, testbed };
         env.wait_until_served_by(&[1, 2, 3]);
-        eventually(*TIMEOUT, "every load balancer has checked every server", || {
+        eventually(*DEFAULT_TIMEOUT, "every load balancer has checked every server", || {
             let service_members = env.query_status()["services"][0]["members"].as_array().unwrap().clone();
             let is_up = |member: &Value| {
                 let member_checks = member["checks"].as_array().unwrap().clone();
@@ -96,7 +96,7 @@ impl TestEnv {
 
     fn query_status(&self) -> Value {
         let mut status_text = String::new();
-        eventually(*TIMEOUT, "a leader answers", || {
+        eventually(*DEFAULT_TIMEOUT, "a leader answers", || {
             status_text = self.run_coreward(&["status", "--format", "json"]).unwrap_or_default();
             !status_text.is_empty()
         });
@@ -126,7 +126,7 @@ impl TestEnv {
 
     /// Waits until new connections go to exactly these servers, and none fails.
     fn wait_until_served_by(&self, servers: &[u16]) {
-        eventually(*TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
+        eventually(*DEFAULT_TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
             let Ok(connections) = try_open_connections(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER) else {
                 return false;
             };
@@ -145,22 +145,22 @@ fn connections_continue_without_etcd_and_controllers() {
     assert_eq!(env.count_leaders(), 1);
 
     env.kill_etcd();
-    eventually(*TIMEOUT, "no controller leads", || env.count_leaders() == 0);
+    eventually(*DEFAULT_TIMEOUT, "no controller leads", || env.count_leaders() == 0);
     assert!(env.run_coreward(&["drain", "s1"]).is_err());
     env.stop_and_assert_masked(2);
     env.wait_until_served_by(&[1, 3]);
     connections.retain(|(_, answerer)| answerer.server_number != 2);
-    assert_eq!(count_broken(&mut connections), 0, "without a leader");
+    assert_eq!(count_broken_connections(&mut connections), 0, "without a leader");
     env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
     env.wait_until_served_by(&[1, 2, 3]);
 
     env.restart_etcd();
-    eventually(*TIMEOUT, "one controller leads", || env.count_leaders() == 1);
-    eventually(*TIMEOUT, "changes are made again", || env.run_coreward(&["drain", "s1"]).is_ok());
+    eventually(*DEFAULT_TIMEOUT, "one controller leads", || env.count_leaders() == 1);
+    eventually(*DEFAULT_TIMEOUT, "changes are made again", || env.run_coreward(&["drain", "s1"]).is_ok());
     env.wait_until_served_by(&[2, 3]);
-    eventually(*TIMEOUT, "and undone", || env.run_coreward(&["undrain", "s1"]).is_ok());
+    eventually(*DEFAULT_TIMEOUT, "and undone", || env.run_coreward(&["undrain", "s1"]).is_ok());
     env.wait_until_served_by(&[1, 2, 3]);
-    assert_eq!(count_broken(&mut connections), 0, "with etcd back");
+    assert_eq!(count_broken_connections(&mut connections), 0, "with etcd back");
 
     let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.kill_etcd();
@@ -170,5 +170,5 @@ fn connections_continue_without_etcd_and_controllers() {
     env.stop_and_assert_masked(3);
     env.wait_until_served_by(&[1, 2]);
     connections.retain(|(_, answerer)| answerer.server_number != 3);
-    assert_eq!(count_broken(&mut connections), 0, "without controllers and etcd");
+    assert_eq!(count_broken_connections(&mut connections), 0, "without controllers and etcd");
 }

@@ -14,7 +14,7 @@ use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, LoadSource, opera
 use coreward_testbed::http::{HttpConnection, WorkerIdentity};
 use coreward_testbed::stream::client::{StreamClient, StreamReport, StreamWorkload};
 use coreward_testbed::stream::server::StreamServerProcess;
-use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, counters};
+use coreward_testbed::{DEFAULT_TIMEOUT, Namespace, Testbed, TestbedOptions, counters};
 
 pub type ConnectionsAndWorkers = Vec<(HttpConnection, WorkerIdentity)>;
 
@@ -33,7 +33,7 @@ pub fn try_open_connections(testbed: &Testbed, count: usize) -> anyhow::Result<C
 }
 
 /// Returns the number of connections without an answer, or with an answer from another worker than before.
-pub fn count_broken(connections: &mut [(HttpConnection, WorkerIdentity)]) -> usize {
+pub fn count_broken_connections(connections: &mut [(HttpConnection, WorkerIdentity)]) -> usize {
     let is_broken = |(connection, first_worker): &mut (HttpConnection, WorkerIdentity)| {
         connection.query_worker().map_or(true, |answerer| answerer != *first_worker)
     };
@@ -41,12 +41,12 @@ pub fn count_broken(connections: &mut [(HttpConnection, WorkerIdentity)]) -> usi
 }
 
 /// Returns a daemon's log from the byte offset `start_offset` on.
-pub fn daemon_log(testbed: &Testbed, daemon: &str, start_offset: usize) -> String {
+pub fn read_daemon_log(testbed: &Testbed, daemon: &str, start_offset: usize) -> String {
     let text = std::fs::read_to_string(testbed.directory().join(format!("{daemon}.log"))).unwrap();
     text.get(start_offset..).unwrap_or_default().to_owned()
 }
 
-pub fn assert_answered(connections: &mut [(HttpConnection, WorkerIdentity)]) {
+pub fn assert_connections_answered(connections: &mut [(HttpConnection, WorkerIdentity)]) {
     for (connection, first_worker) in connections {
         assert_eq!(&connection.query_worker().unwrap(), first_worker);
     }
@@ -56,7 +56,7 @@ pub fn assert_answered(connections: &mut [(HttpConnection, WorkerIdentity)]) {
 pub const MIN_CONNECTIONS_FOR_EVERY_SERVER: usize = 40;
 
 /// Opens connections until each of these servers has `minimum` of them, because random placement prefers some servers.
-pub fn open_at_each_server(testbed: &Testbed, servers: &[u16], minimum: usize) -> ConnectionsAndWorkers {
+pub fn open_connections_at_each_server(testbed: &Testbed, servers: &[u16], minimum: usize) -> ConnectionsAndWorkers {
     let mut open_connections = ConnectionsAndWorkers::new();
     let connection_count = |connections: &ConnectionsAndWorkers, server| {
         connections.iter().filter(|(_, answerer)| answerer.server_number == server).count()
@@ -97,7 +97,7 @@ impl TestEnv {
         assert!(counted_packets <= sent_resets, "{counter}: {counted_packets} packets, {sent_resets} resets");
     }
 
-    /// Starts a client that opens connections at this rate until [`assert_unbroken`] ends it.
+    /// Starts a client that opens connections at this rate until [`assert_streams_unbroken`] ends it.
     pub fn start_streams(&self, per_second: f64) -> StreamClient {
         self.testbed.start_stream_client(&StreamWorkload::endless(per_second), None).unwrap()
     }
@@ -114,19 +114,19 @@ impl TestEnv {
             None => drop(pool.remove(&server)),
         }
         self.fleet.set_pool(&self.testbed, pool).unwrap();
-        eventually(*TIMEOUT, "the controller takes the change", || query_generation(self) > generation_before);
-        eventually_in_force(&self.fleet, &self.testbed);
+        eventually(*DEFAULT_TIMEOUT, "the controller takes the change", || query_generation(self) > generation_before);
+        wait_until_configuration_in_force(&self.fleet, &self.testbed);
     }
 
     /// Waits until the client has opened `count` more connections, according to its kernel's counter.
     pub fn wait_for_connections(&self, count: u64) {
         let opened_connections = || counters::read_kernel_counters(self.testbed.client()).unwrap()["TcpActiveOpens"];
         let expected_connections = opened_connections() + count;
-        eventually(*TIMEOUT, "the client begins connections", || opened_connections() >= expected_connections);
+        eventually(*DEFAULT_TIMEOUT, "the client begins connections", || opened_connections() >= expected_connections);
     }
 
     /// Returns the value of a load balancer's counter, which is reported once a second, or 0 before the first report.
-    pub fn load_balancer_counter(&self, load_balancer: &str, counter: &str) -> u64 {
+    pub fn query_load_balancer_counter(&self, load_balancer: &str, counter: &str) -> u64 {
         let status = self.fleet.query_status(&self.testbed).unwrap();
         let balancers = status["load_balancers"].as_array().unwrap();
         let balancer = balancers.iter().find(|balancer| balancer["name"] == load_balancer);
@@ -136,7 +136,7 @@ impl TestEnv {
     /// Returns the sum of a counter over all load balancers that exist.
     pub fn sum_counter(&self, counter: &str) -> u64 {
         let lb_numbers = self.testbed.load_balancer_numbers();
-        lb_numbers.into_iter().map(|number| self.load_balancer_counter(&format!("lb{number}"), counter)).sum()
+        lb_numbers.into_iter().map(|number| self.query_load_balancer_counter(&format!("lb{number}"), counter)).sum()
     }
 
     /// Runs `coreward ARGUMENTS` against this testbed's controller and returns the output.
@@ -147,7 +147,7 @@ impl TestEnv {
 }
 
 /// Runs a command, given as one text, in a namespace, and returns its output.
-pub fn run_command_text(testbed: &Testbed, namespace: &Namespace, command: &str) -> String {
+pub fn run_command_line(testbed: &Testbed, namespace: &Namespace, command: &str) -> String {
     let command_words: Vec<&str> = command.split_whitespace().collect();
     let mut program_command = Command::new(command_words[0]);
     program_command.args(&command_words[1..]);
@@ -167,8 +167,8 @@ pub fn series_value(page: &str, name: &str) -> Option<f64> {
 }
 
 /// Waits until every component has confirmed the current configuration.
-pub fn eventually_in_force(fleet: &Fleet, testbed: &Testbed) {
-    eventually(*TIMEOUT, "every part confirms the configuration", || {
+pub fn wait_until_configuration_in_force(fleet: &Fleet, testbed: &Testbed) {
+    eventually(*DEFAULT_TIMEOUT, "every part confirms the configuration", || {
         let Ok(status) = fleet.query_status(testbed) else { return false };
         let (Some(servers), Some(balancers)) = (status["servers"].as_array(), status["load_balancers"].as_array())
         else {
@@ -204,13 +204,13 @@ pub fn assert_masked_within(limit: Duration, testbed: &Testbed, name: &str, stop
     let log_words = format!("event=\"server-masked\" server=\"{name}\" service=\"web0\"");
     for balancer in testbed.load_balancer_numbers() {
         let masking_delay = || duration_until_logged(testbed, balancer, &log_words, stop_time);
-        eventually(*TIMEOUT, &log_words, || masking_delay().is_some());
+        eventually(*DEFAULT_TIMEOUT, &log_words, || masking_delay().is_some());
         println!("lb{balancer}: masked after {:?}, expected within {limit:?}", masking_delay().unwrap());
         assert!(masking_delay().unwrap() <= limit, "lb{balancer}");
     }
 }
 
-pub fn pause(milliseconds: u64) {
+pub fn sleep_ms(milliseconds: u64) {
     std::thread::sleep(Duration::from_millis(milliseconds));
 }
 
@@ -218,15 +218,15 @@ pub fn eventually(limit: Duration, description: &str, mut is_satisfied: impl FnM
     let deadline = Instant::now() + limit;
     while !is_satisfied() {
         assert!(Instant::now() < deadline, "{description}: not within {limit:?}");
-        pause(50);
+        sleep_ms(50);
     }
 }
 
 /// Ends a stream client after its connections have experienced the last change. Asserts that there were many
 /// connections, and that none broke or stalled. Returns the report.
-pub fn assert_unbroken(client: StreamClient) -> StreamReport {
-    pause(2_000);
-    let report = client.terminate_and_report(*TIMEOUT).unwrap();
+pub fn assert_streams_unbroken(client: StreamClient) -> StreamReport {
+    sleep_ms(2_000);
+    let report = client.terminate_and_report(*DEFAULT_TIMEOUT).unwrap();
     let sums = report.sum_of_seconds();
     println!("{sums:?}, open at the end: {}", report.open_at_end);
     assert_eq!(sums.broken.total_count(), 0, "{:?}", report.seconds);

@@ -11,8 +11,8 @@ fn open_manager(directory: &Path, fleet_text: &str) -> anyhow::Result<StateManag
     StateManager::open(&path, config, RevocationList::default(), || Ok(Store::Embedded(EmbeddedStore::open(&store)?)))
 }
 
-fn is_fleet_file_refused(manager: &StateManager) -> bool {
-    manager.counters().is_file_refused.load(Ordering::Relaxed)
+fn is_fleet_file_rejected(manager: &StateManager) -> bool {
+    manager.counters().is_fleet_file_rejected.load(Ordering::Relaxed)
 }
 
 #[test]
@@ -22,24 +22,24 @@ fn invalid_fleet_file_does_not_prevent_a_restart() {
     assert!(open_manager(directory.path(), invalid_fleet_text).is_err());
     assert!(!directory.path().join("store").exists(), "nothing is left behind");
     let mut first_manager = open_manager(directory.path(), "load_ewma_alpha = 0.25\n").unwrap();
-    assert!(!is_fleet_file_refused(&first_manager));
+    assert!(!is_fleet_file_rejected(&first_manager));
     assert_eq!(first_manager.counters().warnings(), [""; 0]);
     std::fs::write(directory.path().join("fleet.toml"), invalid_fleet_text).unwrap();
     assert!(first_manager.apply_change(RecordChange::Reload, &Author::signal()).is_err());
-    assert!(is_fleet_file_refused(&first_manager));
+    assert!(is_fleet_file_rejected(&first_manager));
     assert!(first_manager.counters().warnings()[0].starts_with("the fleet's file is wrong"));
     first_manager.counters().is_writable.store(false, Ordering::Relaxed);
     assert!(first_manager.counters().warnings()[0].starts_with("the store cannot be written"));
     drop(first_manager);
     let mut second_manager = open_manager(directory.path(), invalid_fleet_text).unwrap();
     assert_eq!(
-        (&*second_manager.fleet().document.text, is_fleet_file_refused(&second_manager)),
+        (&*second_manager.fleet().document.text, is_fleet_file_rejected(&second_manager)),
         ("load_ewma_alpha = 0.25\n", true)
     );
     std::fs::write(directory.path().join("fleet.toml"), "load_ewma_alpha = 0.75\n").unwrap();
     second_manager.apply_change(RecordChange::Reload, &Author::signal()).unwrap();
     assert_eq!(
-        (&*second_manager.fleet().document.text, is_fleet_file_refused(&second_manager)),
+        (&*second_manager.fleet().document.text, is_fleet_file_rejected(&second_manager)),
         ("load_ewma_alpha = 0.75\n", false)
     );
 }

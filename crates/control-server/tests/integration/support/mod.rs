@@ -49,12 +49,12 @@ pub struct TestDirectory {
 impl TestDirectory {
     pub fn new(servers: &[&str], services_toml: &str) -> Self {
         let test_directory = Self { temporary_directory: tempfile::tempdir().unwrap() };
-        test_directory.write_controllers_file("fleet = \"fleet.toml\"\n");
-        test_directory.write(servers, services_toml);
+        test_directory.write_controller_config("fleet = \"fleet.toml\"\n");
+        test_directory.write_fleet_file(servers, services_toml);
         test_directory
     }
 
-    pub fn write_controllers_file(&self, extra_toml: &str) {
+    pub fn write_controller_config(&self, extra_toml: &str) {
         let store_path = self.temporary_directory.path().join("controller.redb");
         let config_text =
             format!("listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {store_path:?}\n{extra_toml}");
@@ -65,7 +65,7 @@ impl TestDirectory {
         self.temporary_directory.path().join("controller.toml")
     }
 
-    pub fn write(&self, servers: &[&str], services_toml: &str) {
+    pub fn write_fleet_file(&self, servers: &[&str], services_toml: &str) {
         // With this setting, tables are made whether any agent reports or not.
         let mut fleet_text = "report_interval = \"10ms\"\ntable_updates = \"interval\"\n".to_owned();
         for server in servers {

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
 
-use coreward_dataplane::lb::{BroadcastRates, COUNTER_COUNT, Options, Server, ServiceIndex};
+use coreward_dataplane::lb::{BroadcastRateLimits, COUNTER_COUNT, Options, Server, ServiceIndex};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
@@ -102,7 +102,7 @@ impl Balancer {
     pub fn with_model(services: &[(ServiceAddress, ServiceMode)], options: Options, rng: &mut impl Rng) -> Self {
         assert_eq!(
             options.broadcast_limits,
-            BroadcastRates::DEFAULT_BROADCAST_LIMITS,
+            BroadcastRateLimits::DEFAULT_BROADCAST_LIMITS,
             "expected no limits, or with_limits"
         );
         Self::with_loaded_lb(
@@ -188,7 +188,7 @@ impl Balancer {
     }
 
     /// Runs the program on `frame`, which must be forwarded. Returns the MAC address to which it is sent.
-    pub fn forwarded_to(&self, frame: &[u8]) -> MacAddress {
+    pub fn forward_frame(&self, frame: &[u8]) -> MacAddress {
         let (xdp_action, packet) = self.run(frame);
         assert_eq!(xdp_action, XDP_TX);
         MacAddress(packet[..6].try_into().unwrap())
@@ -248,11 +248,11 @@ impl Balancer {
 
     /// Checks that a packet is sent to `server`, and that only its MAC addresses change.
     pub fn expect_sent_to(&self, service: usize, frame: &[u8], server: ServerId, name: &str) {
-        self.expect_sent_with(service, frame, server, ExpectedIdentification::Unchanged, name);
+        self.expect_sent_with_identification(service, frame, server, ExpectedIdentification::Unchanged, name);
     }
 
     /// Checks a packet like [`expect_sent_to`](Self::expect_sent_to), with this IP identification after forwarding.
-    pub fn expect_sent_with(
+    pub fn expect_sent_with_identification(
         &self,
         service: usize,
         frame: &[u8],
@@ -261,7 +261,7 @@ impl Balancer {
         name: &str,
     ) {
         let (xdp_action, packet) = self.run_expecting_counter(frame, Some(service), name);
-        check_sent_packet(frame, xdp_action, &packet, self.server_macs[&(service, server)], identification);
+        assert_sent_packet(frame, xdp_action, &packet, self.server_macs[&(service, server)], identification);
     }
 
     /// Checks that a packet is broadcast or, if no token is available, dropped and counted as `drop_counter`.
@@ -281,7 +281,7 @@ impl Balancer {
             .filter(|((before, after), _)| before != after);
         assert_eq!(increased_counters.map(|(_, name)| name).collect::<Vec<_>>(), [expected_counter]);
         if xdp_action == XDP_TX {
-            check_sent_packet(frame, xdp_action, &packet, MacAddress::BROADCAST, identification);
+            assert_sent_packet(frame, xdp_action, &packet, MacAddress::BROADCAST, identification);
         } else {
             assert_eq!((xdp_action, &packet[..]), (XDP_DROP, frame));
         }
@@ -293,7 +293,7 @@ impl Balancer {
     }
 }
 
-fn check_sent_packet(
+fn assert_sent_packet(
     frame: &[u8],
     xdp_action: i32,
     packet: &[u8],

@@ -8,7 +8,7 @@ use std::ops::Deref;
 use std::time::Duration;
 
 use coreward_dataplane::lb::{
-    self, BroadcastRates, LbStampingClock, LoadBalancer, Options, OuterSourceAddresses, PacketRate, Server,
+    self, BroadcastRateLimits, LbStampingClock, LoadBalancer, Options, OuterSourceAddresses, PacketRate, Server,
     ServiceIndex,
 };
 use coreward_dataplane::mac::MacAddress;
@@ -80,7 +80,8 @@ fn slot_index(service: ServiceIndex) -> usize {
 impl ModelCheckedLb {
     /// Loads the program and its model, with unlimited broadcasts.
     pub fn load_with_model(options: Options, own_mac: MacAddress) -> Self {
-        let broadcast_limits = [BroadcastRates::with_equal_rates(UNLIMITED_RATE); intf::LIMITED_KIND_COUNT as usize];
+        let broadcast_limits =
+            [BroadcastRateLimits::with_equal_rates(UNLIMITED_RATE); intf::LIMITED_KIND_COUNT as usize];
         let lb_stamping_clock = LbStampingClock::DaemonTicks;
         let options = Options { broadcast_limits, lb_stamping_clock, ..options };
         let mut checked_lb = Self::load_without_model(options.clone(), own_mac);
@@ -189,7 +190,7 @@ impl ModelCheckedLb {
 
     pub fn set_owner_number(&mut self, owner: Option<TableOwnerNumber>) {
         self.tested_lb.set_owner_number(owner);
-        self.change_model(|model| model.set_own_number(owner));
+        self.change_model(|model| model.set_owner_number(owner));
     }
 
     pub fn set_owner_mac(&mut self, owner: TableOwnerNumber, mac: Option<MacAddress>) {

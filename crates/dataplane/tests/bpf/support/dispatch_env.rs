@@ -60,9 +60,9 @@ pub struct TemporaryPins(pub PathBuf);
 
 impl TemporaryPins {
     pub fn new() -> Self {
-        static NEXT_NUMBER: AtomicU32 = AtomicU32::new(0);
-        let number = NEXT_NUMBER.fetch_add(1, Ordering::Relaxed);
-        Self(PathBuf::from(format!("/sys/fs/bpf/coreward-dispatch-test-{}-{number}", std::process::id())))
+        static NEXT_DIRECTORY_NUMBER: AtomicU32 = AtomicU32::new(0);
+        let directory_number = NEXT_DIRECTORY_NUMBER.fetch_add(1, Ordering::Relaxed);
+        Self(PathBuf::from(format!("/sys/fs/bpf/coreward-dispatch-test-{}-{directory_number}", std::process::id())))
     }
 }
 
@@ -118,15 +118,15 @@ impl TestEnv {
     pub fn read_requests(&self, count: usize) -> Vec<ReceivedDatagram> {
         let mut requests = Vec::new();
         wait_for_value("datagrams at the workers", || {
-            self.read_available(&mut requests);
+            self.read_available_requests(&mut requests);
             (requests.len() >= count).then_some(())
         });
-        self.read_available(&mut requests);
+        self.read_available_requests(&mut requests);
         assert_eq!(requests.len(), count, "{requests:?}");
         requests
     }
 
-    fn read_available(&self, requests: &mut Vec<ReceivedDatagram>) {
+    fn read_available_requests(&self, requests: &mut Vec<ReceivedDatagram>) {
         for (slot, socket) in &self.worker_sockets {
             let mut buffer = [0; 2048];
             while let Ok((length, client)) = socket.recv_from(&mut buffer) {

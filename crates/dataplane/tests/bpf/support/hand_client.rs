@@ -98,7 +98,7 @@ impl<'env> RawTcpClient<'env> {
         let (mut frames, mut last_arrival) = (vec![], Instant::now());
         while last_arrival.elapsed() < Duration::from_millis(50) {
             let new_frames: Vec<_> =
-                self.sniffer.received_from_vip().into_iter().filter(|f| self.is_for_this_client(f)).collect();
+                self.sniffer.receive_frames_from_vip().into_iter().filter(|f| self.is_for_this_client(f)).collect();
             if new_frames.is_empty() {
                 std::thread::sleep(Duration::from_millis(2));
             } else {
@@ -113,15 +113,15 @@ impl<'env> RawTcpClient<'env> {
     }
 
     /// Waits until the server has processed all sent packets. Returns the packets to this client since the last call.
-    pub fn collect_own(&self) -> Vec<Vec<u8>> {
-        let mut frames = self.sniffer.collect_from_vip(self.env);
+    pub fn collect_own_frames(&self) -> Vec<Vec<u8>> {
+        let mut frames = self.sniffer.collect_frames_from_vip(self.env);
         frames.retain(|frame| self.is_for_this_client(frame));
         frames
     }
 
     /// Waits until the server has processed all sent packets. Returns packets of all hosts since the last call.
-    pub fn collect_all(&self) -> Vec<Vec<u8>> {
-        self.sniffer.collect_until_processed(self.env)
+    pub fn collect_all_frames(&self) -> Vec<Vec<u8>> {
+        self.sniffer.collect_frames_until_processed(self.env)
     }
 
     fn is_for_this_client(&self, frame: &[u8]) -> bool {

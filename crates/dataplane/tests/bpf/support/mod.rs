@@ -238,8 +238,8 @@ fn with_ipv6_header(ipv4: &[u8], addresses: [Ipv6Addr; 2], headers: &[ExtensionH
     let mut frame = ipv6_frame(addresses, headers, 6, &ipv4[tcp_offset(ipv4)..]);
     let checksum_offset = tcp_offset(&frame) + 16;
     frame[checksum_offset..checksum_offset + 2].fill(0);
-    let sum = !tcp_segment_sum(&frame);
-    frame[checksum_offset..checksum_offset + 2].copy_from_slice(&sum.to_be_bytes());
+    let checksum = !tcp_segment_sum(&frame);
+    frame[checksum_offset..checksum_offset + 2].copy_from_slice(&checksum.to_be_bytes());
     frame
 }
 

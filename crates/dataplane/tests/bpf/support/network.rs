@@ -127,7 +127,7 @@ pub struct PinDirectory {
 
 impl PinDirectory {
     pub fn new() -> Self {
-        static NEXT_NUMBER: AtomicU32 = AtomicU32::new(0);
+        static NEXT_DIRECTORY_NUMBER: AtomicU32 = AtomicU32::new(0);
         const DIRECTORY_PREFIX: &str = "coreward-test-";
         for entry in fs::read_dir("/sys/fs/bpf").unwrap().flatten() {
             let directory_name = entry.file_name().into_string().unwrap_or_default();
@@ -137,8 +137,8 @@ impl PinDirectory {
                 let _ = fs::remove_dir_all(entry.path());
             }
         }
-        let number = NEXT_NUMBER.fetch_add(1, Ordering::Relaxed);
-        let path = PathBuf::from(format!("/sys/fs/bpf/{DIRECTORY_PREFIX}{}-{number}", std::process::id()));
+        let directory_number = NEXT_DIRECTORY_NUMBER.fetch_add(1, Ordering::Relaxed);
+        let path = PathBuf::from(format!("/sys/fs/bpf/{DIRECTORY_PREFIX}{}-{directory_number}", std::process::id()));
         fs::create_dir(&path).unwrap();
         Self { path }
     }

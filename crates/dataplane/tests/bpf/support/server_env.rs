@@ -170,21 +170,22 @@ impl Sniffer {
     }
 
     /// Returns the first 160 bytes of each TCP packet from the VIP since the last call.
-    pub fn received_from_vip(&self) -> Vec<Vec<u8>> {
-        self.received_of_family().into_iter().filter(|frame| is_from_vip(self.family, frame)).collect()
+    pub fn receive_frames_from_vip(&self) -> Vec<Vec<u8>> {
+        self.receive_frames_of_family().into_iter().filter(|frame| is_from_vip(self.family, frame)).collect()
     }
 
-    /// Returns the packets from the VIP that [`collect_until_processed`](Self::collect_until_processed) receives.
-    pub fn collect_from_vip(&self, env: &TestEnv) -> Vec<Vec<u8>> {
-        self.collect_until_processed(env).into_iter().filter(|frame| is_from_vip(self.family, frame)).collect()
+    /// Returns the packets from the VIP that [`collect_frames_until_processed`](Self::collect_frames_until_processed)
+    /// receives.
+    pub fn collect_frames_from_vip(&self, env: &TestEnv) -> Vec<Vec<u8>> {
+        self.collect_frames_until_processed(env).into_iter().filter(|frame| is_from_vip(self.family, frame)).collect()
     }
 
     /// Returns the first 160 bytes of each packet of the address family that was received since the last call.
-    pub fn received_of_family(&self) -> Vec<Vec<u8>> {
-        self.received_frames().into_iter().filter(|frame| is_of_family(self.family, frame)).collect()
+    pub fn receive_frames_of_family(&self) -> Vec<Vec<u8>> {
+        self.receive_frames().into_iter().filter(|frame| is_of_family(self.family, frame)).collect()
     }
 
-    fn received_frames(&self) -> Vec<Vec<u8>> {
+    fn receive_frames(&self) -> Vec<Vec<u8>> {
         let mut frames = vec![];
         loop {
             let mut frame_buffer = [MaybeUninit::uninit(); 160];
@@ -197,9 +198,9 @@ impl Sniffer {
     /// Waits until the server has processed all packets sent so far and its replies have arrived. Returns the first 160
     /// bytes of each packet until then. An ARP request after the packets is answered after their replies, as there is
     /// one CPU.
-    pub fn collect_until_processed(&self, env: &TestEnv) -> Vec<Vec<u8>> {
-        static ARP_REQUESTS: AtomicU32 = AtomicU32::new(0);
-        let number = ARP_REQUESTS.fetch_add(1, Ordering::Relaxed).to_be_bytes();
+    pub fn collect_frames_until_processed(&self, env: &TestEnv) -> Vec<Vec<u8>> {
+        static ARP_REQUEST_COUNT: AtomicU32 = AtomicU32::new(0);
+        let number = ARP_REQUEST_COUNT.fetch_add(1, Ordering::Relaxed).to_be_bytes();
         // Each ARP request has another sender, so that its reply can be identified.
         let sender_mac = [2, 9, number[0], number[1], number[2], number[3]];
         self.send_frame(env, &arp_request(sender_mac, SERVER));
@@ -207,10 +208,10 @@ impl Sniffer {
             |frame: &Vec<u8>| frame.len() >= 42 && frame[12..14] == [8, 6] && frame[32..38] == sender_mac;
         let (mut frames, deadline) = (Vec::new(), Instant::now() + TIMEOUT);
         loop {
-            let new_frames = self.received_frames();
-            let is_last = new_frames.iter().any(is_arp_reply);
+            let new_frames = self.receive_frames();
+            let has_arp_reply = new_frames.iter().any(is_arp_reply);
             frames.extend(new_frames.into_iter().filter(|frame| is_of_family(self.family, frame)));
-            if is_last {
+            if has_arp_reply {
                 return frames;
             }
             assert!(Instant::now() < deadline, "the server does not answer");

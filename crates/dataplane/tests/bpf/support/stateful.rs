@@ -66,14 +66,14 @@ pub fn syn_frame(client: ClientEndpoint) -> Vec<u8> {
 }
 
 /// Returns a packet of an established connection, whose cookie holds the connection table index `number`.
-pub fn established_packet(keys: &FleetCookieKeys, client: ClientEndpoint, number: u16, flags: u8) -> TcpPacket {
+pub fn packet_with_cookie_index(keys: &FleetCookieKeys, client: ClientEndpoint, number: u16, flags: u8) -> TcpPacket {
     let tsecr =
         cookie::stamp_tsval(keys, &super::FOREIGN_TIME_KEY, &tuple_to_vip(client), Cookie::TableIndex(number), 4711);
     TcpPacket { flags, tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client, VIP) }
 }
 
-pub fn established_frame(balancer: &Balancer, client: ClientEndpoint, number: u16) -> Vec<u8> {
-    established_packet(&balancer.fleet_keys, client, number, ACK).frame()
+pub fn frame_with_cookie_index(balancer: &Balancer, client: ClientEndpoint, number: u16) -> Vec<u8> {
+    packet_with_cookie_index(&balancer.fleet_keys, client, number, ACK).frame()
 }
 
 pub fn tsecr_of(frame: &[u8]) -> u32 {
@@ -133,7 +133,7 @@ impl Balancer {
 
     /// Asserts that the connection table leads a packet of the connection to its server.
     pub fn expect_found_by_index(&self, connection: &EstablishedConnection) {
-        let frame = established_frame(self, connection.client, connection.cookie_index);
+        let frame = frame_with_cookie_index(self, connection.client, connection.cookie_index);
         self.expect_sent_to(0, &frame, connection.server, "connection_table");
     }
 

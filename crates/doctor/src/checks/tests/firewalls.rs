@@ -10,7 +10,7 @@ fn new_chain(hook: &str, drops: bool, accepts: bool, tracks: bool) -> NetfilterC
         drops_by_default: drops,
         accepts_packets: accepts,
         tracks_connections: tracks,
-        exempts_packets: false,
+        exempts_from_tracking: false,
         rules: vec![],
     }
 }
@@ -43,7 +43,7 @@ fn connection_tracking_is_reported_unless_packets_are_exempt() {
         problems_with_chain(Role::Server, new_chain("input", false, true, true), false),
         [("conntrack", WARNING)]
     );
-    let untracked_chain = NetfilterChain { exempts_packets: true, ..new_chain("prerouting", false, true, true) };
+    let untracked_chain = NetfilterChain { exempts_from_tracking: true, ..new_chain("prerouting", false, true, true) };
     assert_eq!(problems_with_chain(Role::Server, untracked_chain, false), []);
 }
 

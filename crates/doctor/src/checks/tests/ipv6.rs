@@ -47,7 +47,7 @@ fn network_membership_requires_the_same_address_family() {
         address: "2001:db8::1".parse().unwrap(),
         mask: "ffff:ffff:ffff:ffff::".parse().unwrap(),
     };
-    assert!(own_address.is_same_network("2001:db8::2:3".parse().unwrap()));
-    assert!(!own_address.is_same_network("2001:db8:1::2".parse().unwrap()));
-    assert!(!own_address.is_same_network("10.1.1.1".parse().unwrap()));
+    assert!(own_address.shares_network_with("2001:db8::2:3".parse().unwrap()));
+    assert!(!own_address.shares_network_with("2001:db8:1::2".parse().unwrap()));
+    assert!(!own_address.shares_network_with("10.1.1.1".parse().unwrap()));
 }

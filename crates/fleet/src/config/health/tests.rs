@@ -73,7 +73,7 @@ fn keys_of_http_checks_are_parsed() {
         };
     assert_eq!(parse_verification(""), CertificateVerification::System);
     assert_eq!(parse_verification("verify = false\n"), CertificateVerification::Off);
-    let authorities = CertificateVerification::Authorities(AUTHORITY_PEM.to_owned());
+    let authorities = CertificateVerification::PemAuthorities(AUTHORITY_PEM.to_owned());
     assert_eq!(parse_verification(&format!("ca = '''\n{AUTHORITY_PEM}'''\n")), authorities);
 }
 

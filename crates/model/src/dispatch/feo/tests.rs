@@ -118,8 +118,8 @@ fn groups_are_ranked_before_their_services() {
     config.queues[2].group_index = 1;
     let mut scheduler = scheduler_with_backlog(&config, 10);
     let service_order = pop_services(&mut scheduler, 0, 15);
-    let count_of = |number: u8| service_order.iter().filter(|service| **service == number).count();
-    assert_eq!((count_of(0), count_of(1), count_of(2)), (10, 0, 5), "{service_order:?}");
+    let dispatch_count = |number: u8| service_order.iter().filter(|service| **service == number).count();
+    assert_eq!((dispatch_count(0), dispatch_count(1), dispatch_count(2)), (10, 0, 5), "{service_order:?}");
     assert_eq!(pop_services(&mut scheduler, 0, 6).iter().filter(|service| **service == 1).count(), 4);
 }
 

@@ -78,7 +78,7 @@ impl Flooder {
     }
 
     /// Runs `work` while the flooding thread executes the command, and returns the results of both.
-    pub fn run_during<T>(
+    pub fn flood_during<T>(
         &self,
         command: FlooderCommand,
         work: impl FnOnce() -> anyhow::Result<T>,

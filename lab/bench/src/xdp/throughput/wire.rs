@@ -95,7 +95,7 @@ impl NapiThread {
         let schedstat = fs::read_to_string(&schedstat_path).with_context(|| schedstat_path.clone())?;
         let cpu_ns = schedstat.split_whitespace().next().and_then(|time| time.parse().ok());
         Ok(NapiUsage {
-            received_frames: received_frames(&self.device)?,
+            received_frames: read_received_frame_count(&self.device)?,
             cpu_ns: cpu_ns.with_context(|| format!("{schedstat_path}: {schedstat:?}"))?,
         })
     }
@@ -129,7 +129,7 @@ fn find_thread_by_prefix(prefix: &str) -> anyhow::Result<Pid> {
 }
 
 /// Returns the number of frames that a device in the calling thread's network namespace has received.
-fn received_frames(device: &str) -> anyhow::Result<u64> {
+fn read_received_frame_count(device: &str) -> anyhow::Result<u64> {
     let device_statistics = fs::read_to_string("/proc/thread-self/net/dev").context("/proc/thread-self/net/dev")?;
     let device_columns =
         device_statistics.lines().find_map(|line| line.trim_start().strip_prefix(device)?.strip_prefix(':'));

@@ -23,7 +23,7 @@ impl OutputDirectory {
     }
 
     /// Returns the figure that an earlier run stored, if its file is complete and the run had the same inputs.
-    fn load_stored(&self, name: &str, provenance: &Provenance) -> Option<FigureResult> {
+    fn load_stored_result(&self, name: &str, provenance: &Provenance) -> Option<FigureResult> {
         let text = std::fs::read_to_string(self.path.join(format!("{name}.json"))).ok()?;
         let result: FigureResult = serde_json::from_str(&text).ok()?;
         result.provenance.has_same_inputs(provenance).then_some(result)
@@ -42,17 +42,17 @@ impl OutputDirectory {
         write_atomically(&self.path, &format!("{name}.csv"), &result.table.to_csv())?;
         write_atomically(&self.path, &format!("{name}.svg"), &draw::render_svg(scenario, &result.table))?;
         write_atomically(&self.path, &format!("{name}.json"), &json)?;
-        write_atomically(&self.path, "index.html", &page::render_page(&self.with_earlier_figures(all_figures)))
+        write_atomically(&self.path, "index.html", &page::render_page(&self.merge_with_earlier_figures(all_figures)))
     }
 
     /// Returns the figures of this run together with the papers' figures that an earlier run of this version stored.
     /// They are in the papers' order, followed by the user's own scenarios.
-    fn with_earlier_figures(&self, made_figures: &[(FigureResult, Scenario)]) -> Vec<(FigureResult, Scenario)> {
+    fn merge_with_earlier_figures(&self, made_figures: &[(FigureResult, Scenario)]) -> Vec<(FigureResult, Scenario)> {
         let find_made_figure = |name: &str| made_figures.iter().find(|(result, _)| result.name == name).cloned();
         let paper_results = self.paper_figures.iter().filter_map(|figure| {
-            let load_earlier =
-                || Some((self.load_stored(figure.name, &figure.provenance())?, figure.parse_scenario().ok()?));
-            find_made_figure(figure.name).or_else(load_earlier)
+            let load_earlier_figure =
+                || Some((self.load_stored_result(figure.name, &figure.provenance())?, figure.parse_scenario().ok()?));
+            find_made_figure(figure.name).or_else(load_earlier_figure)
         });
         let own_scenarios = made_figures
             .iter()
@@ -61,14 +61,14 @@ impl OutputDirectory {
     }
 
     /// Returns the last line that a run prints, with its numbers of figures and claims, and the path of the page.
-    pub fn summary(&self, figures: &[(FigureResult, Scenario)]) -> String {
+    pub fn format_summary(&self, figures: &[(FigureResult, Scenario)]) -> String {
         let claim_count: usize = figures.iter().map(|(result, _)| result.claims.len()).sum();
-        let holding_count: usize = figures.iter().map(|(result, _)| result.holding_claim_count()).sum();
-        let failing_count = claim_count - holding_count;
+        let holding_claim_count: usize = figures.iter().map(|(result, _)| result.holding_claim_count()).sum();
+        let failing_claim_count = claim_count - holding_claim_count;
         let page_path = self.path.join("index.html");
         format!(
-            "figures: {}; statements: {claim_count}, of which {holding_count} hold and {failing_count} do not hold \
-             here; {}\n",
+            "figures: {}; statements: {claim_count}, of which {holding_claim_count} hold and \
+             {failing_claim_count} do not hold here; {}\n",
             figures.len(),
             page_path.display()
         )

@@ -3,7 +3,7 @@
 use anyhow::ensure;
 use coreward_config::Spanned;
 
-use crate::figure::point::is_same_point;
+use crate::figure::point::is_same_x;
 use crate::figure::scenario::Scenario;
 use crate::names::UnknownName;
 
@@ -82,8 +82,7 @@ impl Overrides {
         let unscaled_points = |scale: f64| self.points.iter().map(move |point| point / scale);
         for point in &self.points {
             let mut sweeps = scenario.panel.iter().filter_map(|panel| panel.x.as_ref());
-            let is_known =
-                sweeps.any(|sweep| sweep.values.iter().any(|value| is_same_point(value * sweep.scale, *point)));
+            let is_known = sweeps.any(|sweep| sweep.values.iter().any(|value| is_same_x(value * sweep.scale, *point)));
             ensure!(is_known, "--points {point}: expected points of the figure's horizontal axes");
         }
         if self.points.is_empty() {
@@ -91,7 +90,7 @@ impl Overrides {
         }
         for sweep in scenario.panel.iter_mut().filter_map(|panel| panel.x.as_mut()) {
             let scale = sweep.scale;
-            sweep.values.retain(|value| unscaled_points(scale).any(|point| is_same_point(*value, point)));
+            sweep.values.retain(|value| unscaled_points(scale).any(|point| is_same_x(*value, point)));
         }
         scenario.panel.retain(|panel| panel.x.as_ref().is_none_or(|sweep| !sweep.values.is_empty()));
         Ok(())
@@ -172,7 +171,7 @@ mod tests {
         let override_error = |arguments: &[&str]| apply_overrides(arguments).unwrap_err().to_string();
         assert_eq!(override_error(&["--points", "50"]), "--points 50: expected points of the figure's horizontal axes");
         assert!(override_error(&["--series", "jsk"]).contains("did you mean jsq"));
-        let mut simulated_scenario = crate::figure::library::all_figures()[0].parse_scenario().unwrap();
+        let mut simulated_scenario = crate::figure::library::simulated_figures()[0].parse_scenario().unwrap();
         let overrides = Cli::parse_from(["figure", "--runs", "1"]).overrides;
         assert!(overrides.apply(&mut simulated_scenario).unwrap_err().to_string().contains("expected a live figure"));
     }

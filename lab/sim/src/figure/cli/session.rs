@@ -64,7 +64,7 @@ impl Session {
         let (table, provenance) = match &figure.live_figure {
             None => (run::run(&figure.scenario, &report_progress), figure.provenance.clone()),
             Some(live_figure) => (
-                self.measure(live_figure, &figure.scenario, &report_progress),
+                self.measure_live_figure(live_figure, &figure.scenario, &report_progress),
                 figure.provenance.clone().with_machine(live::describe_machine()),
             ),
         };
@@ -75,7 +75,7 @@ impl Session {
     }
 
     /// Measures a live figure. After a signal, the process exits as soon as the measurement has cleaned up.
-    fn measure(
+    fn measure_live_figure(
         &self,
         live_figure: &LiveFigure,
         scenario: &Scenario,

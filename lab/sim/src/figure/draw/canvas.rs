@@ -26,7 +26,7 @@ pub enum Anchor {
     /// Middle of the right edge.
     Right,
     /// Centre of the text, which runs upwards.
-    Upwards,
+    CentreOfUpwardText,
 }
 
 /// Writes `text` with a font of `size_px` pixels, so that its anchor is at `position`.
@@ -43,10 +43,10 @@ pub fn draw_text(
         Anchor::Top => Pos::new(HPos::Center, VPos::Top),
         Anchor::Bottom => Pos::new(HPos::Center, VPos::Bottom),
         Anchor::Right => Pos::new(HPos::Right, VPos::Center),
-        Anchor::Upwards => Pos::new(HPos::Center, VPos::Center),
+        Anchor::CentreOfUpwardText => Pos::new(HPos::Center, VPos::Center),
     };
     let font = ("sans-serif", size_px).into_font();
-    let font = if anchor == Anchor::Upwards { font.transform(FontTransform::Rotate270) } else { font };
+    let font = if anchor == Anchor::CentreOfUpwardText { font.transform(FontTransform::Rotate270) } else { font };
     let style = TextStyle::from(font).color(&colour).pos(alignment);
     area.draw(&Text::new(text.to_owned(), position, style))
 }

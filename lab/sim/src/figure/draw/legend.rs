@@ -3,7 +3,7 @@
 use plotters::style::Color;
 
 use super::canvas::{Anchor, DrawResult, SvgArea, draw_dashed_line, draw_line, draw_marker, draw_text};
-use super::style::{self, SMALL_FONT_SIZE, TEXT_FONT_SIZE};
+use super::style::{self, SMALL_FONT_SIZE_PX, TEXT_FONT_SIZE_PX};
 use crate::figure::scenario::Scenario;
 use crate::figure::table::FigureTable;
 
@@ -28,7 +28,7 @@ impl Legend {
         let (mut x, mut row, mut entries) = (0, 0, Vec::new());
         for (index, series) in scenario.series.iter().enumerate() {
             let label = series.label.get_ref().clone();
-            let entry_width = SAMPLE_WIDTH_PX + style::text_width(&label, TEXT_FONT_SIZE);
+            let entry_width = SAMPLE_WIDTH_PX + style::text_width(&label, TEXT_FONT_SIZE_PX);
             if x > 0 && x + entry_width > width {
                 (x, row) = (0, row + 1);
             }
@@ -39,7 +39,7 @@ impl Legend {
         Self {
             entries,
             series_styles,
-            remark_lines: style::wrap_text(&marker_explanation(scenario, table), SMALL_FONT_SIZE, width),
+            remark_lines: style::wrap_text(&marker_explanation(scenario, table), SMALL_FONT_SIZE_PX, width),
             row_count: row + 1,
         }
     }
@@ -61,11 +61,18 @@ impl Legend {
                 draw_line(area, vec![(x, y), (x + SAMPLE_WIDTH_PX - 8, y)], colour.stroke_width(2))?;
             }
             draw_marker(area, (x + (SAMPLE_WIDTH_PX - 8) / 2, y), style::series_shape(style_index), colour, is_open)?;
-            draw_text(area, label, (x + SAMPLE_WIDTH_PX, y), TEXT_FONT_SIZE, style::TEXT_COLOUR, Anchor::Left)?;
+            draw_text(area, label, (x + SAMPLE_WIDTH_PX, y), TEXT_FONT_SIZE_PX, style::TEXT_COLOUR, Anchor::Left)?;
         }
         for (index, remark_line) in self.remark_lines.iter().enumerate() {
             let y = origin.1 + (self.row_count + index as i32) * ROW_HEIGHT_PX + ROW_HEIGHT_PX / 2;
-            draw_text(area, remark_line, (origin.0, y), SMALL_FONT_SIZE, style::MARK_COLOUR, Anchor::Left)?;
+            draw_text(
+                area,
+                remark_line,
+                (origin.0, y),
+                SMALL_FONT_SIZE_PX,
+                style::REFERENCE_LINE_COLOUR,
+                Anchor::Left,
+            )?;
         }
         Ok(())
     }

@@ -24,7 +24,7 @@ pub fn render_svg(scenario: &Scenario, table: &FigureTable) -> String {
     let panel_size = if scenario.panel.len() == 1 { SINGLE_PANEL_SIZE_PX } else { PANEL_SIZE_PX };
     let row_count = scenario.panel.len().div_ceil(PANEL_COLUMNS) as i32;
     let legend = legend::Legend::new(scenario, table, width - 2 * MARGIN_PX);
-    let title_height = title_lines.len() as i32 * (style::TITLE_FONT_SIZE as i32 + 5) + MARGIN_PX;
+    let title_height = title_lines.len() as i32 * (style::TITLE_FONT_SIZE_PX as i32 + 5) + MARGIN_PX;
     let height = title_height + row_count * panel_size.1 + legend.height() + MARGIN_PX;
     let mut svg = String::new();
     {
@@ -42,7 +42,7 @@ fn title_layout(scenario: &Scenario) -> (i32, Vec<String>) {
         1 => SINGLE_PANEL_SIZE_PX.0,
         panel_count => PANEL_SIZE_PX.0 * panel_count.min(PANEL_COLUMNS) as i32,
     };
-    (width, style::balance_lines(&scenario.title, style::TITLE_FONT_SIZE, width - 2 * MARGIN_PX))
+    (width, style::wrap_text_evenly(&scenario.title, style::TITLE_FONT_SIZE_PX, width - 2 * MARGIN_PX))
 }
 
 fn draw_figure(
@@ -57,8 +57,8 @@ fn draw_figure(
     area.fill(&WHITE)?;
     let middle_x = area.dim_in_pixel().0 as i32 / 2;
     for (index, line) in title_lines.iter().enumerate() {
-        let y = MARGIN_PX + index as i32 * (style::TITLE_FONT_SIZE as i32 + 5);
-        draw_text(area, line, (middle_x, y), style::TITLE_FONT_SIZE, style::TEXT_COLOUR, Anchor::Top)?;
+        let y = MARGIN_PX + index as i32 * (style::TITLE_FONT_SIZE_PX as i32 + 5);
+        draw_text(area, line, (middle_x, y), style::TITLE_FONT_SIZE_PX, style::TEXT_COLOUR, Anchor::Top)?;
     }
     for (index, (panel, panel_table)) in scenario.panel.iter().zip(&table.panels).enumerate() {
         let (column, row) = ((index % PANEL_COLUMNS) as i32, (index / PANEL_COLUMNS) as i32);

@@ -5,7 +5,8 @@ use plotters::prelude::*;
 use super::canvas::{Anchor, DrawResult, SvgArea, draw_dashed_line, draw_line, draw_marker, draw_text, draw_whisker};
 use super::scale::AxisScale;
 use super::style::{
-    self, GRID_COLOUR, MARK_COLOUR, SMALL_FONT_SIZE, TEXT_COLOUR, TEXT_FONT_SIZE, series_colour, series_shape,
+    self, GRID_COLOUR, REFERENCE_LINE_COLOUR, SMALL_FONT_SIZE_PX, TEXT_COLOUR, TEXT_FONT_SIZE_PX, series_colour,
+    series_shape,
 };
 use crate::figure::scenario::{Panel, PlotType, Scenario};
 use crate::figure::table::{Cell, Curve, PanelTable, PublishedCell, format_number};
@@ -16,7 +17,7 @@ const RIGHT_MARGIN_PX: i32 = 18;
 const BOTTOM_MARGIN_PX: i32 = 62;
 /// Distance from the panel's left edge to the middle of the vertical axis's label (pixels).
 const Y_LABEL_OFFSET_PX: i32 = 18;
-const MARK_RIGHT_MARGIN_PX: i32 = 52;
+const REFERENCE_LINE_RIGHT_MARGIN_PX: i32 = 52;
 const BAR_HEADROOM_FRACTION: f64 = 0.1;
 /// Number of points above which a curve is drawn as a line with a band, instead of as markers with whiskers.
 const MAX_MARKER_POINTS: usize = 40;
@@ -62,15 +63,16 @@ impl<'a> PanelFrame<'a> {
             scenario.series_style(scenario.series.iter().position(has_curve_label).unwrap_or(0))
         });
         let (top_y, bottom_y) = (origin.1 + TOP_MARGIN_PX, origin.1 + size.1 - BOTTOM_MARGIN_PX);
-        let mark_heights = panel.mark.iter().map(|reference_line| reference_line.y);
-        let y_values: Vec<f64> = panel_table.curves.iter().flat_map(axis_y_values).chain(mark_heights).collect();
+        let reference_line_heights = panel.mark.iter().map(|reference_line| reference_line.y);
+        let y_values: Vec<f64> =
+            panel_table.curves.iter().flat_map(axis_y_values).chain(reference_line_heights).collect();
         let mut y_scale = AxisScale::new(&y_values, panel.y.range, panel.y.log, true, (bottom_y, top_y));
         if panel.draw == PlotType::Bars && panel.y.range.is_none() {
             y_scale = y_scale.extended_by(BAR_HEADROOM_FRACTION);
         }
         let widest_label =
-            y_scale.ticks().iter().map(|(_, label)| style::text_width(label, SMALL_FONT_SIZE)).max().unwrap_or(0);
-        let right_margin = if panel.mark.is_empty() { RIGHT_MARGIN_PX } else { MARK_RIGHT_MARGIN_PX };
+            y_scale.ticks().iter().map(|(_, label)| style::text_width(label, SMALL_FONT_SIZE_PX)).max().unwrap_or(0);
+        let right_margin = if panel.mark.is_empty() { RIGHT_MARGIN_PX } else { REFERENCE_LINE_RIGHT_MARGIN_PX };
         let (left_x, right_x) = (origin.0 + Y_LABEL_OFFSET_PX + 20 + widest_label, origin.0 + size.0 - right_margin);
         Self {
             panel,
@@ -88,7 +90,7 @@ impl<'a> PanelFrame<'a> {
         match self.panel.draw {
             PlotType::Lines => {
                 for (curve, (style_index, is_open)) in self.panel_table.curves.iter().zip(&self.curve_styles) {
-                    self.draw_published(area, &curve.published, *style_index)?;
+                    self.draw_published_cells(area, &curve.published, *style_index)?;
                     self.draw_curve(area, &curve.cells, *style_index, *is_open)?;
                 }
                 Ok(())
@@ -104,42 +106,49 @@ impl<'a> PanelFrame<'a> {
             area,
             self.panel.title.get_ref(),
             (middle_x, self.origin.1 + 10),
-            TEXT_FONT_SIZE,
+            TEXT_FONT_SIZE_PX,
             TEXT_COLOUR,
             Anchor::Top,
         )?;
         for (value, label) in self.y_scale.ticks() {
             let y = self.y_scale.to_pixel(value);
             draw_line(area, vec![(left_x, y), (right_x, y)], GRID_COLOUR.stroke_width(1))?;
-            draw_text(area, &label, (left_x - 8, y), SMALL_FONT_SIZE, TEXT_COLOUR, Anchor::Right)?;
+            draw_text(area, &label, (left_x - 8, y), SMALL_FONT_SIZE_PX, TEXT_COLOUR, Anchor::Right)?;
         }
         draw_text(
             area,
             &self.panel.y.label,
             (self.origin.0 + Y_LABEL_OFFSET_PX, (top_y + bottom_y) / 2),
-            TEXT_FONT_SIZE,
+            TEXT_FONT_SIZE_PX,
             TEXT_COLOUR,
-            Anchor::Upwards,
+            Anchor::CentreOfUpwardText,
         )?;
         for (x, label) in self.x_ticks() {
             if self.panel.draw == PlotType::Lines {
                 draw_line(area, vec![(x, bottom_y), (x, bottom_y + 5)], TEXT_COLOUR.stroke_width(1))?;
             }
-            draw_text(area, &label, (x, bottom_y + 9), SMALL_FONT_SIZE, TEXT_COLOUR, Anchor::Top)?;
+            draw_text(area, &label, (x, bottom_y + 9), SMALL_FONT_SIZE_PX, TEXT_COLOUR, Anchor::Top)?;
         }
         if let Some(sweep) = &self.panel.x {
-            draw_text(area, &sweep.label, (middle_x, bottom_y + 32), TEXT_FONT_SIZE, TEXT_COLOUR, Anchor::Top)?;
+            draw_text(area, &sweep.label, (middle_x, bottom_y + 32), TEXT_FONT_SIZE_PX, TEXT_COLOUR, Anchor::Top)?;
         }
         draw_line(area, vec![(left_x, top_y), (left_x, bottom_y), (right_x, bottom_y)], TEXT_COLOUR.stroke_width(1))?;
-        self.draw_marks(area)
+        self.draw_reference_lines(area)
     }
 
-    fn draw_marks(&self, area: &SvgArea<'_>) -> DrawResult {
+    fn draw_reference_lines(&self, area: &SvgArea<'_>) -> DrawResult {
         let (left_x, _, right_x, _) = self.data_area;
         for reference_line in self.panel.mark.iter().filter(|mark| self.y_scale.is_visible(mark.y)) {
             let y = self.y_scale.to_pixel(reference_line.y);
-            draw_dashed_line(area, &[(left_x, y), (right_x, y)], MARK_COLOUR.stroke_width(1))?;
-            draw_text(area, &reference_line.label, (right_x + 6, y), SMALL_FONT_SIZE, MARK_COLOUR, Anchor::Left)?;
+            draw_dashed_line(area, &[(left_x, y), (right_x, y)], REFERENCE_LINE_COLOUR.stroke_width(1))?;
+            draw_text(
+                area,
+                &reference_line.label,
+                (right_x + 6, y),
+                SMALL_FONT_SIZE_PX,
+                REFERENCE_LINE_COLOUR,
+                Anchor::Left,
+            )?;
         }
         Ok(())
     }
@@ -199,7 +208,12 @@ impl<'a> PanelFrame<'a> {
         draw_whisker(area, x, self.y_scale.to_pixel(low), self.y_scale.to_pixel(high), colour)
     }
 
-    fn draw_published(&self, area: &SvgArea<'_>, published_cells: &[PublishedCell], series_index: usize) -> DrawResult {
+    fn draw_published_cells(
+        &self,
+        area: &SvgArea<'_>,
+        published_cells: &[PublishedCell],
+        series_index: usize,
+    ) -> DrawResult {
         let colour = series_colour(series_index);
         let points: Vec<(f64, f64)> = published_cells.iter().map(|cell| (cell.x, cell.y)).collect();
         for segment in self.y_scale.clip_line(&points) {
@@ -277,7 +291,7 @@ impl<'a> PanelFrame<'a> {
                 area,
                 &format_bar_value(bar.value),
                 (middle_x, label_y - 3),
-                SMALL_FONT_SIZE,
+                SMALL_FONT_SIZE_PX,
                 TEXT_COLOUR,
                 Anchor::Bottom,
             )?;
@@ -313,12 +327,12 @@ fn format_bar_value(value: f64) -> String {
 
 /// Returns all y values of a curve, measured and published, that the vertical axis must include.
 fn axis_y_values(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
-    let own_values = curve.cells.iter().flat_map(|cell| [cell.spread.low, cell.spread.median, cell.spread.high]);
+    let result_values = curve.cells.iter().flat_map(|cell| [cell.spread.low, cell.spread.median, cell.spread.high]);
     let published_values = curve.published.iter().flat_map(|cell| {
         let (low, high) = cell.spread.unwrap_or((cell.y, cell.y));
         [low, cell.y, high]
     });
-    own_values.chain(published_values)
+    result_values.chain(published_values)
 }
 
 fn x_values(curve: &Curve) -> impl Iterator<Item = f64> + '_ {

@@ -44,7 +44,7 @@ impl AxisScale {
 
     /// Returns the scale with its upper end raised by the given fraction of the axis's length.
     pub fn extended_by(self, fraction: f64) -> Self {
-        Self { max_value: self.value_at(1.0 + fraction), ..self }
+        Self { max_value: self.value_at_fraction(1.0 + fraction), ..self }
     }
 
     pub fn min_value(&self) -> f64 {
@@ -56,7 +56,7 @@ impl AxisScale {
         (to_linear(value) - to_linear(self.min_value)) / (to_linear(self.max_value) - to_linear(self.min_value))
     }
 
-    fn value_at(&self, fraction: f64) -> f64 {
+    fn value_at_fraction(&self, fraction: f64) -> f64 {
         if self.is_log {
             self.min_value * (self.max_value / self.min_value).powf(fraction)
         } else {
@@ -114,7 +114,10 @@ impl AxisScale {
                 if is_inside != was_inside {
                     let edge_fraction = if fraction.max(previous_fraction) > 1.0 { 1.0 } else { 0.0 };
                     let interpolation_weight = (edge_fraction - previous_fraction) / (fraction - previous_fraction);
-                    segment.push((previous_x + (x - previous_x) * interpolation_weight, self.value_at(edge_fraction)));
+                    segment.push((
+                        previous_x + (x - previous_x) * interpolation_weight,
+                        self.value_at_fraction(edge_fraction),
+                    ));
                     if was_inside {
                         segments.push(std::mem::take(&mut segment));
                     }

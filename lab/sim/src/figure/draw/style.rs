@@ -17,14 +17,14 @@ const SERIES_COLOURS: [RGBColor; 7] = [
 pub const TEXT_COLOUR: RGBColor = RGBColor(40, 40, 40);
 /// Colour of the grid lines behind the data.
 pub const GRID_COLOUR: RGBColor = RGBColor(225, 225, 225);
-pub const MARK_COLOUR: RGBColor = RGBColor(110, 110, 110);
+pub const REFERENCE_LINE_COLOUR: RGBColor = RGBColor(110, 110, 110);
 
 /// Font size of titles, in the unit of plotters, whose SVG contains this size divided by 1.24.
-pub const TITLE_FONT_SIZE: u32 = 20;
-/// Font size of axis and legend labels, in the unit of [`TITLE_FONT_SIZE`].
-pub const TEXT_FONT_SIZE: u32 = 17;
-/// Font size of small labels, in the unit of [`TITLE_FONT_SIZE`].
-pub const SMALL_FONT_SIZE: u32 = 15;
+pub const TITLE_FONT_SIZE_PX: u32 = 20;
+/// Font size of axis and legend labels, in the unit of [`TITLE_FONT_SIZE_PX`].
+pub const TEXT_FONT_SIZE_PX: u32 = 17;
+/// Font size of small labels, in the unit of [`TITLE_FONT_SIZE_PX`].
+pub const SMALL_FONT_SIZE_PX: u32 = 15;
 
 /// Returns the colour of the series with this index. Colours repeat after the last.
 pub fn series_colour(index: usize) -> RGBColor {
@@ -86,7 +86,7 @@ pub fn wrap_text(text: &str, font_size: u32, max_width: i32) -> Vec<String> {
 }
 
 /// Breaks `text` into as many lines as [`wrap_text`], but of similar length, so that the last is not a single word.
-pub fn balance_lines(text: &str, font_size: u32, max_width: i32) -> Vec<String> {
+pub fn wrap_text_evenly(text: &str, font_size: u32, max_width: i32) -> Vec<String> {
     let line_count = wrap_text(text, font_size, max_width).len() as i32;
     let min_width = text_width(text, font_size) / line_count;
     let fitting_width = (min_width..max_width)
@@ -104,6 +104,6 @@ mod tests {
         assert_eq!(wrap_text("one two three", 10, 50), ["one two", "three"]);
         assert_eq!(wrap_text("indivisible", 10, 5), ["indivisible"]);
         assert_eq!(wrap_text("one two three four", 10, 70), ["one two three", "four"]);
-        assert_eq!(balance_lines("one two three four", 10, 70), ["one two", "three four"]);
+        assert_eq!(wrap_text_evenly("one two three four", 10, 70), ["one two", "three four"]);
     }
 }

@@ -77,7 +77,7 @@ impl LbParameters {
             trace,
             servers: self.servers.ok_or(missing_error("servers"))?,
             cores: self.cores.ok_or(missing_error("cores"))?,
-            core_capacity: self.core_capacity,
+            core_capacity_pps: self.core_capacity,
             replay_speed: self.replay_speed.unwrap_or(default_config.replay_speed),
             indirection_table_draw: match self.indirection_tables {
                 Some(IndirectionTables::Independent) => IndirectionTableDraw::Independent,
@@ -90,7 +90,7 @@ impl LbParameters {
             table_delay_ms: self.table_delay_ms.unwrap_or(default_config.table_delay_ms),
             ..default_config
         };
-        config.check().map_err(|error| ParameterError::Rejected(error.to_string()))?;
+        config.check().map_err(|error| ParameterError::RejectedConfig(error.to_string()))?;
         let is_measured = matches!(measure, Metric::ServerVariancePct | Metric::CoreVariancePct | Metric::ServedPct);
         if !is_measured {
             return Err(ParameterError::NotMeasured { kind: SIMULATION_KIND, measure });

@@ -34,13 +34,13 @@ pub enum ParameterError {
     },
     /// The swept parameter has a value that is not allowed.
     #[error("`{}` cannot be {value}", variant_name(sweep_axis))]
-    Value { sweep_axis: SweepAxis, value: f64 },
+    InvalidValue { sweep_axis: SweepAxis, value: f64 },
     /// The panel shows a metric that this kind of simulation does not measure.
     #[error("a simulation of kind `{kind}` does not measure `{}`", variant_name(measure))]
     NotMeasured { kind: &'static str, measure: Metric },
     /// The simulator rejected the configuration with this error message.
     #[error("{0}")]
-    Rejected(String),
+    RejectedConfig(String),
 }
 
 /// Returns the name of an enum variant in scenario files.
@@ -99,7 +99,7 @@ use parameters;
 
 /// Returns `value` as an integer. Fails when it has a fraction or does not fit into `T`.
 fn to_integer<T: TryFrom<u64>>(sweep_axis: SweepAxis, value: f64) -> Result<T, ParameterError> {
-    let invalid_value_error = ParameterError::Value { sweep_axis, value };
+    let invalid_value_error = ParameterError::InvalidValue { sweep_axis, value };
     if value.fract() != 0.0 || !(0.0..1e15).contains(&value) {
         return Err(invalid_value_error);
     }

@@ -81,14 +81,14 @@ impl PathParameters {
             latency: self.latency.unwrap_or(default_config.latency),
             requests_per_connection: self.requests_per_connection.unwrap_or(default_config.requests_per_connection),
             request_gap: self.request_gap.unwrap_or(default_config.request_gap),
-            report_ms: self.report_ms.unwrap_or(default_config.report_ms),
+            report_interval_ms: self.report_ms.unwrap_or(default_config.report_interval_ms),
             report_phase: self.report_phase.unwrap_or(default_config.report_phase),
             window_ms: self.window_ms.unwrap_or(default_config.window_ms),
             seconds: self.seconds.ok_or(missing_error("seconds"))?,
             seeds: vec![seed],
             ..default_config
         };
-        config.check().map_err(|error| ParameterError::Rejected(error.to_string()))?;
+        config.check().map_err(|error| ParameterError::RejectedConfig(error.to_string()))?;
         Ok(Some((Job::Path(config), ValueQuery { seed, ..ValueQuery::for_metric(measure) })))
     }
 }

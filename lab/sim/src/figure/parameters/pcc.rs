@@ -97,7 +97,7 @@ impl PccParameters {
             load_balancers: self.load_balancers.unwrap_or(default_config.load_balancers),
             methods: vec![self.method.clone().ok_or(missing_error("method"))?.0],
             load_info: self.load_info.map_or(default_config.load_info, |load_info| load_info.0),
-            seeds,
+            seed_count: seeds,
             ..default_config
         };
         Ok(Some((Job::Pcc(config), ValueQuery { seed, ..ValueQuery::for_metric(measure) })))
@@ -110,7 +110,9 @@ fn with_threshold(method: Option<ParsedText<Method>>, threshold_pct: f64) -> Res
         Some(ParsedText(Method::Beamer { .. })) if threshold_pct > 0.0 => {
             Ok(Method::Beamer { threshold: Some(threshold_pct / 100.0) })
         }
-        Some(ParsedText(Method::Beamer { .. })) => Err(ParameterError::Value { sweep_axis, value: threshold_pct }),
+        Some(ParsedText(Method::Beamer { .. })) => {
+            Err(ParameterError::InvalidValue { sweep_axis, value: threshold_pct })
+        }
         _ => Err(ParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: ": the method is not beamer" }),
     }
 }
@@ -121,17 +123,17 @@ fn with_cookie_bits(
     value: f64,
 ) -> Result<Method, ParameterError> {
     let bits: u8 = to_integer(sweep_axis, value)?;
-    let invalid_value_error = ParameterError::Value { sweep_axis, value };
-    let bits_up_to = |max_bits: u8| if bits <= max_bits { Ok(bits) } else { Err(invalid_value_error) };
+    let invalid_value_error = ParameterError::InvalidValue { sweep_axis, value };
+    let check_max_bits = |max_bits: u8| if bits <= max_bits { Ok(bits) } else { Err(invalid_value_error) };
     match (sweep_axis, method) {
         (SweepAxis::TagBits, Some(ParsedText(Method::HistoryTag { renews_tags, layout, .. }))) => {
-            Ok(Method::HistoryTag { tag_bits: bits_up_to(MAX_TAG_BITS)?, renews_tags, layout })
+            Ok(Method::HistoryTag { tag_bits: check_max_bits(MAX_TAG_BITS)?, renews_tags, layout })
         }
         (SweepAxis::TagBits, Some(ParsedText(Method::HashIndex { index_bits: bits, layout, .. }))) => {
-            Ok(Method::HashIndex { index_bits: bits, tag_bits: bits_up_to(MAX_TAG_BITS)?, layout })
+            Ok(Method::HashIndex { index_bits: bits, tag_bits: check_max_bits(MAX_TAG_BITS)?, layout })
         }
         (SweepAxis::IndexBits, Some(ParsedText(Method::HashIndex { tag_bits, layout, .. }))) => {
-            Ok(Method::HashIndex { index_bits: bits_up_to(MAX_INDEX_BITS)?, tag_bits, layout })
+            Ok(Method::HashIndex { index_bits: check_max_bits(MAX_INDEX_BITS)?, tag_bits, layout })
         }
         _ => Err(ParameterError::NotSwept {
             kind: SIMULATION_KIND,

@@ -74,12 +74,12 @@ impl RpcParameters {
             service: self.service.clone().ok_or(missing_error("service"))?.0,
             latency: self.latency.ok_or(missing_error("latency"))?,
             load: if is_peak_search { Config::default().load } else { self.load.ok_or(missing_error("load"))? },
-            requests: self.requests.ok_or(missing_error("requests"))?,
+            request_count: self.requests.ok_or(missing_error("requests"))?,
             seed,
             connection_count: self.connections,
             skew: 0.0,
             queue_limit: None,
-            window: self.window,
+            window_length: self.window,
         };
         let job = match measure {
             Metric::PeakLoad | Metric::PeakThroughput => Job::Peak(self.peak_config(config, seed)?),
@@ -134,7 +134,7 @@ fn with_long_factor(
             Ok(ServiceTimeDistribution::Classes(classes))
         }
         Some(ParsedText(ServiceTimeDistribution::Classes(_))) => {
-            Err(ParameterError::Value { sweep_axis, value: factor })
+            Err(ParameterError::InvalidValue { sweep_axis, value: factor })
         }
         _ => Err(ParameterError::NotSwept {
             kind: SIMULATION_KIND,
@@ -153,7 +153,7 @@ fn with_policy_option(
         let detail = ": the policy is not jbsrq";
         return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail });
     };
-    let invalid_value = || ParameterError::Value { sweep_axis, value };
+    let invalid_value = || ParameterError::InvalidValue { sweep_axis, value };
     let options = match sweep_axis {
         SweepAxis::Switch if value >= 0.0 => JbsrqOptions { switch_cost: value, ..options },
         SweepAxis::Switch => return Err(invalid_value()),

@@ -6,7 +6,7 @@ use coreward_config::{Diagnostic, Source, Spanned};
 
 use super::{Panel, PlotType, Scenario, SweepAxis};
 use crate::figure::claim::{Assertion, Quantity, Ratio};
-use crate::figure::point::is_same_point;
+use crate::figure::point::is_same_x;
 use crate::names::UnknownName;
 
 const MAX_SEEDS: u64 = 1_000;
@@ -15,7 +15,7 @@ type CheckError = (Range<usize>, String);
 
 /// Checks a scenario. An error names the invalid value with its line and column.
 pub fn check(scenario: &Scenario, source: &Source) -> Result<(), Diagnostic> {
-    let checks = [check_seeds, check_kinds, check_names, check_axes, check_published, check_claims, check_runs];
+    let checks = [check_seeds, check_kinds, check_names, check_axes, check_published_values, check_claims, check_runs];
     checks.iter().try_for_each(|check| check(scenario)).map_err(|(span, message)| source.diagnostic_at(span, &message))
 }
 
@@ -137,7 +137,7 @@ fn find_panels<'a>(scenario: &'a Scenario, title: Option<&Spanned<String>>) -> R
     })
 }
 
-fn check_published(scenario: &Scenario) -> Result<(), CheckError> {
+fn check_published_values(scenario: &Scenario) -> Result<(), CheckError> {
     for published_curve in &scenario.published {
         check_series_exists(scenario, &published_curve.series)?;
         if published_curve.points.is_empty() {
@@ -164,8 +164,8 @@ impl Scenario {
 
 fn check_claim(scenario: &Scenario, claim: &Assertion) -> Result<(), CheckError> {
     let claim_error = |message: &str| Err((claim.statement.span(), message.to_owned()));
-    let has_check = [claim.value.is_some(), claim.ratio.is_some(), claim.ascending.is_some()];
-    if has_check.iter().filter(|is_present| **is_present).count() != 1 {
+    let is_check_present = [claim.value.is_some(), claim.ratio.is_some(), claim.ascending.is_some()];
+    if is_check_present.iter().filter(|is_present| **is_present).count() != 1 {
         return claim_error("a claim needs exactly one of `value`, `ratio`, `ascending`");
     }
     if claim.ascending.is_none() && claim.at_least.is_none() && claim.at_most.is_none() {
@@ -181,7 +181,7 @@ fn check_claim(scenario: &Scenario, claim: &Assertion) -> Result<(), CheckError>
             return claim_error("`ascending` needs at least two series");
         }
         order.series.iter().try_for_each(|label| check_series_exists(scenario, label))?;
-        return check_point(scenario, claim, order.panel.as_ref(), order.at.as_ref());
+        return check_claimed_x(scenario, claim, order.panel.as_ref(), order.at.as_ref());
     }
     let quantities = claim.value.iter().chain(claim.ratio.iter().flat_map(Ratio::quantities));
     quantities.into_iter().try_for_each(|quantity| check_quantity(scenario, claim, quantity))
@@ -189,19 +189,20 @@ fn check_claim(scenario: &Scenario, claim: &Assertion) -> Result<(), CheckError>
 
 fn check_quantity(scenario: &Scenario, claim: &Assertion, quantity: &Quantity) -> Result<(), CheckError> {
     let claim_error = |message: &str| Err((claim.statement.span(), message.to_owned()));
-    let has_selection = [quantity.series.is_some(), !quantity.least_of.is_empty(), !quantity.greatest_of.is_empty()];
-    if has_selection.iter().filter(|is_present| **is_present).count() != 1 {
+    let is_selector_present =
+        [quantity.series.is_some(), !quantity.least_of.is_empty(), !quantity.greatest_of.is_empty()];
+    if is_selector_present.iter().filter(|is_present| **is_present).count() != 1 {
         return claim_error("a quantity needs exactly one of `series`, `least_of`, `greatest_of`");
     }
     if quantity.reaches.is_some() && (quantity.at.is_some() || quantity.from.is_some() || quantity.to.is_some()) {
         return claim_error("`reaches` uses the whole curve: it goes with none of `at`, `from`, `to`");
     }
     quantity.series_labels().try_for_each(|label| check_series_exists(scenario, label))?;
-    check_point(scenario, claim, quantity.panel.as_ref(), quantity.at.as_ref())
+    check_claimed_x(scenario, claim, quantity.panel.as_ref(), quantity.at.as_ref())
 }
 
 /// Checks that all panels of the claim have the same metric, and that the claimed x is one of the simulated points.
-fn check_point(
+fn check_claimed_x(
     scenario: &Scenario,
     claim: &Assertion,
     panel: Option<&Spanned<String>>,
@@ -214,8 +215,8 @@ fn check_point(
     }
     let Some(at) = at else { return Ok(()) };
     for sweep in panels.iter().filter_map(|panel| panel.x.as_ref()) {
-        let is_claimed_point = |value: &f64| is_same_point(value * sweep.scale, *at.get_ref());
-        if *sweep.parameter.get_ref() != SweepAxis::Time && !sweep.values.iter().any(is_claimed_point) {
+        let is_claimed_x = |value: &f64| is_same_x(value * sweep.scale, *at.get_ref());
+        if *sweep.parameter.get_ref() != SweepAxis::Time && !sweep.values.iter().any(is_claimed_x) {
             return Err((at.span(), format!("nothing is simulated at {}: expected one of x.values", at.get_ref())));
         }
     }
@@ -223,7 +224,7 @@ fn check_point(
 }
 
 fn check_runs(scenario: &Scenario) -> Result<(), CheckError> {
-    let expand_error = match scenario.plan_runs() {
+    let run_plan_error = match scenario.plan_runs() {
         Ok(_) if scenario.live.is_some() => return Ok(()),
         Ok(plan) if plan.plot_points.is_empty() => {
             return Err((0..0, "nothing is simulated: every point is above what its policy can carry".to_owned()));
@@ -231,7 +232,10 @@ fn check_runs(scenario: &Scenario) -> Result<(), CheckError> {
         Ok(_) => return Ok(()),
         Err(error) => error,
     };
-    let series = scenario.series[expand_error.series_index].label.get_ref();
-    let panel = &scenario.panel[expand_error.panel_index];
-    Err((panel.measure.span(), format!("panel {:?}, series {series:?}: {}", panel.title.get_ref(), expand_error.cause)))
+    let series = scenario.series[run_plan_error.series_index].label.get_ref();
+    let panel = &scenario.panel[run_plan_error.panel_index];
+    Err((
+        panel.measure.span(),
+        format!("panel {:?}, series {series:?}: {}", panel.title.get_ref(), run_plan_error.cause),
+    ))
 }

@@ -4,8 +4,8 @@
 use std::num::NonZeroU64;
 
 use coreward_model::dispatch::{
-    AssignmentChange, CoreAllocator, Epoch, JoinBoundedShortestRankedQueue, LoadHint, LoadMonitor, ScaleDownCondition,
-    ScaleUpCondition,
+    AssignmentChange, CoreAllocator, EpochLength, JoinBoundedShortestRankedQueue, LoadHint, LoadMonitor,
+    ScaleDownCondition, ScaleUpCondition,
 };
 
 use super::delay::DelayLine;
@@ -22,9 +22,9 @@ type PriorityNicServer = NicServer<JoinBoundedShortestRankedQueue, DisciplineCor
 #[derive(Debug)]
 pub struct RingLeaderServer {
     server: PriorityNicServer,
-    allocation: CoreAllocator,
+    core_allocator: CoreAllocator,
     load_monitors: [LoadMonitor; 2],
-    interval: Tick,
+    check_interval: Tick,
     next_check_at: Tick,
     hint_line: DelayLine<(u8, LoadHint)>,
     assignment_change_line: DelayLine<(u8, Vec<AssignmentChange>)>,
@@ -32,37 +32,41 @@ pub struct RingLeaderServer {
 
 /// Number of consecutive epochs without waiting requests after which a service gives up a core. RingLeader does not
 /// publish it.
-const CALM_EPOCHS: u32 = 4;
+const REQUIRED_CALM_EPOCHS: u32 = 4;
 
 impl RingLeaderServer {
-    /// Creates a server with `cores` cores. Those beyond the number in `allocation` serve no requests. Load monitors
-    /// check every `interval`, and `latency` is the one-way latency between NIC and cores.
+    /// Creates a server with `cores` cores. Those beyond the number in `core_allocator` serve no requests. Load
+    /// monitors check every `check_interval`, and `latency` is the one-way latency between NIC and cores.
     pub fn new(
         mut server: PriorityNicServer,
         cores: u16,
-        allocation: CoreAllocator,
-        interval: Tick,
+        core_allocator: CoreAllocator,
+        check_interval: Tick,
         latency: Tick,
     ) -> Self {
         for core in 0..cores {
             for service in [0, 1] {
-                let is_running = core < allocation.core_count() && allocation.is_running(service, core);
+                let is_running = core < core_allocator.core_count() && core_allocator.is_running(service, core);
                 server.dispatcher.set_enabled(service, core, is_running);
             }
         }
-        let epoch = Epoch::new(NonZeroU64::new(interval).unwrap_or(NonZeroU64::MIN));
+        let epoch = EpochLength::new(NonZeroU64::new(check_interval).unwrap_or(NonZeroU64::MIN));
         let mut monitor = LoadMonitor::default();
-        monitor.enable_scale_up(0, ScaleUpCondition { epoch });
+        monitor.enable_scale_up(0, ScaleUpCondition { epoch_length: epoch });
         monitor.enable_scale_down(
             0,
-            ScaleDownCondition { epoch, max_calm_queue_length: 0, required_calm_epochs: CALM_EPOCHS },
+            ScaleDownCondition {
+                epoch_length: epoch,
+                max_calm_queue_length: 0,
+                required_calm_epochs: REQUIRED_CALM_EPOCHS,
+            },
         );
         Self {
             server,
-            allocation,
+            core_allocator,
             load_monitors: [monitor.clone(), monitor],
-            interval,
-            next_check_at: interval,
+            check_interval,
+            next_check_at: check_interval,
             hint_line: DelayLine::new(latency),
             assignment_change_line: DelayLine::new(latency),
         }
@@ -78,10 +82,10 @@ impl RingLeaderServer {
             self.server.release_waiting_requests(now);
         } else if self.hint_line.next_arrival() == now {
             let Some((_, (service, hint))) = self.hint_line.receive() else { return };
-            let nic = &self.server.dispatcher;
-            let other_service_waits = nic.waiting_count(1 - service) > 0;
-            let changes = self.allocation.apply_load_hint(service, hint, other_service_waits, |service, core| {
-                nic.ranks().outstanding_count(service, core)
+            let dispatcher = &self.server.dispatcher;
+            let other_service_waits = dispatcher.waiting_count(1 - service) > 0;
+            let changes = self.core_allocator.apply_load_hint(service, hint, other_service_waits, |service, core| {
+                dispatcher.ranks().outstanding_count(service, core)
             });
             self.assignment_change_line.send(now, (service, changes));
         } else {
@@ -95,7 +99,7 @@ impl RingLeaderServer {
                     self.hint_line.send(now, (service, hint));
                 }
             }
-            self.next_check_at += self.interval;
+            self.next_check_at += self.check_interval;
         }
     }
 

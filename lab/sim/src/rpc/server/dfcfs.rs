@@ -14,7 +14,7 @@ pub struct GroupedFcfsDispatcher {
     latency: Tick,
     cores_per_group: u16,
     /// Time from which each core is idle, for every group.
-    core_idle_times: Vec<TournamentTree<Tick>>,
+    core_idle_from_times: Vec<TournamentTree<Tick>>,
 }
 
 impl GroupedFcfsDispatcher {
@@ -23,7 +23,7 @@ impl GroupedFcfsDispatcher {
         Self {
             latency,
             cores_per_group,
-            core_idle_times: vec![TournamentTree::new(cores_per_group, 0); usize::from(groups)],
+            core_idle_from_times: vec![TournamentTree::new(cores_per_group, 0); usize::from(groups)],
         }
     }
 }
@@ -31,10 +31,10 @@ impl GroupedFcfsDispatcher {
 impl Dispatcher for GroupedFcfsDispatcher {
     #[inline]
     fn place(&mut self, now: u64, header: &DispatchHeader) -> Option<u16> {
-        let group_index = (u64::from(header.flow_hash) * self.core_idle_times.len() as u64) >> 32;
-        let group_idle_times = &mut self.core_idle_times[group_index as usize];
-        let (core, idle_from) = group_idle_times.least();
-        group_idle_times.set_key(core, idle_from.max(now + self.latency) + header.expected_service_time);
+        let group_index = (u64::from(header.flow_hash) * self.core_idle_from_times.len() as u64) >> 32;
+        let group_idle_from_times = &mut self.core_idle_from_times[group_index as usize];
+        let (core, idle_from) = group_idle_from_times.least();
+        group_idle_from_times.set_key(core, idle_from.max(now + self.latency) + header.expected_service_time);
         Some(group_index as u16 * self.cores_per_group + core)
     }
 

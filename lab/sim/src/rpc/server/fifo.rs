@@ -39,7 +39,7 @@ impl FifoCores {
 
 impl FifoCores {
     /// Returns, for each core, the remaining service time of all requests that were dispatched by `now`.
-    pub fn backlog(&self, now: Tick) -> impl Iterator<Item = Tick> {
+    pub fn core_backlogs(&self, now: Tick) -> impl Iterator<Item = Tick> {
         self.cores.iter().map(move |core| core.idle_from.saturating_sub(now))
     }
 }
@@ -47,15 +47,15 @@ impl FifoCores {
 impl Cores for FifoCores {
     #[inline]
     fn dispatch(&mut self, now: Tick, core: u16, request: Request) {
-        let entry = &mut self.cores[usize::from(core)];
-        let start = entry.idle_from.max(now + self.latency);
-        entry.idle_from = start + request.work;
-        entry.total_work += request.work;
-        let response = Response { departed_at: entry.idle_from + self.latency, request };
-        if entry.unfinished_responses.is_empty() {
+        let core_state = &mut self.cores[usize::from(core)];
+        let start = core_state.idle_from.max(now + self.latency);
+        core_state.idle_from = start + request.work;
+        core_state.total_work += request.work;
+        let response = Response { departed_at: core_state.idle_from + self.latency, request };
+        if core_state.unfinished_responses.is_empty() {
             self.next_response_times.set_key(core, response.departed_at);
         }
-        entry.unfinished_responses.push_back(response);
+        core_state.unfinished_responses.push_back(response);
     }
 
     #[inline]
@@ -66,10 +66,10 @@ impl Cores for FifoCores {
     #[inline]
     fn step(&mut self) -> Option<(u16, Response)> {
         let (core, _) = self.next_response_times.least();
-        let entry = &mut self.cores[usize::from(core)];
-        let response = entry.unfinished_responses.pop_front()?;
+        let core_state = &mut self.cores[usize::from(core)];
+        let response = core_state.unfinished_responses.pop_front()?;
         self.next_response_times
-            .set_key(core, entry.unfinished_responses.front().map_or(NEVER, |next| next.departed_at));
+            .set_key(core, core_state.unfinished_responses.front().map_or(NEVER, |next| next.departed_at));
         Some((core, response))
     }
 

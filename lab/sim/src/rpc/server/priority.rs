@@ -50,26 +50,26 @@ impl PriorityCores {
     }
 
     fn run_next_job(&mut self, now: Tick, core: u16, timers: &mut TournamentTree<Tick>) {
-        let entry = &mut self.cores[usize::from(core)];
-        let Some(job) = entry.waiting_jobs.iter_mut().find_map(VecDeque::pop_front) else { return };
-        let switch_time = if job.request.service == entry.last_service { 0 } else { self.switch_cost };
-        entry.last_service = job.request.service;
-        entry.started_at = now + switch_time;
-        entry.busy_time += switch_time + job.remaining_time;
-        timers.set_key(core, entry.started_at + job.remaining_time);
-        entry.running_job = Some(job);
+        let core_state = &mut self.cores[usize::from(core)];
+        let Some(job) = core_state.waiting_jobs.iter_mut().find_map(VecDeque::pop_front) else { return };
+        let switch_time = if job.request.service == core_state.last_service { 0 } else { self.switch_cost };
+        core_state.last_service = job.request.service;
+        core_state.started_at = now + switch_time;
+        core_state.busy_time += switch_time + job.remaining_time;
+        timers.set_key(core, core_state.started_at + job.remaining_time);
+        core_state.running_job = Some(job);
     }
 }
 
 impl Discipline for PriorityCores {
     fn handle_arrival(&mut self, now: Tick, core: u16, request: Request, timers: &mut TournamentTree<Tick>) {
-        let entry = &mut self.cores[usize::from(core)];
-        entry.waiting_jobs[usize::from(request.service)].push_back(Job { request, remaining_time: request.work });
-        match entry.running_job {
+        let core_state = &mut self.cores[usize::from(core)];
+        core_state.waiting_jobs[usize::from(request.service)].push_back(Job { request, remaining_time: request.work });
+        match core_state.running_job {
             None => self.run_next_job(now, core, timers),
             Some(job) if request.service < job.request.service => {
-                let quanta = now.saturating_sub(entry.started_at).div_ceil(self.quantum);
-                let end_of_quantum = (entry.started_at + quanta * self.quantum).max(now);
+                let quanta = now.saturating_sub(core_state.started_at).div_ceil(self.quantum);
+                let end_of_quantum = (core_state.started_at + quanta * self.quantum).max(now);
                 // If the timer fires before the request ends, the request yields.
                 timers.set_key(core, timers.key(core).min(end_of_quantum));
             }
@@ -78,14 +78,14 @@ impl Discipline for PriorityCores {
     }
 
     fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut TournamentTree<Tick>) -> Option<Request> {
-        let entry = &mut self.cores[usize::from(core)];
-        let mut job = entry.running_job.take()?;
-        let served_time = now.saturating_sub(entry.started_at);
+        let core_state = &mut self.cores[usize::from(core)];
+        let mut job = core_state.running_job.take()?;
+        let served_time = now.saturating_sub(core_state.started_at);
         let is_finished = served_time >= job.remaining_time;
         if !is_finished {
             job.remaining_time -= served_time;
-            entry.busy_time -= job.remaining_time;
-            entry.waiting_jobs[usize::from(job.request.service)].push_front(job);
+            core_state.busy_time -= job.remaining_time;
+            core_state.waiting_jobs[usize::from(job.request.service)].push_front(job);
         }
         self.run_next_job(now, core, timers);
         is_finished.then_some(job.request)

@@ -30,11 +30,11 @@ impl RebalancedServer {
         Self { server, regroup_interval, next_regroup_at: regroup_interval, bucket_work: vec![0; bucket_count] }
     }
 
-    fn regroup(&mut self, now: Tick) {
+    fn regroup_buckets(&mut self, now: Tick) {
         let expected_work =
             |work: &u64| (u128::from(*work) * u128::from(self.regroup_interval) / u128::from(now)) as u64;
         let expected_bucket_work: Vec<u64> = self.bucket_work.iter().map(expected_work).collect();
-        let core_backlogs: Vec<u64> = self.server.cores.backlog(now).collect();
+        let core_backlogs: Vec<u64> = self.server.cores.core_backlogs(now).collect();
         let table = IndirectionTable::new(&assign_buckets_to_cores(&expected_bucket_work, &core_backlogs))
             .expect("as long as the table was");
         self.server.dispatcher.set_table(table);
@@ -46,7 +46,7 @@ impl<S: ResponseSink> Server<S> for RebalancedServer {
         // While no request is outstanding, several redistributions have the same result as one.
         while self.next_regroup_at <= end_time && self.server.outstanding_count > 0 {
             self.server.advance(self.next_regroup_at, sink);
-            self.regroup(self.next_regroup_at);
+            self.regroup_buckets(self.next_regroup_at);
             self.next_regroup_at += self.regroup_interval;
         }
         self.server.advance(end_time, sink);
@@ -55,7 +55,7 @@ impl<S: ResponseSink> Server<S> for RebalancedServer {
     fn offer(&mut self, request: Request) {
         if self.next_regroup_at <= request.arrived_at {
             let last_regroup_at = request.arrived_at / self.regroup_interval * self.regroup_interval;
-            self.regroup(last_regroup_at);
+            self.regroup_buckets(last_regroup_at);
             self.next_regroup_at = last_regroup_at + self.regroup_interval;
         }
         let bucket = request.flow_hash as usize & (self.bucket_work.len() - 1);

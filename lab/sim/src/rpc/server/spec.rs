@@ -4,8 +4,8 @@ use std::num::NonZeroU16;
 
 use coreward_model::dispatch::{
     ClassBoundedShortestQueue, CoreAllocator, CoreAssignmentMode, Dispatcher, FirstEligibleOutConfig,
-    JoinBoundedShortestRankedQueue, JoinLightestQueue, JoinShortestQueue, RandomCore, RankArrays, RankedService,
-    RoundRobinCore, RssDispatcher,
+    JoinBoundedShortestRankedQueue, JoinLightestQueue, JoinShortestQueue, RandomDispatcher, RankArrays, RankedService,
+    RoundRobinDispatcher, RssDispatcher,
 };
 use coreward_model::rss::IndirectionTable;
 
@@ -46,8 +46,8 @@ impl ServerSpec<'_> {
             Policy::CentralFcfs => {
                 visit_nic_server(visitor, JoinShortestQueue::bounded(cores, NonZeroU16::MIN), fifo_cores())
             }
-            Policy::Random => visit_nic_server(visitor, RandomCore::new(cores), fifo_cores()),
-            Policy::RoundRobin => visit_nic_server(visitor, RoundRobinCore::new(cores), fifo_cores()),
+            Policy::Random => visit_nic_server(visitor, RandomDispatcher::new(cores), fifo_cores()),
+            Policy::RoundRobin => visit_nic_server(visitor, RoundRobinDispatcher::new(cores), fifo_cores()),
             Policy::ShortestQueue => visit_nic_server(visitor, JoinShortestQueue::unbounded(cores), fifo_cores()),
             Policy::LightestQueue => visit_nic_server(visitor, JoinLightestQueue::new(cores), fifo_cores()),
             Policy::BoundedShortestQueue(bound) => {
@@ -59,17 +59,17 @@ impl ServerSpec<'_> {
                 ClassBoundedShortestQueue::new(options.class_bounds(cores, self.class_count)),
                 fifo_cores(),
             ),
-            Policy::Rss => visit_nic_server(visitor, self.bucket_hash(), fifo_cores()),
-            Policy::RssRebalanced(regroup_interval) => visitor.visit(RebalancedServer::new(
-                NicServer::new(self.bucket_hash(), fifo_cores(), 1),
+            Policy::Rss => visit_nic_server(visitor, self.rss_dispatcher(), fifo_cores()),
+            Policy::RssRebalancedEvery(regroup_interval) => visitor.visit(RebalancedServer::new(
+                NicServer::new(self.rss_dispatcher(), fifo_cores(), 1),
                 to_ticks(*regroup_interval),
             )),
-            Policy::WorkStealing(cost) => {
-                let stealing = StealingCores::new(cores, to_ticks(*cost));
-                visit_nic_server(visitor, self.bucket_hash(), DisciplineCores::new(cores, latency, stealing))
+            Policy::WorkStealingAtCost(cost) => {
+                let stealing_cores = StealingCores::new(cores, to_ticks(*cost));
+                visit_nic_server(visitor, self.rss_dispatcher(), DisciplineCores::new(cores, latency, stealing_cores))
             }
             Policy::ProcessorSharing => {
-                visit_nic_server(visitor, RoundRobinCore::new(1), ProcessorSharing::new(cores, latency))
+                visit_nic_server(visitor, RoundRobinDispatcher::new(1), ProcessorSharing::new(cores, latency))
             }
             Policy::GroupedFcfs { groups, cores_per_group } => visit_nic_server(
                 visitor,
@@ -79,7 +79,7 @@ impl ServerSpec<'_> {
         }
     }
 
-    fn bucket_hash(&self) -> RssDispatcher {
+    fn rss_dispatcher(&self) -> RssDispatcher {
         RssDispatcher::new(self.indirection_table.clone())
     }
 

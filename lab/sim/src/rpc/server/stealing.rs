@@ -44,15 +44,15 @@ impl StealingCores {
         additional_time: Tick,
         timers: &mut TournamentTree<Tick>,
     ) {
-        let entry = &mut self.cores[usize::from(core)];
-        entry.busy_until = now + additional_time + request.work;
-        entry.busy_time += additional_time + request.work;
-        entry.request_in_service = Some(request);
-        timers.set_key(core, entry.busy_until);
+        let core_state = &mut self.cores[usize::from(core)];
+        core_state.busy_until = now + additional_time + request.work;
+        core_state.busy_time += additional_time + request.work;
+        core_state.request_in_service = Some(request);
+        timers.set_key(core, core_state.busy_until);
         self.stealing_policy.set_busy(core, true);
     }
 
-    fn take_first_waiting(&mut self, core: u16) -> Option<Request> {
+    fn take_first_waiting_request(&mut self, core: u16) -> Option<Request> {
         let queue = &mut self.cores[usize::from(core)].queue;
         let first_request = queue.pop_front()?;
         self.stealing_policy.set_queue_length(core, queue.len() as u32);
@@ -61,7 +61,7 @@ impl StealingCores {
 
     fn steal_request(&mut self, now: Tick, timers: &mut TournamentTree<Tick>) {
         if let Some(steal) = self.stealing_policy.next_steal()
-            && let Some(request) = self.take_first_waiting(steal.victim)
+            && let Some(request) = self.take_first_waiting_request(steal.victim)
         {
             self.serve(now, steal.thief, request, self.stealing_cost, timers);
         }
@@ -70,19 +70,19 @@ impl StealingCores {
 
 impl Discipline for StealingCores {
     fn handle_arrival(&mut self, now: Tick, core: u16, request: Request, timers: &mut TournamentTree<Tick>) {
-        let entry = &mut self.cores[usize::from(core)];
-        if entry.request_in_service.is_none() {
+        let core_state = &mut self.cores[usize::from(core)];
+        if core_state.request_in_service.is_none() {
             return self.serve(now, core, request, 0, timers);
         }
-        entry.queue.push_back(request);
-        self.stealing_policy.set_queue_length(core, entry.queue.len() as u32);
+        core_state.queue.push_back(request);
+        self.stealing_policy.set_queue_length(core, core_state.queue.len() as u32);
         self.steal_request(now, timers);
     }
 
     fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut TournamentTree<Tick>) -> Option<Request> {
         let finished_request = self.cores[usize::from(core)].request_in_service.take();
         self.stealing_policy.set_busy(core, false);
-        match self.take_first_waiting(core) {
+        match self.take_first_waiting_request(core) {
             Some(next_request) => self.serve(now, core, next_request, 0, timers),
             None => self.steal_request(now, timers),
         }

@@ -26,7 +26,7 @@ pub enum CaptureError {
     },
     /// A record claims to be longer than any valid record.
     #[error("packet {number} claims to have {bytes} bytes: expected at most {max_bytes}; the file is damaged there")]
-    Damaged {
+    OversizedPacket {
         /// Number of the record, counted from 1.
         number: u64,
         bytes: u64,
@@ -34,14 +34,14 @@ pub enum CaptureError {
     },
     /// A pcapng file contains an invalid block.
     #[error("after packet {number} comes what is no pcapng block ({reason}): the file is damaged there")]
-    Block {
+    InvalidBlock {
         /// Number of packets before the invalid block.
         number: u64,
         reason: String,
     },
     /// The file cannot be read, or its compressed data is damaged.
     #[error("after packet {number}: {error}")]
-    Read {
+    ReadFailed {
         /// Number of packets before the error occurred.
         number: u64,
         error: std::io::Error,
@@ -51,13 +51,13 @@ pub enum CaptureError {
         "link type {0}: expected Ethernet (1), raw IP (12, 14, 101, 228, 229), Linux cooked (113, 276) or BSD loopback \
          (0)"
     )]
-    LinkType(u32),
+    UnsupportedLinkType(u32),
     /// Packets were captured with too small a snap length to contain the ports.
     #[error(
         "packet {number} was captured up to byte {captured_bytes} of {length}: its ports are behind; expected a snap \
          length of at least {min_snap_length} bytes (64 is enough for most, 96 for nearly all)"
     )]
-    SnapLength {
+    SnapLengthTooShort {
         /// Number of the packet, counted from 1.
         number: u64,
         captured_bytes: u32,

@@ -2,9 +2,9 @@
 //!
 //! A flow consists of the packets with one 5-tuple in one direction. With direct server return, a load balancer only
 //! receives the clients' packets, and a capture of both directions has two flows per connection. A flow ends after the
-//! idle timeout. A TCP flow with FIN or RST ends after [`LINGER_NS`], because a few packets may follow. It also ends
-//! when a new SYN starts a flow with the same 5-tuple. Flow numbers are reused, so memory is only needed for the flows
-//! within one timeout.
+//! idle timeout. A TCP flow with FIN or RST ends after [`CLOSING_FLOW_TIMEOUT_NS`], because a few packets may follow.
+//! It also ends when a new SYN starts a flow with the same 5-tuple. Flow numbers are reused, so memory is only needed
+//! for the flows within one timeout.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, Ipv6Addr};
@@ -14,10 +14,10 @@ use foldhash::fast::FixedState;
 
 use super::headers::{FLAG_ENDS_CONNECTION, FLAG_IPV6, FLAG_OPENS_CONNECTION};
 use super::records::{Record, RecordBatch};
-use crate::trace::{Batch, FirstPacket, FlowEvent, Packet};
+use crate::trace::{FirstPacket, FlowEvent, Packet, PacketBatch};
 
 /// Time during which a TCP flow may still send after its FIN or RST (ns).
-const LINGER_NS: u64 = 2_000_000_000;
+const CLOSING_FLOW_TIMEOUT_NS: u64 = 2_000_000_000;
 
 /// Key of an IPv4 flow, composed of its addresses, ports and protocol.
 type Ipv4FlowKey = u128;
@@ -65,7 +65,7 @@ impl FlowTracker {
     }
 
     /// Assigns the packets of `records` to flows, and appends them to `batch`.
-    pub fn assign_flows(&mut self, records: &RecordBatch, batch: &mut Batch) {
+    pub fn assign_flows(&mut self, records: &RecordBatch, batch: &mut PacketBatch) {
         for record in &records.packets {
             if record.time_ns >= self.next_sweep_ns {
                 self.remove_ended_flows(record.time_ns, &mut batch.packets);
@@ -85,9 +85,9 @@ impl FlowTracker {
         match self.ipv4_flow_numbers.get(&key) {
             Some(number) => (*number, false),
             None => {
-                let number = self.allocate_number(FlowKey::V4(key));
-                self.ipv4_flow_numbers.insert(key, number);
-                (number, true)
+                let flow_number = self.allocate_flow_number(FlowKey::V4(key));
+                self.ipv4_flow_numbers.insert(key, flow_number);
+                (flow_number, true)
             }
         }
     }
@@ -96,14 +96,14 @@ impl FlowTracker {
         match self.ipv6_flow_numbers.get(&key) {
             Some(number) => (*number, false),
             None => {
-                let number = self.allocate_number(FlowKey::V6(key));
-                self.ipv6_flow_numbers.insert(key, number);
-                (number, true)
+                let flow_number = self.allocate_flow_number(FlowKey::V6(key));
+                self.ipv6_flow_numbers.insert(key, flow_number);
+                (flow_number, true)
             }
         }
     }
 
-    fn allocate_number(&mut self, key: FlowKey) -> u32 {
+    fn allocate_flow_number(&mut self, key: FlowKey) -> u32 {
         let new_flow = FlowState { last_packet_ns: 0, is_closing: false };
         match self.free_flow_numbers.pop() {
             Some(number) => {
@@ -119,7 +119,7 @@ impl FlowTracker {
     }
 
     #[inline]
-    fn append_packet(&mut self, record: &Record, number: u32, mut is_new: bool, batch: &mut Batch) {
+    fn append_packet(&mut self, record: &Record, number: u32, mut is_new: bool, batch: &mut PacketBatch) {
         let flow = &mut self.flows[number as usize];
         if record.flags != 0 && !is_new {
             let is_replaced = flow.is_closing && record.flags & FLAG_OPENS_CONNECTION != 0;
@@ -156,7 +156,8 @@ impl FlowTracker {
     fn remove_ended_flows(&mut self, now_ns: u64, events: &mut Vec<Packet>) {
         for number in 0..self.flows.len() as u32 {
             let flow = self.flows[number as usize];
-            let timeout_ns = if flow.is_closing { LINGER_NS.min(self.idle_timeout_ns) } else { self.idle_timeout_ns };
+            let timeout_ns =
+                if flow.is_closing { CLOSING_FLOW_TIMEOUT_NS.min(self.idle_timeout_ns) } else { self.idle_timeout_ns };
             if now_ns - flow.last_packet_ns < timeout_ns {
                 continue;
             }
@@ -169,7 +170,7 @@ impl FlowTracker {
             events.push(Packet { time_ns: now_ns, flow_number: number, wire_bytes: 0, event: FlowEvent::EXPIRES });
         }
         // This is often enough to free ended flows soon, and so seldom that the scan costs almost nothing per packet.
-        self.next_sweep_ns = now_ns + (LINGER_NS.min(self.idle_timeout_ns) / 4).max(1);
+        self.next_sweep_ns = now_ns + (CLOSING_FLOW_TIMEOUT_NS.min(self.idle_timeout_ns) / 4).max(1);
     }
 }
 

@@ -40,7 +40,7 @@ impl TryFrom<u32> for LinkType {
             228 => Ok(LinkType::Ipv4),
             229 => Ok(LinkType::Ipv6),
             276 => Ok(LinkType::LinuxCooked2),
-            other => Err(CaptureError::LinkType(other)),
+            other => Err(CaptureError::UnsupportedLinkType(other)),
         }
     }
 }
@@ -76,7 +76,7 @@ pub enum SkipReason {
     /// A header field, such as the version or the header length, is invalid.
     Malformed,
     /// The packet is in a pcapng block that has no valid time stamp.
-    NoTime,
+    NoTimestamp,
 }
 
 impl SkipReason {
@@ -87,7 +87,7 @@ impl SkipReason {
         SkipReason::Fragment,
         SkipReason::CutOff,
         SkipReason::Malformed,
-        SkipReason::NoTime,
+        SkipReason::NoTimestamp,
     ];
     pub const COUNT: usize = Self::ALL.len();
 
@@ -98,7 +98,7 @@ impl SkipReason {
             SkipReason::Fragment => "fragment after the first",
             SkipReason::CutOff => "cut off before the ports",
             SkipReason::Malformed => "malformed",
-            SkipReason::NoTime => "without a time stamp",
+            SkipReason::NoTimestamp => "without a time stamp",
         }
     }
 }

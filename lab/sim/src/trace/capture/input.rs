@@ -47,7 +47,7 @@ pub fn detect_format(first_bytes: &[u8]) -> FileFormat {
 pub type InputReader = Box<dyn Read + Send>;
 
 /// File that has been opened and whose format is known.
-pub struct Input {
+pub struct TraceInput {
     /// Reader of the decompressed contents.
     pub reader: InputReader,
     /// Format of the decompressed contents.
@@ -56,7 +56,7 @@ pub struct Input {
 
 /// Opens a file and decompresses it, several times if it was compressed repeatedly. Fails when it cannot be read, or is
 /// neither a capture nor an arrival log.
-pub fn open(path: &Path) -> Result<Input, TraceError> {
+pub fn open(path: &Path) -> Result<TraceInput, TraceError> {
     let path_text = || path.display().to_string();
     let file_error = |error| TraceError::File { path: path_text(), error };
     let file = File::open(path).map_err(file_error)?;
@@ -68,7 +68,7 @@ pub fn open(path: &Path) -> Result<Input, TraceError> {
         (format, first_bytes, reader) = (detect_format(&inner_first_bytes), inner_first_bytes, inner_reader);
     }
     match format {
-        FileFormat::Pcap | FileFormat::Pcapng | FileFormat::ArrivalLog => Ok(Input { reader, format }),
+        FileFormat::Pcap | FileFormat::Pcapng | FileFormat::ArrivalLog => Ok(TraceInput { reader, format }),
         _ => Err(TraceError::Capture { path: path_text(), error: CaptureError::UnknownFormat { first_bytes } }),
     }
 }

@@ -24,9 +24,9 @@ use std::thread::JoinHandle;
 
 use self::flows::FlowTracker;
 use self::records::{RecordBatch, StopReason};
-use super::{Batch, SkipCounts, Trace, TraceError};
+use super::{PacketBatch, SkipCounts, Trace, TraceError};
 
-use self::input::Input;
+use self::input::TraceInput;
 
 pub use error::CaptureError;
 pub use input::FileFormat;
@@ -59,7 +59,7 @@ pub struct CaptureTrace {
 
 impl CaptureTrace {
     /// Starts a thread that reads the capture. Later errors name `path`.
-    pub fn start(input: Input, path: &Path, options: ReadOptions) -> Self {
+    pub fn start(input: TraceInput, path: &Path, options: ReadOptions) -> Self {
         let path_text = path.display().to_string();
         let (filled_batch_sender, filled_batches) = sync_channel(BATCH_COUNT);
         let (empty_batches, empty_batch_receiver) = sync_channel(BATCH_COUNT);
@@ -84,7 +84,7 @@ impl CaptureTrace {
 }
 
 impl Trace for CaptureTrace {
-    fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
+    fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError> {
         batch.clear();
         // Reading continues if all packets of the records were skipped, because an empty batch would signal the end.
         while batch.packets.is_empty() {

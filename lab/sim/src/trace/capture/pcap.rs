@@ -40,16 +40,17 @@ pub fn read(mut reader: InputReader, frame_parser: &mut FrameParser) -> Result<(
     let (encoding, link_type) = parse_file_header(&header)?;
     // An incomplete record at the end of a chunk is moved to the start of the next one.
     let mut buffer = vec![0; CHUNK_BYTES + RECORD_HEADER_BYTES + MAX_RECORD_BYTES as usize];
-    let mut kept_bytes = 0;
+    let mut unparsed_bytes = 0;
     loop {
-        let read_bytes = read_some(&mut reader, &mut buffer[kept_bytes..kept_bytes + CHUNK_BYTES], frame_parser)?;
-        let filled_bytes = kept_bytes + read_bytes;
+        let read_bytes =
+            read_chunk(&mut reader, &mut buffer[unparsed_bytes..unparsed_bytes + CHUNK_BYTES], frame_parser)?;
+        let filled_bytes = unparsed_bytes + read_bytes;
         if read_bytes == 0 {
-            return if kept_bytes == 0 { Ok(()) } else { Err(frame_parser.truncation_error().into()) };
+            return if unparsed_bytes == 0 { Ok(()) } else { Err(frame_parser.truncation_error().into()) };
         }
-        let used_bytes = read_records(&buffer[..filled_bytes], encoding, link_type, frame_parser)?;
-        buffer.copy_within(used_bytes..filled_bytes, 0);
-        kept_bytes = filled_bytes - used_bytes;
+        let parsed_bytes = read_records(&buffer[..filled_bytes], encoding, link_type, frame_parser)?;
+        buffer.copy_within(parsed_bytes..filled_bytes, 0);
+        unparsed_bytes = filled_bytes - parsed_bytes;
     }
 }
 
@@ -73,26 +74,26 @@ fn read_records(
     link_type: LinkType,
     frame_parser: &mut FrameParser,
 ) -> Result<usize, StopReason> {
-    let mut used_bytes = 0;
-    while let Some(header) = bytes[used_bytes..].first_chunk::<RECORD_HEADER_BYTES>() {
+    let mut parsed_bytes = 0;
+    while let Some(header) = bytes[parsed_bytes..].first_chunk::<RECORD_HEADER_BYTES>() {
         let header_u32 = |offset: usize| {
             encoding.parse_u32([header[offset], header[offset + 1], header[offset + 2], header[offset + 3]])
         };
         let captured_bytes = header_u32(8);
         if captured_bytes > MAX_RECORD_BYTES {
             let (number, bytes) = (frame_parser.packet_count() + 1, u64::from(captured_bytes));
-            return Err(CaptureError::Damaged { number, bytes, max_bytes: MAX_RECORD_BYTES }.into());
+            return Err(CaptureError::OversizedPacket { number, bytes, max_bytes: MAX_RECORD_BYTES }.into());
         }
-        let data_start = used_bytes + RECORD_HEADER_BYTES;
+        let data_start = parsed_bytes + RECORD_HEADER_BYTES;
         let Some(data) = bytes.get(data_start..data_start + captured_bytes as usize) else { break };
         let time_ns = u64::from(header_u32(0)) * 1_000_000_000 + u64::from(header_u32(4)) * encoding.fraction_unit_ns;
-        frame_parser.record_frame(link_type, &Frame { time_ns, wire_length: header_u32(12), data })?;
-        used_bytes = data_start + data.len();
+        frame_parser.record_frame(link_type, &Frame { time_ns, wire_bytes: header_u32(12), data })?;
+        parsed_bytes = data_start + data.len();
     }
-    Ok(used_bytes)
+    Ok(parsed_bytes)
 }
 
-fn read_some(reader: &mut InputReader, buffer: &mut [u8], frame_parser: &FrameParser) -> Result<usize, StopReason> {
+fn read_chunk(reader: &mut InputReader, buffer: &mut [u8], frame_parser: &FrameParser) -> Result<usize, StopReason> {
     loop {
         match reader.read(buffer) {
             Ok(read_bytes) => return Ok(read_bytes),
@@ -101,7 +102,7 @@ fn read_some(reader: &mut InputReader, buffer: &mut [u8], frame_parser: &FramePa
             Err(error) if error.kind() == ErrorKind::UnexpectedEof => {
                 return Err(frame_parser.truncation_error().into());
             }
-            Err(error) => return Err(CaptureError::Read { number: frame_parser.packet_count(), error }.into()),
+            Err(error) => return Err(CaptureError::ReadFailed { number: frame_parser.packet_count(), error }.into()),
         }
     }
 }
@@ -109,7 +110,7 @@ fn read_some(reader: &mut InputReader, buffer: &mut [u8], frame_parser: &FramePa
 fn fill_buffer(reader: &mut InputReader, buffer: &mut [u8], frame_parser: &FrameParser) -> Result<(), StopReason> {
     let mut filled_bytes = 0;
     while filled_bytes < buffer.len() {
-        match read_some(reader, &mut buffer[filled_bytes..], frame_parser)? {
+        match read_chunk(reader, &mut buffer[filled_bytes..], frame_parser)? {
             0 => return Err(frame_parser.truncation_error().into()),
             read_bytes => filled_bytes += read_bytes,
         }

@@ -60,7 +60,7 @@ impl Interface {
 pub fn read(reader: InputReader, frame_parser: &mut FrameParser) -> Result<(), StopReason> {
     let mut block_reader = match PcapNGReader::new(INITIAL_BUFFER_BYTES, FullBufferReader(reader)) {
         Ok(file) => file,
-        Err(error) => return Err(stop_reason(&error, frame_parser)),
+        Err(error) => return Err(to_stop_reason(&error, frame_parser)),
     };
     let (mut interfaces, mut capacity) = (Vec::new(), INITIAL_BUFFER_BYTES);
     loop {
@@ -76,7 +76,7 @@ pub fn read(reader: InputReader, frame_parser: &mut FrameParser) -> Result<(), S
                 capacity *= 2;
                 Err(())
             }
-            Err(error) => return Err(stop_reason(&error, frame_parser)),
+            Err(error) => return Err(to_stop_reason(&error, frame_parser)),
         };
         match consumed_bytes {
             Ok(bytes) => block_reader.consume(bytes),
@@ -94,25 +94,25 @@ fn refill(
         return Err(frame_parser.truncation_error().into());
     }
     block_reader.grow(capacity);
-    block_reader.refill().map_err(|error| stop_reason(&error, frame_parser))
+    block_reader.refill().map_err(|error| to_stop_reason(&error, frame_parser))
 }
 
-fn stop_reason(error: &PcapError<&[u8]>, frame_parser: &FrameParser) -> StopReason {
+fn to_stop_reason(error: &PcapError<&[u8]>, frame_parser: &FrameParser) -> StopReason {
     match error {
         PcapError::UnexpectedEof | PcapError::Incomplete(_) => frame_parser.truncation_error().into(),
         PcapError::BufferTooSmall => {
             let (number, bytes) = (frame_parser.packet_count() + 1, MAX_BLOCK_BYTES as u64 + 1);
-            CaptureError::Damaged { number, bytes, max_bytes: MAX_BLOCK_BYTES as u32 }.into()
+            CaptureError::OversizedPacket { number, bytes, max_bytes: MAX_BLOCK_BYTES as u32 }.into()
         }
         PcapError::ReadError => {
             let error =
                 std::io::Error::other("the file cannot be read any further (damaged compression, or the medium)");
-            CaptureError::Read { number: frame_parser.packet_count(), error }.into()
+            CaptureError::ReadFailed { number: frame_parser.packet_count(), error }.into()
         }
         PcapError::NomError(_, kind) | PcapError::OwnedNomError(_, kind) => {
-            CaptureError::Block { number: frame_parser.packet_count(), reason: format!("{kind:?}") }.into()
+            CaptureError::InvalidBlock { number: frame_parser.packet_count(), reason: format!("{kind:?}") }.into()
         }
-        other => CaptureError::Block { number: frame_parser.packet_count(), reason: other.to_string() }.into(),
+        other => CaptureError::InvalidBlock { number: frame_parser.packet_count(), reason: other.to_string() }.into(),
     }
 }
 
@@ -131,18 +131,18 @@ fn record_block(
         Block::EnhancedPacket(packet) => {
             let Some(interface) = interfaces.get(packet.if_id as usize) else {
                 let reason = format!("a packet of interface {}, which is not described", packet.if_id);
-                return Err(CaptureError::Block { number: frame_parser.packet_count(), reason }.into());
+                return Err(CaptureError::InvalidBlock { number: frame_parser.packet_count(), reason }.into());
             };
             let data = &packet.data[..packet.data.len().min(packet.caplen as usize)];
             match (interface.link_type, interface.time_ns(packet.ts_high, packet.ts_low)) {
                 (Ok(link_type), Some(time_ns)) => {
-                    frame_parser.record_frame(link_type, &Frame { time_ns, wire_length: packet.origlen, data })?
+                    frame_parser.record_frame(link_type, &Frame { time_ns, wire_bytes: packet.origlen, data })?
                 }
-                (Err(number), _) => return Err(CaptureError::LinkType(number).into()),
-                (_, None) => frame_parser.skip(SkipReason::NoTime),
+                (Err(number), _) => return Err(CaptureError::UnsupportedLinkType(number).into()),
+                (_, None) => frame_parser.count_skipped_packet(SkipReason::NoTimestamp),
             }
         }
-        Block::SimplePacket(_) => frame_parser.skip(SkipReason::NoTime),
+        Block::SimplePacket(_) => frame_parser.count_skipped_packet(SkipReason::NoTimestamp),
         _ => {}
     }
     Ok(())

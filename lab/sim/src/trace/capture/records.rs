@@ -76,7 +76,7 @@ impl RecordBatch {
 pub struct Frame<'a> {
     /// Time stamp of the packet (ns since 1970).
     pub time_ns: u64,
-    pub wire_length: u32,
+    pub wire_bytes: u32,
     pub data: &'a [u8],
 }
 
@@ -84,14 +84,14 @@ pub struct Frame<'a> {
 pub struct FrameParser {
     filled_batches: SyncSender<RecordBatch>,
     empty_batches: Receiver<RecordBatch>,
-    records: RecordBatch,
+    record_batch: RecordBatch,
     first_packet_ns: Option<u64>,
     latest_packet_ns: u64,
     /// Number of packets that have been read from the file so far.
     packet_count: u64,
-    recorded_count: u64,
-    cut_off_count: u64,
-    first_cut_off: Option<CaptureError>,
+    recorded_packet_count: u64,
+    cut_off_packet_count: u64,
+    first_cut_off_error: Option<CaptureError>,
 }
 
 impl FrameParser {
@@ -99,13 +99,13 @@ impl FrameParser {
         Self {
             filled_batches,
             empty_batches,
-            records: RecordBatch::default(),
+            record_batch: RecordBatch::default(),
             first_packet_ns: None,
             latest_packet_ns: 0,
             packet_count: 0,
-            recorded_count: 0,
-            cut_off_count: 0,
-            first_cut_off: None,
+            recorded_packet_count: 0,
+            cut_off_packet_count: 0,
+            first_cut_off_error: None,
         }
     }
 
@@ -128,17 +128,17 @@ impl FrameParser {
         self.packet_count += 1;
         let time_ns = self.ordered_time_ns(frame.time_ns)?;
         match headers::parse_headers(link_type, frame.data) {
-            Ok(parsed_headers) => self.append_record(time_ns, frame.wire_length, &parsed_headers),
-            Err(SkipReason::CutOff) => self.record_cut_off(link_type, frame)?,
-            Err(reason) => self.records.skip_counts[reason as usize] += 1,
+            Ok(parsed_headers) => self.append_record(time_ns, frame.wire_bytes, &parsed_headers),
+            Err(SkipReason::CutOff) => self.record_cut_off_packet(link_type, frame)?,
+            Err(reason) => self.record_batch.skip_counts[reason as usize] += 1,
         }
-        if self.records.packets.len() == PACKETS_PER_BATCH { self.send_batch() } else { Ok(()) }
+        if self.record_batch.packets.len() == PACKETS_PER_BATCH { self.send_batch() } else { Ok(()) }
     }
 
     /// Counts a packet that is skipped for the given reason.
-    pub fn skip(&mut self, reason: SkipReason) {
+    pub fn count_skipped_packet(&mut self, reason: SkipReason) {
         self.packet_count += 1;
-        self.records.skip_counts[reason as usize] += 1;
+        self.record_batch.skip_counts[reason as usize] += 1;
     }
 
     /// Returns the packet's time since the first packet, but not less than that of the packet before. Fails when the
@@ -151,7 +151,7 @@ impl FrameParser {
                 let (time_s, previous_s) = (time_ns as f64 / 1e9, self.latest_packet_ns as f64 / 1e9);
                 return Err(CaptureError::Unsorted { number: self.packet_count, time_s, previous_s }.into());
             }
-            self.records.reordered_packet_count += 1;
+            self.record_batch.reordered_packet_count += 1;
         } else {
             self.latest_packet_ns = time_ns;
         }
@@ -163,12 +163,12 @@ impl FrameParser {
         let (addresses, family_flag) = match parsed_headers.addresses {
             Addresses::V4(address_pair) => (address_pair, 0),
             Addresses::V6(address_pair) => {
-                self.records.ipv6_addresses.push(address_pair);
-                (self.records.ipv6_addresses.len() as u64 - 1, FLAG_IPV6)
+                self.record_batch.ipv6_addresses.push(address_pair);
+                (self.record_batch.ipv6_addresses.len() as u64 - 1, FLAG_IPV6)
             }
         };
-        self.recorded_count += 1;
-        self.records.packets.push(Record {
+        self.recorded_packet_count += 1;
+        self.record_batch.packets.push(Record {
             time_ns,
             addresses,
             ports: parsed_headers.ports,
@@ -178,23 +178,23 @@ impl FrameParser {
         });
     }
 
-    fn record_cut_off(&mut self, link_type: LinkType, frame: &Frame<'_>) -> Result<(), StopReason> {
-        self.cut_off_count += 1;
-        self.records.skip_counts[SkipReason::CutOff as usize] += 1;
-        self.first_cut_off.get_or_insert_with(|| CaptureError::SnapLength {
+    fn record_cut_off_packet(&mut self, link_type: LinkType, frame: &Frame<'_>) -> Result<(), StopReason> {
+        self.cut_off_packet_count += 1;
+        self.record_batch.skip_counts[SkipReason::CutOff as usize] += 1;
+        self.first_cut_off_error.get_or_insert_with(|| CaptureError::SnapLengthTooShort {
             number: self.packet_count,
             captured_bytes: frame.data.len() as u32,
-            length: frame.wire_length,
+            length: frame.wire_bytes,
             min_snap_length: link_type.min_snap_length(),
         });
-        if self.cut_off_count > TOLERATED_CUT_OFF_COUNT { self.check_cut_off() } else { Ok(()) }
+        if self.cut_off_packet_count > TOLERATED_CUT_OFF_COUNT { self.check_cut_off_count() } else { Ok(()) }
     }
 
     /// Fails if most packets so far have been cut off before their ports. A few packets, with long chains of IPv6
     /// headers, are merely skipped.
-    fn check_cut_off(&mut self) -> Result<(), StopReason> {
-        if self.cut_off_count > self.recorded_count
-            && let Some(error) = self.first_cut_off.take()
+    fn check_cut_off_count(&mut self) -> Result<(), StopReason> {
+        if self.cut_off_packet_count > self.recorded_packet_count
+            && let Some(error) = self.first_cut_off_error.take()
         {
             return Err(error.into());
         }
@@ -204,13 +204,13 @@ impl FrameParser {
     fn send_batch(&mut self) -> Result<(), StopReason> {
         let mut empty_batch = self.empty_batches.recv().map_err(|_| StopReason::ReceiverClosed)?;
         empty_batch.clear();
-        let full_batch = std::mem::replace(&mut self.records, empty_batch);
+        let full_batch = std::mem::replace(&mut self.record_batch, empty_batch);
         self.filled_batches.send(full_batch).map_err(|_| StopReason::ReceiverClosed)
     }
 
     /// Checks and sends the last batch at the end of the file.
     pub fn finish(mut self) -> Result<(), StopReason> {
-        self.check_cut_off()?;
+        self.check_cut_off_count()?;
         self.send_batch()
     }
 }

@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use coreward_model::FourTuple;
 
-use crate::trace::{Batch, FlowEvent, Trace};
+use crate::trace::{FlowEvent, PacketBatch, Trace};
 
 /// Total length of the Ethernet, IPv4 and TCP headers, without options (bytes).
 const HEADERS_BYTES: usize = 54;
@@ -22,7 +22,7 @@ pub fn write(trace: &mut dyn Trace, snap_length: usize, mut output: impl Write) 
         file_header.extend_from_slice(&u32::to_le_bytes(header_word));
     }
     output.write_all(&file_header)?;
-    let (mut batch, mut packet_count) = (Batch::default(), 0);
+    let (mut batch, mut packet_count) = (PacketBatch::default(), 0);
     let mut frames: Vec<Vec<u8>> = Vec::new();
     loop {
         trace.read(&mut batch).map_err(io::Error::other)?;
