@@ -218,7 +218,7 @@ impl Agent {
                 "the agent rejects the service's configuration: the service's previous configuration stays in force"
             );
         }
-        self.keep_rejected_services(&mut configuration, unusable_services);
+        self.keep_previous_services(&mut configuration, unusable_services);
         self.refused_updates = unusable_services.iter().map(|service| service.to_refused_update(generation)).collect();
         if let Err(error) = self.try_apply_configuration(&configuration) {
             self.reject_configuration(generation, format!("{error:#}"));
@@ -242,8 +242,9 @@ impl Agent {
         self.run_maintenance();
     }
 
-    /// Adds the previous configuration of the services whose new one was rejected.
-    fn keep_rejected_services(&self, configuration: &mut AgentConfiguration, unusable_services: &[UnusableService]) {
+    /// Adds the previous configuration of each service whose new one was rejected, unless another service now has its
+    /// address.
+    fn keep_previous_services(&self, configuration: &mut AgentConfiguration, unusable_services: &[UnusableService]) {
         let previous_services =
             self.applied_configuration.iter().flat_map(|previous_configuration| &previous_configuration.services);
         let is_refused = |service: &&AgentService| {

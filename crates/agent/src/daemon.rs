@@ -43,7 +43,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
             reload_signal_and_file: Some((hangup_signal, config_file.to_owned())),
             scrape_receiver,
         };
-        let controller_connection = connect_options(&agent)?;
+        let controller_connection = new_controller_connection(&agent)?;
         coreward_daemon::run_until_shutdown(async {
             match run_sessions(&mut agent, controller_connection, background_tasks).await {}
         })
@@ -58,7 +58,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 /// The future is boxed, so that the compiler does not generate the agent's code again in each calling crate.
 pub fn serve(agent: &mut Agent) -> LocalBoxFuture<'_, anyhow::Result<std::convert::Infallible>> {
     Box::pin(async {
-        let controller_connection = connect_options(agent)?;
+        let controller_connection = new_controller_connection(agent)?;
         let background_tasks = BackgroundTasks {
             maintenance_timer: start_interval(MAINTENANCE_INTERVAL),
             reload_signal_and_file: None,
@@ -68,7 +68,7 @@ pub fn serve(agent: &mut Agent) -> LocalBoxFuture<'_, anyhow::Result<std::conver
     })
 }
 
-fn connect_options(agent: &Agent) -> anyhow::Result<ControllerConnection> {
+fn new_controller_connection(agent: &Agent) -> anyhow::Result<ControllerConnection> {
     ControllerConnection::new(
         agent.controllers().clone(),
         agent.tls_credential_files(),

@@ -62,7 +62,7 @@ pub fn lost_features(service: &AgentService) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use coreward_model::ServiceAddress;
-    use coreward_model::consistency::ServiceMode;
+    use coreward_model::consistency::ServiceSettings;
     use coreward_model::tuple::Protocol;
 
     use super::*;
@@ -71,7 +71,7 @@ mod tests {
     fn limitation_is_named_for_modes_that_need_the_socket() {
         let lost_features_of = |consistency, timestamps| {
             let address = ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
-            let mode = ServiceMode { consistency, timestamps, ..ServiceMode::default() };
+            let mode = ServiceSettings { consistency, timestamps, ..ServiceSettings::default() };
             let server_id = 3.try_into().unwrap();
             lost_features(&AgentService { name: "web".to_owned(), address, server_id, mode }).unwrap_or_default()
         };

@@ -23,7 +23,7 @@ use std::sync::atomic::Ordering;
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, ServiceMode};
+use coreward_model::consistency::{Consistency, ServiceSettings};
 use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::rss::RssConfig;
 use coreward_model::{ServerId, ServiceAddress};
@@ -252,7 +252,7 @@ impl ServerPrograms {
 
     /// Replaces this server's services atomically. Each is given with the server's id in the service and the service's
     /// mode. Fails when there are too many services, a service has port 0, or a service is listed twice.
-    pub fn set_services(&mut self, services: &[(ServiceAddress, ServerId, ServiceMode)]) -> anyhow::Result<()> {
+    pub fn set_services(&mut self, services: &[(ServiceAddress, ServerId, ServiceSettings)]) -> anyhow::Result<()> {
         let slot_number_for = |id, mode| encode_slot_number(id, mode, self.has_ipv6_outer_headers);
         let addresses_with_numbers: Vec<_> =
             services.iter().map(|(address, id, mode)| (*address, slot_number_for(*id, *mode))).collect();
@@ -451,7 +451,7 @@ fn maps_in_name_order(skeleton: &ServerSkel<'_>) -> anyhow::Result<[OwnedFd; MAP
 }
 
 /// Encodes the server's id and the flags of the service's mode as the number in the service's slot.
-fn encode_slot_number(id: ServerId, mode: ServiceMode, outer_ipv6: bool) -> u32 {
+fn encode_slot_number(id: ServerId, mode: ServiceSettings, outer_ipv6: bool) -> u32 {
     let encapsulates = mode.forwarding.encapsulates();
     let flag_if = |is_set: bool, flag: u32| if is_set { flag } else { 0 };
     u32::from(id.get())

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use coreward_api::types::AuditEntry;
 use coreward_model::bucket_history::BucketHistory;
-use coreward_model::consistency::{ServiceMigration, ServiceMode, TimestampOrigin};
+use coreward_model::consistency::{ServiceMigration, ServiceSettings, TimestampOrigin};
 use coreward_model::health::{HealthCheck, Probe, WhenAllDown};
 use coreward_model::lb_stamping;
 use coreward_model::load::SmoothingWeight;
@@ -99,7 +99,7 @@ pub struct FleetService {
     pub name: String,
     pub address: ServiceAddress,
     pub index: ServiceIndex,
-    pub mode: ServiceMode,
+    pub mode: ServiceSettings,
     /// Load balancer to or from which `mode.transfer` moves the service.
     pub other_balancer: Option<OtherBalancer>,
     /// Name of the placement policy, one of `coreward_model::policy::names()`.
@@ -373,7 +373,7 @@ fn active_services(config: &FleetConfig, records: &FleetRecords) -> Vec<FleetSer
         });
         let service =
             fleet_service(service, records, members_by_service.remove(service.name.as_str()).unwrap_or_default());
-        FleetService { mode: ServiceMode { migration, ..service.mode }, ..service }
+        FleetService { mode: ServiceSettings { migration, ..service.mode }, ..service }
     };
     config.services.iter().map(&mut to_service_with_migration).collect()
 }

@@ -282,8 +282,6 @@ async fn run_session(
 ) -> anyhow::Result<()> {
     let mut stream = ControllerStream::open(config, connection, forwarder, tasks).await?;
     loop {
-        // A state message is due once a second. It is due immediately if a service got its first table, a server's MAC
-        // address was found or lost, or another configuration was applied.
         tokio::select! {
             update = stream.updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
@@ -303,12 +301,14 @@ async fn run_session(
             scrape = tasks.scrape_receiver.next_scrape() => drop(scrape.send(tasks.metrics(forwarder, connection))),
             _ = tasks.tick_interval.tick() => {
                 // Half of the queue stays free for other messages.
-                let socket_queries = tasks.tick(forwarder, stream.message_sender.capacity() / 2)?;
-                stream.send_queries_and_health(&socket_queries, forwarder);
+                for query in tasks.tick(forwarder, stream.message_sender.capacity() / 2)? {
+                    stream.try_send(Message::SocketQuery((&query).into()));
+                }
+                stream.send_health(forwarder);
             }
         }
         if stream.is_state_due && tokio::time::Instant::now() >= stream.next_state_message_at {
-            stream.send_state(forwarder, tasks.daemon_state(forwarder, connection));
+            stream.send_state(forwarder, || tasks.daemon_state(forwarder, connection));
         }
     }
 }
@@ -321,6 +321,8 @@ struct ControllerStream {
     traffic_timer: Interval,
     /// Number of tables and confirmed generation in the last state message.
     last_reported_state: (usize, u64),
+    /// Whether a state message is due, which it is once a second. It is due immediately if a service got its first
+    /// table, a server's MAC address was found or lost, or another configuration was applied.
     is_state_due: bool,
     next_state_message_at: tokio::time::Instant,
     /// Client that keeps the stream's connection open.
@@ -368,7 +370,8 @@ impl ControllerStream {
         let _ = self.message_sender.try_send(to_load_balancer_message(message));
     }
 
-    /// Applies an update and acknowledges it if it was a table. Fails if a complete configuration is needed.
+    /// Applies an update, and acknowledges it if it was a usable table. Makes a state message due if the update changed
+    /// what the last one reported. Fails if a complete configuration is needed.
     fn process_update(
         &mut self,
         update: v1::DataplaneUpdate,
@@ -398,21 +401,18 @@ impl ControllerStream {
         }
     }
 
-    fn send_queries_and_health(&self, socket_queries: &[SocketQuery], forwarder: &mut Forwarder) {
-        for query in socket_queries {
-            self.try_send(Message::SocketQuery(query.into()));
-        }
+    fn send_health(&self, forwarder: &mut Forwarder) {
         if let Some(health_message) = forwarder.next_health_message() {
             self.try_send(Message::Health((&health_message).into()));
         }
     }
 
-    fn send_state(&mut self, forwarder: &Forwarder, state: v1::LoadBalancerState) {
+    fn send_state(&mut self, forwarder: &Forwarder, daemon_state: impl FnOnce() -> v1::LoadBalancerState) {
         self.last_reported_state = (forwarder.table_count(), forwarder.confirmed_generation());
         self.is_state_due = false;
         self.next_state_message_at = tokio::time::Instant::now() + MIN_STATE_MESSAGE_INTERVAL;
         // The message may be lost, because the next one replaces it.
-        self.try_send(Message::State(state));
+        self.try_send(Message::State(daemon_state()));
     }
 }
 

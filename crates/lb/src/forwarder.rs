@@ -94,6 +94,7 @@ pub struct Forwarder {
 struct AnnouncedVips {
     /// Number of announced VIPs, or `None` if this daemon announces none.
     count: Option<usize>,
+    /// Reasons why other VIPs are not announced.
     blocked_reasons: Vec<String>,
 }
 
@@ -256,7 +257,7 @@ impl Forwarder {
     pub fn sweep_connections(&mut self) -> anyhow::Result<Vec<(Connection, ServiceAddress)>> {
         // Until the first configuration, the table may have entries of an earlier daemon's services.
         let is_stateful = |(service, _): &(Service, _)| service.mode.consistency == Consistency::Stateful;
-        if self.configuration.applied_at.is_some() && !self.services_by_index.values().any(is_stateful) {
+        if self.configuration.first_applied_at.is_some() && !self.services_by_index.values().any(is_stateful) {
             return Ok(Vec::new());
         }
         let entries_per_call = self
@@ -378,7 +379,8 @@ impl Forwarder {
 
     /// Completes an upgrade once all tables are installed, and all servers' MAC addresses are known or ARP timed out.
     fn switch_program_when_ready(&mut self) -> anyhow::Result<()> {
-        let Some(configured_at) = self.configuration.applied_at.filter(|_| self.load_balancer.is_upgrade_pending())
+        let Some(configured_at) =
+            self.configuration.first_applied_at.filter(|_| self.load_balancer.is_upgrade_pending())
         else {
             return Ok(());
         };

@@ -127,7 +127,7 @@ const HANDED_OVER_TO_KEY: &str = "handed_over_to";
 
 /// Data-plane settings of a service, except its address.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
-pub struct ServiceMode {
+pub struct ServiceSettings {
     /// Consistency mode of the service.
     pub consistency: Consistency,
     /// Component that writes the cookies into the TCP timestamps.
@@ -138,7 +138,7 @@ pub struct ServiceMode {
     pub forwarding: Forwarding,
 }
 
-impl ServiceMode {
+impl ServiceSettings {
     /// Returns whether packets of the service may carry a cookie that identifies their server.
     pub fn has_cookies(self) -> bool {
         matches!(self.consistency, Consistency::Stateless | Consistency::Stateful)
@@ -195,8 +195,9 @@ impl ServiceMode {
         settings
     }
 
-    /// Returns the mode with these settings, as the inverse of [`ServiceMode::settings`]. Absent settings have their
-    /// defaults. Fails if a setting is unknown, because packets must not be forwarded in another mode than requested.
+    /// Returns the mode with these settings, as the inverse of [`ServiceSettings::settings`]. Absent settings have
+    /// their defaults. Fails if a setting is unknown, because packets must not be forwarded in another mode than
+    /// requested.
     pub fn from_settings<'a>(
         settings: impl IntoIterator<Item = (&'a str, &'a str)>,
     ) -> Result<Self, InvalidModeSetting> {
@@ -237,8 +238,8 @@ impl ServiceMode {
         self.consistency.bpf_number() << intf::SERVICE_CONSISTENCY_SHIFT | timestamp_bits | migration_bits
     }
 
-    /// Returns the mode with these [`ServiceMode::service_slot_bits`] and the default forwarding method. Returns `None`
-    /// if no mode has these bits.
+    /// Returns the mode with these [`ServiceSettings::service_slot_bits`] and the default forwarding method. Returns
+    /// `None` if no mode has these bits.
     pub fn from_service_slot_bits(bits: u32) -> Option<Self> {
         let consistency = bits >> intf::SERVICE_CONSISTENCY_SHIFT & intf::SERVICE_CONSISTENCY_MASK;
         let timestamps = match bits & (intf::SERVICE_TIMESTAMPS_OFF | intf::SERVICE_TIMESTAMPS_LB) {
@@ -286,7 +287,7 @@ fn parse_server_id(key: &str, value: &str) -> Result<ServerId, InvalidModeSettin
 mod tests {
     use super::*;
 
-    fn all_modes() -> Vec<ServiceMode> {
+    fn all_modes() -> Vec<ServiceSettings> {
         let other_balancer = ServerId::try_from(16_383).unwrap();
         let mut modes = Vec::new();
         for consistency in Consistency::ALL {
@@ -297,7 +298,7 @@ mod tests {
                     Some(ServiceMigration::HandedOverTo(other_balancer)),
                 ] {
                     let mode_with_forwarding =
-                        |forwarding| ServiceMode { consistency, timestamps, migration, forwarding };
+                        |forwarding| ServiceSettings { consistency, timestamps, migration, forwarding };
                     modes.extend(Forwarding::ALL.map(mode_with_forwarding));
                 }
             }
@@ -310,10 +311,10 @@ mod tests {
         for mode in all_modes() {
             let settings = mode.settings();
             let name_value_pairs = settings.iter().map(|(key, value)| (*key, value.as_str()));
-            assert_eq!(ServiceMode::from_settings(name_value_pairs), Ok(mode));
+            assert_eq!(ServiceSettings::from_settings(name_value_pairs), Ok(mode));
         }
-        assert_eq!(ServiceMode::from_settings([]), Ok(ServiceMode::default()));
-        let error_text = |key, value| ServiceMode::from_settings([(key, value)]).unwrap_err().to_string();
+        assert_eq!(ServiceSettings::from_settings([]), Ok(ServiceSettings::default()));
+        let error_text = |key, value| ServiceSettings::from_settings([(key, value)]).unwrap_err().to_string();
         assert!(
             error_text("consistency", "sticky")
                 .starts_with("consistency: consistency \"sticky\" is not known: expected")
@@ -331,14 +332,14 @@ mod tests {
     #[test]
     fn service_slot_bits_round_trip() {
         for mode in all_modes() {
-            let expected = ServiceMode { forwarding: Forwarding::default(), ..mode };
-            assert_eq!(ServiceMode::from_service_slot_bits(mode.service_slot_bits()), Some(expected));
+            let expected = ServiceSettings { forwarding: Forwarding::default(), ..mode };
+            assert_eq!(ServiceSettings::from_service_slot_bits(mode.service_slot_bits()), Some(expected));
         }
         for invalid_bits in
             [intf::SERVICE_ADDRESS_ONLY, intf::NO_SERVICE, 5 << intf::SERVICE_CONSISTENCY_SHIFT, 1 << 20]
         {
             assert_eq!(
-                ServiceMode::from_service_slot_bits(invalid_bits & !intf::SERVICE_INDEX_MASK),
+                ServiceSettings::from_service_slot_bits(invalid_bits & !intf::SERVICE_INDEX_MASK),
                 None,
                 "{invalid_bits:#x}"
             );

@@ -255,8 +255,8 @@ mod tests {
             let Some(sent_tsval) = self.packets_to_client.pop_front() else { return };
             let ts_recent = self.client_ts_recent.unwrap_or(sent_tsval).value;
             let tsval_step = sent_tsval.value.wrapping_sub(ts_recent) as i32;
-            // A packet of the same millisecond may have a key that came in between, and is lost. That happens
-            // once in 65,536 times that keys change during a silence of more than a minute.
+            // A packet of the same millisecond may have a key that came in between, and is lost. That happens once in
+            // 65,536 times that keys change during a silence of more than a minute.
             let is_same_millisecond =
                 self.is_tsecr_wrapped && (sent_tsval.value ^ ts_recent) >> intf::COOKIE_TIME_SHIFT == 0;
             assert!(tsval_step >= 0 || is_same_millisecond, "TSval {:#x} after {ts_recent:#x}", sent_tsval.value);
@@ -265,8 +265,8 @@ mod tests {
             }
         }
 
-        /// The controller keeps switches hours apart. The last switch is over, and TCP has given up connections of
-        /// clients that have sent nothing since.
+        /// Switches to the other key, if the last switch is over and TCP has given up connections of clients that have
+        /// sent nothing since. The controller keeps switches hours apart.
         fn switch_key(&mut self, delay_ms: u32) {
             let is_after_switch = |original: u32| original.wrapping_sub(self.switch_ms) as i32 >= 0;
             let is_held_after_switch = self.paws_clamp.held_timestamp.is_none_or(|held_timestamp| {

@@ -175,6 +175,7 @@ string_enum!(
     ]
 );
 
+/// Services without mistakes, with the queue of each service in the same order, and the addresses at which they listen.
 struct CheckedServices {
     listeners: Vec<(SocketAddrV4, Classifier)>,
     services: Vec<ServiceConfig>,
@@ -213,7 +214,8 @@ impl UncheckedConfig {
         Some(Config { shared_memory_path, listeners, af_xdp_interface, engine_config, idle_sleep, metrics_address })
     }
 
-    /// Checks the services, and returns those without mistakes.
+    /// Checks the services, and returns those without mistakes. Returns `None` if a service's group has no
+    /// configuration.
     fn check_services(
         &self,
         group_configs: &[GroupConfig],

@@ -179,7 +179,8 @@ async fn run_sessions(config: &Config, rack_state: &RackState) -> anyhow::Result
     }
 }
 
-/// Records that the controller has accepted this rack, which its first update shows.
+/// Records and logs that the controller has accepted this rack, which its first update shows. Does nothing for later
+/// updates.
 fn record_acceptance(
     config: &Config,
     connection: &ControllerConnection,

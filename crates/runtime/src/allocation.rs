@@ -9,7 +9,7 @@ use crate::message::HintMessage;
 use crate::worker::Worker;
 
 /// Number of services to which cores can be assigned. Service 0 has the higher priority.
-pub const ALLOCATED_SERVICE_COUNT: u8 = 2;
+pub const SERVICES_WITH_CORES: u8 = 2;
 
 /// Assignment of cores to services, shared by the workers of a process (RingLeader, NSDI'23, Sect. 4.4). The core that
 /// receives a hint changes it. [`CoreAllocator`] makes the decisions.
@@ -32,12 +32,12 @@ impl SharedCoreAllocator {
         let allocation = self.lock_allocation();
         let core = worker.core();
         let is_assigned = |service: &u8| allocation.is_running(*service, core);
-        (0..ALLOCATED_SERVICE_COUNT).filter(is_assigned).try_for_each(|service| worker.enable_service(service, core))
+        (0..SERVICES_WITH_CORES).filter(is_assigned).try_for_each(|service| worker.enable_service(service, core))
     }
 
     /// Acts on a hint. Enables or disables services on a core, and then rearms the load monitor.
     pub fn apply_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
-        if hint.service < ALLOCATED_SERVICE_COUNT {
+        if hint.service < SERVICES_WITH_CORES {
             let has_other_waiting_requests = hint.waiting_services >> (1 - hint.service) & 1 == 1;
             let mut allocation = self.lock_allocation();
             for change in

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use coreward_model::ServerId;
 use coreward_model::connection_table::TableOwnerNumber;
-use coreward_model::consistency::{ServiceMode, TimestampOrigin};
+use coreward_model::consistency::{ServiceSettings, TimestampOrigin};
 use coreward_model::cookie::{CookieKey, FleetCookieKeys};
 use coreward_model::health::{HealthCheck, WhenAllDown};
 use coreward_model::placement::DEFAULT_TABLE_LIFETIME;
@@ -97,7 +97,7 @@ pub struct Service {
     /// Index of the service in tables.
     pub index: ServiceIndex,
     /// Consistency mode of the service.
-    pub mode: ServiceMode,
+    pub mode: ServiceSettings,
     /// Name of the service's policy.
     pub policy: String,
     /// Telemetry that the policy needs from each server.
@@ -177,7 +177,7 @@ pub struct AgentService {
     /// This server's id in cookies.
     pub server_id: ServerId,
     /// Consistency mode of the service.
-    pub mode: ServiceMode,
+    pub mode: ServiceSettings,
 }
 
 impl From<&FleetConfiguration> for v1::FleetConfiguration {
@@ -275,12 +275,12 @@ fn parse_owner_number(field: &str, number: u32) -> Result<TableOwnerNumber, Wire
     u64::from(number).try_into().map_err(|error| WireError::new(field, error))
 }
 
-fn parse_mode(mode: Option<&v1::ServiceMode>) -> Result<ServiceMode, WireError> {
+fn parse_mode(mode: Option<&v1::ServiceSettings>) -> Result<ServiceSettings, WireError> {
     mode.ok_or_else(|| WireError::missing("mode"))?.try_into().within("mode")
 }
 
 /// Parses a service's time key, which LB-side stamping requires so that all load balancers stamp alike.
-fn parse_time_key(mode: ServiceMode, key: Option<v1::CookieKey>) -> Result<Option<CookieKey>, WireError> {
+fn parse_time_key(mode: ServiceSettings, key: Option<v1::CookieKey>) -> Result<Option<CookieKey>, WireError> {
     match (mode.timestamps == TimestampOrigin::LoadBalancer, key) {
         (true, None) => Err(WireError::missing("time_key")),
         (true, Some(key)) => Ok(Some(key.into())),

@@ -18,7 +18,7 @@ use anyhow::{Context as _, ensure};
 use coreward_dataplane::server::{ServerOptions, ServerPrograms};
 use coreward_dataplane::tc::Direction;
 use coreward_intf as intf;
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
@@ -83,7 +83,7 @@ impl AttachedServerPrograms {
         server_programs
             .set_keys(&FleetCookieKeys { keys, current: KeyIndex::First }, monotonic_now_ms()?.wrapping_sub(1_000));
         let address = ServiceAddress { vip_and_port: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp };
-        server_programs.set_services(&[(address, ServerId::try_from(1)?, ServiceMode::default())])?;
+        server_programs.set_services(&[(address, ServerId::try_from(1)?, ServiceSettings::default())])?;
         Ok(programs)
     }
 

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use coreward_model::connection_table::{ClockTicks, ConnectionIndex, TableOwnerNumber};
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::FleetCookieKeys;
 use coreward_model::lb::{Server, TableOwner, TokenBucketSelector};
 use coreward_model::placement::PlacementTable;
@@ -14,7 +14,7 @@ use coreward_model::{ServerId, ServiceAddress};
 pub enum StateChange {
     SetKeys(FleetCookieKeys),
     /// Replaces all services by these, which have different addresses.
-    ReplaceServices(Vec<(ServiceAddress, ServiceMode)>),
+    ReplaceServices(Vec<(ServiceAddress, ServiceSettings)>),
     /// Adds or changes a server in the service with this slot (`Some`), or removes the server (`None`).
     SetServer(usize, ServerId, Option<Server>),
     /// Sets whether the load balancer's own health checks consider a server of a service down.

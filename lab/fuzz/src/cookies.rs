@@ -16,7 +16,7 @@ use std::net::Ipv4Addr;
 
 use anyhow::ensure;
 use coreward_intf as intf;
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::lb::{Server, TokenBucketSelector};
 use coreward_model::tuple::Protocol;
@@ -92,8 +92,8 @@ impl CookieTester {
         let cookie_keys = FleetCookieKeys { keys: [random_key(), random_key()], current: KeyIndex::First };
         let mut harness = Harness::new(HarnessSetup::new(OWN_MAC, cookie_keys), with_program)?;
         let service_address = ServiceAddress { vip_and_port: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp };
-        let service_slot =
-            harness.apply_change(&StateChange::ReplaceServices(vec![(service_address, ServiceMode::default())]))?[0];
+        let service_slot = harness
+            .apply_change(&StateChange::ReplaceServices(vec![(service_address, ServiceSettings::default())]))?[0];
         let mut known_server_ids = BTreeSet::new();
         while known_server_ids.len() < server_count {
             let server_id = ServerId::try_from(rng.random_below(ServerId::COUNT) as u64)?;

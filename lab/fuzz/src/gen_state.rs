@@ -4,7 +4,7 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use coreward_intf as intf;
 use coreward_model::connection_table::{ClockTicks, TableOwnerNumber, TableSize};
-use coreward_model::consistency::{Consistency, ServiceMigration, ServiceMode, TimestampOrigin};
+use coreward_model::consistency::{Consistency, ServiceMigration, ServiceSettings, TimestampOrigin};
 use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::lb::{
@@ -64,7 +64,7 @@ pub struct GeneratedService {
     pub address: ServiceAddress,
     /// VIP and port, where an IPv4 placeholder represents an IPv6 VIP.
     pub ipv4_address: (Ipv4Addr, u16),
-    pub mode: ServiceMode,
+    pub mode: ServiceSettings,
     pub service_slot: usize,
     /// Ids of the service's present and earlier servers.
     pub server_ids: Vec<ServerId>,
@@ -155,7 +155,7 @@ impl GeneratorState {
 
     /// Returns a change to a new list of services, in which some present services stay, perhaps with another mode.
     pub fn random_services_change(&mut self, rng: &mut FuzzRng) -> StateChange {
-        let mut services: Vec<(ServiceAddress, ServiceMode)> = Vec::new();
+        let mut services: Vec<(ServiceAddress, ServiceSettings)> = Vec::new();
         for service in &self.services {
             if rng.random_bool(2, 3) {
                 let mode =
@@ -175,11 +175,11 @@ impl GeneratorState {
     }
 
     /// Returns a random mode that a service of this protocol may have.
-    fn random_mode(&self, protocol: Protocol, rng: &mut FuzzRng) -> ServiceMode {
+    fn random_mode(&self, protocol: Protocol, rng: &mut FuzzRng) -> ServiceSettings {
         if protocol == Protocol::Udp {
             let consistency = rng.pick(&[Consistency::HashTable, Consistency::None]);
-            let default_mode = ServiceMode::default_for_protocol(Protocol::Udp);
-            return ServiceMode { consistency, forwarding: rng.pick(&self.allowed_forwardings), ..default_mode };
+            let default_mode = ServiceSettings::default_for_protocol(Protocol::Udp);
+            return ServiceSettings { consistency, forwarding: rng.pick(&self.allowed_forwardings), ..default_mode };
         }
         let consistency = rng.pick(&self.allowed_modes);
         let timestamps = match rng.random_below(15) {
@@ -191,9 +191,9 @@ impl GeneratorState {
             TimestampOrigin::LoadBalancer => Forwarding::L2,
             _ => rng.pick(&self.allowed_forwardings),
         };
-        let mode = ServiceMode { consistency, timestamps, migration: None, forwarding };
+        let mode = ServiceSettings { consistency, timestamps, migration: None, forwarding };
         let is_migrating = mode.can_migrate() && rng.random_bool(1, 3);
-        ServiceMode { migration: is_migrating.then(|| self.random_migration(rng)), ..mode }
+        ServiceSettings { migration: is_migrating.then(|| self.random_migration(rng)), ..mode }
     }
 
     /// Returns a random migration. Its other load balancer mostly has a server's id, so that its MAC address is known.
@@ -213,7 +213,7 @@ impl GeneratorState {
 
     /// Records the services of a [`StateChange::ReplaceServices`], and the slots that the reference model has given
     /// them.
-    pub fn record_service_slots(&mut self, services: &[(ServiceAddress, ServiceMode)], service_slots: &[usize]) {
+    pub fn record_service_slots(&mut self, services: &[(ServiceAddress, ServiceSettings)], service_slots: &[usize]) {
         let previous_services = std::mem::take(&mut self.services);
         let new_services = services.iter().zip(service_slots).map(|((address, mode), service_slot)| {
             let previous_service = previous_services.iter().find(|service| service.address == *address);

@@ -11,7 +11,7 @@ use coreward_dataplane::mac;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::connection_table::{Connection, ConnectionTimeouts, TableOwnerNumber, TableSize};
-use coreward_model::consistency::{ServiceMode, TimestampOrigin};
+use coreward_model::consistency::{ServiceSettings, TimestampOrigin};
 use coreward_model::cookie::{CookieKey, FleetCookieKeys};
 use coreward_model::lb::{
     BROADCAST_REASON_COUNT, BroadcastRates, LoadBalancer, LoadBalancerSettings, MacAddress, Outcome, OuterHeader,
@@ -167,7 +167,7 @@ impl LoadedProgram {
 
     fn replace_services(
         &mut self,
-        services: &[(ServiceAddress, ServiceMode)],
+        services: &[(ServiceAddress, ServiceSettings)],
         service_slots: &[usize],
     ) -> anyhow::Result<()> {
         let service_indexes = self.load_balancer.set_services(services)?;
@@ -331,7 +331,7 @@ impl Harness {
     }
 
     /// Replaces the model's services and returns their slots. The counters of a new service start at zero.
-    fn replace_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> Vec<usize> {
+    fn replace_services(&mut self, services: &[(ServiceAddress, ServiceSettings)]) -> Vec<usize> {
         let previous_addresses: Vec<_> =
             (0..NO_SERVICE).map(|service_slot| self.model.service_address(service_slot)).collect();
         let service_slots = self.model.set_services(services);

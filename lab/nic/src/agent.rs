@@ -74,7 +74,7 @@ pub struct RssWatchOutput {
 }
 
 /// Starts `coreward agent rss` and waits until it samples SYNs. Fails when it does not start.
-pub fn start_rss_watch(guest: &mut Guest) -> Result<()> {
+pub fn start_rss_agent(guest: &mut Guest) -> Result<()> {
     let limit_seconds = DAEMON_START_TIMEOUT.as_secs();
     guest.run_successfully(&format!(
         "start rss coreward agent rss --interface eth0 --seconds {limit_seconds} --syns {FLOW_COUNT} --json"

@@ -275,7 +275,7 @@ impl GuestCase {
     ) -> Result<()> {
         guest.run_successfully(setting.set_up_command)?;
         let setting_check_name = |check: &str| self.full_check_name(&format!("{}: {check}", setting.name));
-        let watch_start = agent::start_rss_watch(guest);
+        let watch_start = agent::start_rss_agent(guest);
         let measurement = rss::measure_flow_queues(guest, self.nic, guest_tap)?;
         let measurement_text = measurement.to_string();
         let check_text = if setting.is_in_force_expected {
@@ -316,7 +316,6 @@ impl GuestCase {
 
     /// Checks the agent with `manage_rss = true`, from its start to its end.
     fn check_managed_rss(&self, guest: &mut Guest, guest_tap: &GuestTap, tally: &mut CheckTally) -> Result<()> {
-        let managed_check_name = |check: &str| self.full_check_name(&format!("manage_rss: {check}"));
         let rss_before = rss::read_rss(guest)?;
         let managed_rss = agent::expected_managed_rss(&rss_before, self.nic == NicModel::Virtio, QUEUE_COUNT)?;
         ensure!(managed_rss != rss_before, "the NIC holds already what the agent is to set");
@@ -327,7 +326,7 @@ impl GuestCase {
         let measurement_text = measurement.to_string();
         let is_managed_in_force = measurement.shown_rss == managed_rss && measurement.is_in_force();
         tally.record_result(
-            &managed_check_name("key and table are set, and in force"),
+            &self.managed_check_name("key and table are set, and in force"),
             if is_managed_in_force { Ok(measurement_text) } else { Err(anyhow!(measurement_text)) },
         );
         let matched_syns = daemons.count_new_matched_syns(guest, counts_before, FLOW_COUNT.into())?;
@@ -337,7 +336,7 @@ impl GuestCase {
         } else {
             Err(anyhow!(matched_text))
         };
-        tally.record_result(&managed_check_name("the agent counts them"), count_result);
+        tally.record_result(&self.managed_check_name("the agent counts them"), count_result);
 
         if self.nic == NicModel::Virtio {
             self.check_warning_without_hashing(&daemons, guest, guest_tap, tally)?;
@@ -350,11 +349,15 @@ impl GuestCase {
         } else {
             Err(anyhow!("{rss_after:?}, not {rss_before:?}"))
         };
-        tally.record_result(&managed_check_name("key and table are put back"), restore_result);
+        tally.record_result(&self.managed_check_name("key and table are put back"), restore_result);
         Ok(())
     }
 
-    /// Checks that an agent with `manage_rss = true` warns when hashing is switched off, and switches it on again.
+    fn managed_check_name(&self, check: &str) -> String {
+        self.full_check_name(&format!("manage_rss: {check}"))
+    }
+
+    /// Switches hashing off, checks that an agent with `manage_rss = true` warns, and switches hashing on again.
     fn check_warning_without_hashing(
         &self,
         daemons: &ControllerAndAgent,
@@ -367,7 +370,7 @@ impl GuestCase {
         ensure!(measurement.are_families_in_force() == [false, false], "hashing is off, and {measurement}");
         let warning_result = daemons.wait_for_rss_warning(guest, true);
         tally.record_result(
-            &self.full_check_name("manage_rss: hashing is switched off, and the agent warns"),
+            &self.managed_check_name("hashing is switched off, and the agent warns"),
             warning_result.map(|()| measurement.to_string()),
         );
         guest.run_successfully("ethtool -K eth0 rxhash on")?;

@@ -208,8 +208,7 @@ fn run_with_coreward(
         let _stop_on_drop = SetOnDrop(&stop_flag);
         scope.spawn(|| write_random_loads(testbed, &stop_flag));
         let drain_thread = scope.spawn(|| drain_servers_in_turn(testbed, &mut fleet, &stop_flag, &pool_changes));
-        let outcome = measure_clients(testbed, &options)?;
-        stop_flag.store(true, Ordering::Relaxed);
+        let outcome = measure_clients(testbed, &options, &stop_flag)?;
         join_thread(drain_thread)?;
         Ok::<_, anyhow::Error>(outcome)
     })?;
@@ -224,10 +223,15 @@ fn run_with_coreward(
     })
 }
 
-/// Runs wrk and the downloads with an idle and a busy connection at the same time. Returns an outcome with only their
-/// results.
-fn measure_clients(testbed: &Testbed, options: &ConformanceArgs) -> anyhow::Result<ConformanceOutcome> {
+/// Runs wrk and the downloads with an idle and a busy connection at the same time. Sets `stop_flag` when all have ended
+/// or one fails. Returns an outcome with only their results.
+fn measure_clients(
+    testbed: &Testbed,
+    options: &ConformanceArgs,
+    stop_flag: &AtomicBool,
+) -> anyhow::Result<ConformanceOutcome> {
     std::thread::scope(|scope| {
+        let _stop_on_drop = SetOnDrop(stop_flag);
         let idle_duration = Duration::from_secs(options.idle_seconds.into());
         let idle_thread = scope.spawn(move || {
             testbed.client().run_within(|| Ok(measure_idle_connection(testbed.service_address(), idle_duration)))

@@ -20,8 +20,8 @@ const REPORT_LIFETIME_IN_INTERVALS: u32 = 5;
 const MIN_REPORT_LIFETIME: Duration = Duration::from_millis(500);
 
 impl Agent {
-    /// Returns the next report without the parts that were already `report_state`, or `None` while the cores' load is
-    /// unknown.
+    /// Returns the next report without the parts that `report_state` records as sent, or `None` while the cores' load
+    /// is unknown.
     pub fn report(&mut self, report_state: &SentReportState, extra_warnings: &[String]) -> Option<v1::Report> {
         let measured_ns = self.read_core_busy_times()?;
         self.report_sequence_number += 1;
@@ -36,6 +36,7 @@ impl Agent {
         let counters = self.bpf_programs.counters();
         let warnings = self.all_warnings(extra_warnings);
         let needs_details = report_state.needs_details(self.applied_configuration.as_ref(), &warnings);
+        let details = needs_details.then(|| self.report_details(&counters, warnings));
         let report = AgentReport {
             sent_at: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
             time_to_live: (self.report_interval() * REPORT_LIFETIME_IN_INTERVALS).max(MIN_REPORT_LIFETIME),
@@ -50,7 +51,7 @@ impl Agent {
             rss_matched: counters[intf::SERVER_COUNTER_RSS_MATCHED as usize],
             rss_mismatched: counters[intf::SERVER_COUNTER_RSS_MISMATCHED as usize],
             configuration_generation: self.confirmed_generation(),
-            details: needs_details.then(|| self.report_details(&counters, warnings)),
+            details,
         };
         Some(reduce_oversized_report(report.into()))
     }
@@ -89,7 +90,7 @@ impl Agent {
         }
     }
 
-    /// Returns all warnings for `coreward status`, including `extra_warnings` warnings about the connection to the
+    /// Returns all warnings for `coreward status`, including `extra_warnings`, which are about the connection to the
     /// controller.
     pub(super) fn all_warnings(&self, extra_warnings: &[String]) -> Vec<String> {
         let describe_refused_update = |refused_update: &v1::RefusedUpdate| {

@@ -315,7 +315,7 @@ fn socket_query_returns_connections_with_open_sockets() -> anyhow::Result<()> {
     let testbed = create_testbed("tquery")?;
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.configure(AgentConfiguration { previous_servers: vec![], ..agent_configuration() }, &[]);
+        agent.configure(agent_configuration(), &[]);
         let listener = TcpListener::bind(SERVICE_ADDRESS)?;
         let client = TcpStream::connect(SERVICE_ADDRESS)?;
         let open_client = client.local_addr()?;

@@ -464,24 +464,24 @@ pub(crate) async fn apply_change(
 async fn store_histories_and_key_steps(controller_state: &ControllerState) {
     let mut poll_timer = tokio::time::interval(MAINTENANCE_INTERVAL);
     poll_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut last_delay_reason = None;
+    let mut last_step_delay_reason = None;
     loop {
         poll_timer.tick().await;
         let now = controller_state.now();
         store_changed_bucket_histories(controller_state).await;
         let step = controller_state.lock_controller().due_key_step(now);
         match step {
-            Ok(None) => last_delay_reason = None,
+            Ok(None) => last_step_delay_reason = None,
             Ok(Some(step)) => request_key_step(controller_state, step).await,
             Err(reason) => {
-                if last_delay_reason.as_ref() != Some(&reason) {
+                if last_step_delay_reason.as_ref() != Some(&reason) {
                     tracing::warn!(
                         event = "key-step-delayed",
                         %reason,
                         "the controller delays the next step of the cookie key rotation"
                     );
                 }
-                last_delay_reason = Some(reason);
+                last_step_delay_reason = Some(reason);
             }
         }
     }

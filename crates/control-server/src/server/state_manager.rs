@@ -187,8 +187,12 @@ impl StateManager {
         let stored_records = store.load()?;
         let had_stored_records = stored_records.is_some();
         let clock = RecordClock::from(stored_records.as_ref().and_then(|records| records.last_write_at));
-        let (fleet, records, is_file_refused) =
-            merge_or_keep_last(fleet_config, config.fleet_file.as_deref(), stored_records.as_ref(), clock.now())?;
+        let (fleet, records, is_file_refused) = merge_at_start_or_keep_document(
+            fleet_config,
+            config.fleet_file.as_deref(),
+            stored_records.as_ref(),
+            clock.now(),
+        )?;
         revoked.set(config.revoked_certificates.iter().copied());
         let state_counters = Arc::new(StateCounters::default());
         state_counters.is_fleet_file_rejected.store(is_file_refused, Ordering::Relaxed);
@@ -203,12 +207,13 @@ impl StateManager {
             revoked_certificates: revoked,
             state_counters,
         };
-        manager.save_first_records(stored_records)?;
+        manager.save_at_start(stored_records)?;
         Ok(manager)
     }
 
-    /// Writes the records for the first time since the start.
-    fn save_first_records(&mut self, stored_records: Option<FleetRecords>) -> anyhow::Result<()> {
+    /// Writes the records for the first time since the start. If this fails other than in etcd, continues with the
+    /// stored records.
+    fn save_at_start(&mut self, stored_records: Option<FleetRecords>) -> anyhow::Result<()> {
         match (self.save(&self.records.clone()), stored_records) {
             (Ok(()), _) => {}
             // If the disk is full, a controller continues from the records, but without changes.
@@ -479,8 +484,9 @@ fn merge_fleet_file_with_records(
 }
 
 /// Merges like [`merge_fleet_file_with_records`]. If the fleet's file at `file_path` has a mistake, the stored document
-/// stays in force. Returns the fleet, the records, and whether the file was rejected.
-fn merge_or_keep_last(
+/// stays in force. Returns the fleet, the records, and whether the file was rejected. Fails if no document is stored
+/// either.
+fn merge_at_start_or_keep_document(
     file: Result<Option<FleetConfig>, Diagnostics>,
     file_path: Option<&Path>,
     stored_records: Option<&FleetRecords>,

@@ -46,6 +46,7 @@ impl TestEnv {
     /// limit.
     async fn send_request_within_limit(&self, method: &str, path: &str, token: Option<&str>) -> (StatusCode, Value) {
         loop {
+            // The body does not matter, because it is not read.
             let (status, problem) = self.send_request(method, path, token, Some("{}")).await;
             if status != StatusCode::TOO_MANY_REQUESTS {
                 return (status, problem);
@@ -111,7 +112,6 @@ async fn every_endpoint_requires_authentication() {
         let path = path.replace("{service}", "web").replace("{server}", "s1").replace("{load_balancer}", "lb1");
         let path = path.replace("{generation}", "1");
         assert!(!path.contains('{'), "{path}: expected a value for it here");
-        // The body does not matter, because it is not read.
         for token in [None, Some("nonsense"), Some(""), Some(&operator[1..])] {
             let (status, problem) = env.send_request_within_limit(method, &path, token).await;
             assert_eq!(status, StatusCode::UNAUTHORIZED, "{method} {path} with {token:?}");

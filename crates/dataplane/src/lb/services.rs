@@ -7,7 +7,7 @@ use std::mem::offset_of;
 use anyhow::Context as _;
 use coreward_intf as intf;
 use coreward_model::ServiceAddress;
-use coreward_model::consistency::{Consistency, ServiceMode, TimestampOrigin};
+use coreward_model::consistency::{Consistency, ServiceSettings, TimestampOrigin};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::tuple::{Protocol, address_from_words};
 use libbpf_rs::{MapCore as _, MapFlags};
@@ -22,12 +22,12 @@ use crate::service_slots;
 #[derive(Debug)]
 pub(super) struct Service {
     pub index: ServiceIndex,
-    pub mode: ServiceMode,
+    pub mode: ServiceSettings,
     pub placement_table: Option<StoredTable>,
 }
 
 impl Service {
-    fn new(index: ServiceIndex, mode: ServiceMode) -> Self {
+    fn new(index: ServiceIndex, mode: ServiceSettings) -> Self {
         Self { index, mode, placement_table: None }
     }
 
@@ -58,7 +58,7 @@ pub enum ModeError {
     NeedsL2(ServiceAddress),
 }
 
-fn check_mode_combination(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> {
+fn check_mode_combination(address: &ServiceAddress, mode: &ServiceSettings) -> Result<(), ModeError> {
     let allows_any_protocol = matches!(mode.consistency, Consistency::None | Consistency::HashTable);
     if address.protocol == Protocol::Udp && !allows_any_protocol {
         return Err(ModeError::NeedsTcp(*address, mode.consistency));
@@ -77,14 +77,14 @@ fn check_mode_combination(address: &ServiceAddress, mode: &ServiceMode) -> Resul
 }
 
 /// Encodes a service's index and mode as the number in its directory slot (with the layout of `bpf/include/intf.h`).
-fn encode_slot_number(index: ServiceIndex, mode: ServiceMode) -> u32 {
+fn encode_slot_number(index: ServiceIndex, mode: ServiceSettings) -> u32 {
     u32::from(index.0) | mode.service_slot_bits()
 }
 
 /// Decodes the index and the mode, except its forwarding, from a slot's number, or returns `None` if the slot is empty.
-fn decode_slot_number(slot_number: u32) -> Option<(ServiceIndex, ServiceMode)> {
+fn decode_slot_number(slot_number: u32) -> Option<(ServiceIndex, ServiceSettings)> {
     let service_index = (slot_number & intf::SERVICE_INDEX_MASK) as u16;
-    let service_mode = ServiceMode::from_service_slot_bits(slot_number & !intf::SERVICE_INDEX_MASK)?;
+    let service_mode = ServiceSettings::from_service_slot_bits(slot_number & !intf::SERVICE_INDEX_MASK)?;
     (u32::from(service_index) < intf::MAX_SERVICES).then_some((ServiceIndex(service_index), service_mode))
 }
 
@@ -109,7 +109,10 @@ impl LoadBalancer {
     /// table and connections, while a new one starts empty. Fails when there are too many services, or one is listed
     /// twice. Also fails when a mode does not suit its service ([`ModeError`]), or the kernel rejects the program. A
     /// failed call changes nothing.
-    pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> anyhow::Result<Vec<ServiceIndex>> {
+    pub fn set_services(
+        &mut self,
+        services: &[(ServiceAddress, ServiceSettings)],
+    ) -> anyhow::Result<Vec<ServiceIndex>> {
         let addresses_without_numbers: Vec<_> = services.iter().map(|(address, _)| (*address, 0)).collect();
         service_slots::build_lb_directory(&addresses_without_numbers)?;
         services.iter().try_for_each(|(address, mode)| check_mode_combination(address, mode))?;
@@ -143,7 +146,7 @@ impl LoadBalancer {
     /// indexes of the removed services.
     fn update_known_services(
         &mut self,
-        modes_by_address: &BTreeMap<ServiceAddress, ServiceMode>,
+        modes_by_address: &BTreeMap<ServiceAddress, ServiceSettings>,
     ) -> anyhow::Result<Vec<ServiceIndex>> {
         let previous_numbers = self.addresses_with_slot_numbers();
         let mut unused_tables = Vec::new();
@@ -166,7 +169,7 @@ impl LoadBalancer {
     }
 
     /// Adds those of `services` that are not known yet.
-    fn add_new_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> anyhow::Result<()> {
+    fn add_new_services(&mut self, services: &[(ServiceAddress, ServiceSettings)]) -> anyhow::Result<()> {
         let added_services: Vec<_> =
             services.iter().filter(|(address, _)| !self.services.contains_key(address)).collect();
         if added_services.is_empty() {
@@ -329,7 +332,7 @@ pub(super) fn read_services(maps: &Maps) -> BTreeMap<ServiceAddress, Service> {
         directories.half[usize::from(directories.active & 1 != 0)].slots.iter().filter_map(|slot| {
             let protocol = Protocol::ALL.into_iter().find(|protocol| protocol.iana_number() == slot.key.protocol)?;
             let (index, mode) = decode_slot_number(slot.number)?;
-            let mode = ServiceMode { forwarding: load_forwarding(maps, index), ..mode };
+            let mode = ServiceSettings { forwarding: load_forwarding(maps, index), ..mode };
             let vip_address = address_from_words(slot.key.address);
             let service_address =
                 ServiceAddress { vip_and_port: (vip_address, u16::from_be(slot.key.port)).into(), protocol };

@@ -217,12 +217,17 @@ struct TableBlockLayout {
 impl TableBlockLayout {
     fn of(table: &PlacementTable) -> Self {
         let mut size_bytes = TABLE_HEADER_BYTES.next_multiple_of(8);
+        let consistent_offset = append_list::<u16>(&mut size_bytes, table.consistent_servers.len());
+        let previous_consistent_offset = append_list::<u16>(&mut size_bytes, table.consistent_servers.len());
+        let candidates_offset = append_list::<intf::candidate>(&mut size_bytes, table.candidates.len());
+        let members_offset = append_list::<intf::member>(&mut size_bytes, table.members.len());
+        let assigned_offset = append_list::<u32>(&mut size_bytes, table.core_slots.len());
         Self {
-            consistent_offset: append_list::<u16>(&mut size_bytes, table.consistent_servers.len()),
-            previous_consistent_offset: append_list::<u16>(&mut size_bytes, table.consistent_servers.len()),
-            candidates_offset: append_list::<intf::candidate>(&mut size_bytes, table.candidates.len()),
-            members_offset: append_list::<intf::member>(&mut size_bytes, table.members.len()),
-            assigned_offset: append_list::<u32>(&mut size_bytes, table.core_slots.len()),
+            consistent_offset,
+            previous_consistent_offset,
+            candidates_offset,
+            members_offset,
+            assigned_offset,
             size_bytes,
         }
     }

@@ -6,7 +6,7 @@ use coreward_dataplane::decap::{COUNTER_NAMES, Decapsulation};
 use coreward_dataplane::lb::{Options, Tunnel};
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::ServiceSettings;
 use coreward_model::forwarding::Forwarding;
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
@@ -322,7 +322,7 @@ fn encapsulated_packet_arrives_unchanged() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(35, 0);
     for variant in TunnelVariant::all() {
-        let mode = ServiceMode { forwarding: variant.forwarding, ..ServiceMode::default() };
+        let mode = ServiceSettings { forwarding: variant.forwarding, ..ServiceSettings::default() };
         let mut balancer = Balancer::with_model(
             &[(service_address(service_vip(variant.inner_family)), mode)],
             Options::default(),

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use coreward_dataplane::lb::{BroadcastRateLimits, Options, PacketRate};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::ServiceSettings;
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
@@ -20,7 +20,7 @@ const FORGED_SOURCE: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 fn balancer_with_services(services: u16, options: Options) -> Balancer {
     let mut rng = seeded_rng(121, 0);
     let services: Vec<_> =
-        (0..services).map(|n| (service_address((VIP.0, VIP.1 + n)), ServiceMode::default())).collect();
+        (0..services).map(|n| (service_address((VIP.0, VIP.1 + n)), ServiceSettings::default())).collect();
     let mut balancer = Balancer::without_model(&services, options, &mut rng);
     let server_ids = balancer.replace_servers(0, 5, &mut rng);
     balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));

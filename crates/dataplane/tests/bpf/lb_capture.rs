@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use coreward_dataplane::lb::capture::{self, Capture, CapturedPacket, Destination};
 use coreward_dataplane::lb::{LoadBalancer, Options, Server, XdpMode};
 use coreward_dataplane::mac::MacAddress;
-use coreward_model::consistency::{Consistency, ServiceMode};
+use coreward_model::consistency::{Consistency, ServiceSettings};
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
@@ -73,7 +73,7 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
     let mut lb = LoadBalancer::load(options).unwrap();
     veth_pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
     let device_mac = veth_pair.server.run_inside(|| mac_address("eth0").0);
-    let stateless_service = |vip| (service_address(vip), ServiceMode::default());
+    let stateless_service = |vip| (service_address(vip), ServiceSettings::default());
     let service_indexes = lb.set_services(&[stateless_service(VIP), stateless_service(OTHER_VIP)]).unwrap();
     lb.set_service_name(service_indexes[0], "web");
     lb.set_keys(&fleet_keys());
@@ -138,7 +138,7 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
     run_with_signals(|| capture.poll(INTERRUPTED_WAIT_TIMEOUT, &mut |_| {}).unwrap());
 
     // The daemon replaces the capturing program by another variant, and the capture continues with that variant.
-    let hash_table_mode = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
+    let hash_table_mode = ServiceSettings { consistency: Consistency::HashTable, ..ServiceSettings::default() };
     lb.set_services(&[(service_address(VIP), hash_table_mode)]).unwrap();
     let (mut later_packets, deadline) = (Vec::new(), Instant::now() + INTERRUPTED_WAIT_TIMEOUT);
     for port in CLIENT.1 + 1.. {
@@ -168,7 +168,7 @@ fn ipv6_packets_of_the_service_are_captured() {
     veth_pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
     let device_mac = veth_pair.server.run_inside(|| mac_address("eth0").0);
     let (captured_vip, other_vip) = (service_vip(Family::Ipv6), SocketAddr::new(service_vip(Family::Ipv6).ip(), 81));
-    let services = [captured_vip, other_vip].map(|vip| (service_address(vip), ServiceMode::default()));
+    let services = [captured_vip, other_vip].map(|vip| (service_address(vip), ServiceSettings::default()));
     for index in lb.set_services(&services).unwrap() {
         lb.set_server(index, id(7), Server { mac: Some(SERVER_MAC), is_eligible: true });
         lb.install_table(index, &random_table(PlacementRule::Table, 1, 1, &[id(7)], &mut seeded_rng(1, 0))).unwrap();

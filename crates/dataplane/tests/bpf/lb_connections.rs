@@ -11,7 +11,7 @@ use coreward_intf as intf;
 use coreward_model::connection_table::{
     ClockTicks, ConnectionTimeouts, ExpiryReason, TableSize, decode_cookie_index, encode_cookie_index, encode_syn_tsecr,
 };
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::{seeded_rng, uniform_below};
@@ -495,7 +495,7 @@ fn entries_expire_by_their_timers_or_when_their_server_is_removed() {
 fn removed_service_leaves_no_entries() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(110, 0);
-    for new_services in [vec![], vec![(service_address(VIP), ServiceMode::default())]] {
+    for new_services in [vec![], vec![(service_address(VIP), ServiceSettings::default())]] {
         let (mut balancer, _) = stateful_balancer(1024, &mut rng);
         for _ in 0..100 {
             balancer.open_connection_with_entry(random_client(&mut rng));

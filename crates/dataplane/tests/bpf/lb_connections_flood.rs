@@ -21,7 +21,7 @@ const FLOOD_SYNS_PER_TICK: u32 = ENTRY_COUNT / 20;
 const GENUINE_SYNS_PER_TICK: u32 = 10;
 
 /// Sends a SYN. Returns the index for cookies if the connection got a table entry.
-fn send_syn(balancer: &Balancer, client: (Ipv4Addr, u16)) -> Option<u16> {
+fn open_connection(balancer: &Balancer, client: (Ipv4Addr, u16)) -> Option<u16> {
     let (xdp_action, forwarded_frame) = balancer.run(&syn_frame(client));
     assert_eq!(xdp_action, XDP_TX);
     cookie_index_of(&forwarded_frame)
@@ -63,13 +63,16 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
         balancer.lb.update_source_prefix_limit();
         for n in 0..FLOOD_SYNS_PER_TICK {
             let syn_number = tick * FLOOD_SYNS_PER_TICK + n;
-            send_syn(&balancer, (Ipv4Addr::from(u32::from(prefix) + syn_number % 256), (syn_number / 256) as u16));
+            open_connection(
+                &balancer,
+                (Ipv4Addr::from(u32::from(prefix) + syn_number % 256), (syn_number / 256) as u16),
+            );
         }
         // Prefixes share counters by their hash. One prefix in 4,096 shares the flood's counter and is left out.
         let other_sources = std::iter::repeat_with(|| Ipv4Addr::from(0x0b00_0000 + (rng.next_u32() >> 8)))
             .filter(|address| source_shard_of(*address) != source_shard_of(prefix));
         for client in other_sources.take(GENUINE_SYNS_PER_TICK as usize).map(|address| (address, 4000)) {
-            refused_count += u32::from(send_syn(&balancer, client).is_none());
+            refused_count += u32::from(open_connection(&balancer, client).is_none());
         }
         let used_entries = balancer.lb.scan_used_entry_count();
         assert_eq!(balancer.lb.used_entry_count(), used_entries as u64, "the gauge is of now");

@@ -99,9 +99,12 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
     let remaining_clients: BTreeSet<_> =
         balancer.lb.connections(balancer.service_indexes[0]).map(|connection| ipv4_client(&connection)).collect();
     assert!(freed_counts_by_client.values().all(|times| *times == 1), "an entry was freed twice");
-    let freed_clients: BTreeSet<_> = freed_counts_by_client.keys().copied().collect();
-    assert!(remaining_clients.is_disjoint(&freed_clients));
-    assert_eq!(remaining_clients.union(&freed_clients).copied().collect::<BTreeSet<_>>(), clients_with_entry);
+    let clients_with_freed_slots: BTreeSet<_> = freed_counts_by_client.keys().copied().collect();
+    assert!(remaining_clients.is_disjoint(&clients_with_freed_slots));
+    assert_eq!(
+        remaining_clients.union(&clients_with_freed_slots).copied().collect::<BTreeSet<_>>(),
+        clients_with_entry
+    );
     assert_eq!(balancer.lb.scan_used_entry_count(), remaining_clients.len());
     let sent_count = syn_counter.into_inner();
     assert!(

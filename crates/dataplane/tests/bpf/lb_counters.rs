@@ -6,7 +6,7 @@ use std::os::fd::BorrowedFd;
 use coreward_dataplane::lb::{Options, PacketCounters};
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, ServiceMode};
+use coreward_model::consistency::{Consistency, ServiceSettings};
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
@@ -42,7 +42,7 @@ fn counters_of_a_reused_service_slot_start_at_zero() {
     assert_eq!(balancer.lb.opened_connection_count(service_index), 10);
 
     let mut replace_service =
-        |vip| balancer.lb.set_services(&[(service_address(vip), ServiceMode::default())]).unwrap()[0];
+        |vip| balancer.lb.set_services(&[(service_address(vip), ServiceSettings::default())]).unwrap()[0];
     assert_eq!(replace_service(OTHER_VIP), service_index, "the place is used again");
     assert_eq!(balancer.lb.service_counters(service_index), PacketCounters::default());
     assert_eq!(balancer.lb.opened_connection_count(service_index), 0);
@@ -78,8 +78,8 @@ fn connection_counts_of_two_cpus_are_exact() {
     skip_if!((std::thread::available_parallelism().unwrap().get() < 2).then_some("needs 2 CPUs"));
     let mut rng = seeded_rng(141, 0);
     let udp_address = ServiceAddress { protocol: Protocol::Udp, ..service_address(VIP) };
-    let per_packet_mode = ServiceMode { consistency: Consistency::None, ..ServiceMode::default() };
-    let services = [(service_address(VIP), ServiceMode::default()), (udp_address, per_packet_mode)];
+    let per_packet_mode = ServiceSettings { consistency: Consistency::None, ..ServiceSettings::default() };
+    let services = [(service_address(VIP), ServiceSettings::default()), (udp_address, per_packet_mode)];
     let mut balancer = Balancer::with_model(&services, Options::default(), &mut rng);
     let server_ids = balancer.replace_servers(0, 1, &mut rng);
     balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));

@@ -7,7 +7,7 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 use coreward_dataplane::lb::{BroadcastRateLimits, Options, PacketRate, Server};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::placement::{PlacementRule, PlacementState, PlacementTable};
 use coreward_model::rss::{seeded_rng, uniform_below};
@@ -301,7 +301,8 @@ fn services_have_separate_servers_and_tables() {
         }
     }
     // The second service is removed. Another service that reuses its index starts without servers and table.
-    let service_with_mode = |vip: (Ipv4Addr, u16)| (support::balancer::service_address(vip), ServiceMode::default());
+    let service_with_mode =
+        |vip: (Ipv4Addr, u16)| (support::balancer::service_address(vip), ServiceSettings::default());
     balancer.service_indexes = balancer.lb.set_services(&[service_with_mode(VIP)]).unwrap();
     let syn_to_removed_service = TcpPacket { flags: SYN, ..TcpPacket::new(random_client(&mut rng), other_vip) }.frame();
     balancer.expect_passed_uncounted(&syn_to_removed_service);
@@ -323,7 +324,7 @@ fn broadcast_is_limited_per_service_and_recovers() {
     let mut rng = seeded_rng(10, 0);
     let rate_limits = BroadcastRateLimits::with_equal_rates(PacketRate { per_second: 20, burst_packets: 8 });
     let options = Options { broadcast_limits: [rate_limits; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
-    let services = [(service_address(VIP), ServiceMode::default())];
+    let services = [(service_address(VIP), ServiceSettings::default())];
     let mut balancer = Balancer::without_model(&services, options, &mut rng);
     let rst_frame = TcpPacket { flags: RST, ..TcpPacket::new(random_client(&mut rng), VIP) }.frame();
     let count_broadcasts =

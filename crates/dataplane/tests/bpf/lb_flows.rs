@@ -10,7 +10,7 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::connection_table::ConnectionHash;
-use coreward_model::consistency::{Consistency, ServiceMode, TimestampOrigin};
+use coreward_model::consistency::{Consistency, ServiceSettings, TimestampOrigin};
 use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
@@ -28,9 +28,9 @@ use crate::support::{
 const WEB_VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const DNS_VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 53);
 
-fn udp_service(vip: (Ipv4Addr, u16)) -> (ServiceAddress, ServiceMode) {
+fn udp_service(vip: (Ipv4Addr, u16)) -> (ServiceAddress, ServiceSettings) {
     let protocol = Protocol::Udp;
-    (ServiceAddress { protocol, ..service_address(vip) }, ServiceMode::default_for_protocol(protocol))
+    (ServiceAddress { protocol, ..service_address(vip) }, ServiceSettings::default_for_protocol(protocol))
 }
 
 fn set_eligible(balancer: &mut Balancer, id: ServerId, is_eligible: bool) {
@@ -50,20 +50,20 @@ fn reply_frame(client: (Ipv4Addr, u16), server: MacAddress, flags: u8, tsval: u3
     frame
 }
 
-fn tested_modes() -> [ServiceMode; 4] {
+fn tested_modes() -> [ServiceSettings; 4] {
     [
-        ServiceMode::default(),
-        ServiceMode { timestamps: TimestampOrigin::Off, ..ServiceMode::default() },
-        ServiceMode { consistency: Consistency::Stateful, ..ServiceMode::default() },
-        ServiceMode { timestamps: TimestampOrigin::LoadBalancer, ..ServiceMode::default() },
+        ServiceSettings::default(),
+        ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() },
+        ServiceSettings { consistency: Consistency::Stateful, ..ServiceSettings::default() },
+        ServiceSettings { timestamps: TimestampOrigin::LoadBalancer, ..ServiceSettings::default() },
     ]
 }
 
 /// Asserts that an established connection stays at its server, and that a new one with the same ports avoids the
 /// servers that refuse it.
-fn expect_flows_at_servers(
+fn expect_old_flow_stays_and_new_one_avoids(
     balancer: &Balancer,
-    mode: ServiceMode,
+    mode: ServiceSettings,
     [syn, ack]: &[Vec<u8>; 2],
     previous_destination: MacAddress,
     refusing_macs: &[MacAddress],
@@ -117,13 +117,13 @@ fn syn_avoids_a_server_that_takes_no_new_connections() {
         }
         assert!(refusing_macs.iter().all(|mac| destinations_before.contains(mac)));
         for (frames, previous_destination) in flows_with_frames.iter().zip(destinations_before) {
-            expect_flows_at_servers(&balancer, mode, frames, previous_destination, &refusing_macs);
+            expect_old_flow_stays_and_new_one_avoids(&balancer, mode, frames, previous_destination, &refusing_macs);
         }
     }
 }
 
 fn balancer_with_lb_stamping(rng: &mut impl Rng) -> Balancer {
-    let lb_stamping_mode = ServiceMode { timestamps: TimestampOrigin::LoadBalancer, ..ServiceMode::default() };
+    let lb_stamping_mode = ServiceSettings { timestamps: TimestampOrigin::LoadBalancer, ..ServiceSettings::default() };
     let mut balancer = Balancer::with_model(&[(service_address(WEB_VIP), lb_stamping_mode)], Options::default(), rng);
     balancer.lb.set_time_key(balancer.service_indexes[0], FOREIGN_TIME_KEY);
     // Cookies of LB-side stamping can hold only small ids.
@@ -185,7 +185,7 @@ fn late_syn_ack_of_another_server_does_not_move_a_plain_connection() {
 fn forged_syn_does_not_move_an_open_connection() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(114, 0);
-    let hash_table_mode = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
+    let hash_table_mode = ServiceSettings { consistency: Consistency::HashTable, ..ServiceSettings::default() };
     let mut balancer =
         Balancer::with_model(&[(service_address(WEB_VIP), hash_table_mode)], Options::default(), &mut rng);
     let server_ids = balancer.replace_servers(0, 6, &mut rng);
@@ -261,7 +261,8 @@ fn flood_evicts_no_connection_that_only_the_flow_table_has() {
     const ENTRY_COUNT: u32 = 1 << 10;
     let mut rng = seeded_rng(116, 0);
     let options = Options { flow_table_entry_count: ENTRY_COUNT, ..Options::default() };
-    let mut balancer = Balancer::with_model(&[(service_address(WEB_VIP), ServiceMode::default())], options, &mut rng);
+    let mut balancer =
+        Balancer::with_model(&[(service_address(WEB_VIP), ServiceSettings::default())], options, &mut rng);
     let server_ids = balancer.replace_servers(0, 6, &mut rng);
     let table = random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng);
     balancer.install_table(0, &table);
@@ -343,7 +344,7 @@ fn idle_udp_flow_expires() {
     balancer.run_expecting_counter(&frame, Some(0), "new_connection");
 }
 
-/// Number of entries in the flow table of the services that get floods.
+/// Number of entries in the flow table that flooded services share with the DNS service.
 const FLOODED_ENTRY_COUNT: u32 = 1 << 15;
 
 /// Returns clients of the DNS service whose flows get entries. Each service keeps two entries of a set of eight
@@ -369,12 +370,12 @@ fn clients_with_free_entries(balancer: &Balancer, rng: &mut impl Rng) -> Vec<(Ip
 fn flood_on_one_service_moves_no_udp_flow_of_another() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(115, 0);
-    let timestamps_off_mode = ServiceMode { timestamps: TimestampOrigin::Off, ..ServiceMode::default() };
-    let hash_table_mode = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
+    let timestamps_off_mode = ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() };
+    let hash_table_mode = ServiceSettings { consistency: Consistency::HashTable, ..ServiceSettings::default() };
     let flooded_vips: [(Ipv4Addr, u16); 4] = [80, 81, 82, 5353].map(|port| (WEB_VIP.0, port));
     let services = [
         udp_service(DNS_VIP),
-        (service_address(flooded_vips[0]), ServiceMode::default()),
+        (service_address(flooded_vips[0]), ServiceSettings::default()),
         (service_address(flooded_vips[1]), timestamps_off_mode),
         (service_address(flooded_vips[2]), hash_table_mode),
         udp_service(flooded_vips[3]),

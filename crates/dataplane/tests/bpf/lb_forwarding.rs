@@ -2,7 +2,7 @@
 
 use coreward_dataplane::lb::{BroadcastRateLimits, Options, PacketRate, Tunnel};
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, ServiceMode};
+use coreward_model::consistency::{Consistency, ServiceSettings};
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::forwarding::{Forwarding, gue_source_port};
 use coreward_model::placement::{PlacementRule, PlacementTable};
@@ -22,15 +22,19 @@ use crate::support::{
 
 const MTU: usize = 1500;
 
-fn service_mode(variant: TunnelVariant) -> ServiceMode {
-    ServiceMode { forwarding: variant.forwarding, ..ServiceMode::default() }
+fn service_mode(variant: TunnelVariant) -> ServiceSettings {
+    ServiceSettings { forwarding: variant.forwarding, ..ServiceSettings::default() }
 }
 
 fn balancer_and_table(variant: TunnelVariant) -> (Balancer, PlacementTable) {
     balancer_and_table_with_mode(variant, service_mode(variant), MTU)
 }
 
-fn balancer_and_table_with_mode(variant: TunnelVariant, mode: ServiceMode, mtu: usize) -> (Balancer, PlacementTable) {
+fn balancer_and_table_with_mode(
+    variant: TunnelVariant,
+    mode: ServiceSettings,
+    mtu: usize,
+) -> (Balancer, PlacementTable) {
     let mut rng = seeded_rng(32, 0);
     let balancer = Balancer::with_model(
         &[(service_address(service_vip(variant.inner_family)), mode)],
@@ -316,7 +320,7 @@ fn nothing_is_broadcast_to_servers_behind_routers() {
     skip_if!(missing_bpf_rights());
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
         for variant in TunnelVariant::all() {
-            let mode = ServiceMode { consistency, ..service_mode(variant) };
+            let mode = ServiceSettings { consistency, ..service_mode(variant) };
             let (balancer, _) = balancer_and_table_with_mode(variant, mode, MTU);
             let rst_frame = TcpPacket { flags: RST, tcp_options: vec![], ..syn_packet(variant.inner_family) }.frame();
             let (xdp_action, _) = balancer.run_expecting_counter(&rst_frame, Some(0), "drop_not_broadcast");
@@ -339,8 +343,11 @@ fn services_of_all_kinds_share_a_program_and_servers() {
     let services: Vec<_> = service_kinds
         .iter()
         .map(|kind| {
-            let mode =
-                ServiceMode { consistency: Consistency::HashTable, forwarding: kind.0, ..ServiceMode::default() };
+            let mode = ServiceSettings {
+                consistency: Consistency::HashTable,
+                forwarding: kind.0,
+                ..ServiceSettings::default()
+            };
             (service_address(vip_of_kind(*kind)), mode)
         })
         .collect();

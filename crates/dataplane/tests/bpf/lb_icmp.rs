@@ -3,7 +3,7 @@
 use std::net::Ipv4Addr;
 
 use coreward_dataplane::lb::{Options, Server};
-use coreward_model::consistency::{Consistency, ServiceMode, TimestampOrigin};
+use coreward_model::consistency::{Consistency, ServiceSettings, TimestampOrigin};
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::{seeded_rng, uniform_below};
@@ -47,7 +47,7 @@ fn icmp_error(kind: u8, quoted_packet: &[u8]) -> Vec<u8> {
     ipv4_frame(1, [ROUTER, VIP.0], &[], [0x77, 0], &icmp_message)
 }
 
-fn balancer_with_servers(mode: ServiceMode) -> (Balancer, Vec<ServerId>) {
+fn balancer_with_servers(mode: ServiceSettings) -> (Balancer, Vec<ServerId>) {
     let mut rng = seeded_rng(71, 0);
     let mut balancer = Balancer::with_model(&[(service_address(VIP), mode)], Options::default(), &mut rng);
     let server_ids = balancer.replace_servers(0, 5, &mut rng);
@@ -72,7 +72,7 @@ fn cookie_tsval(balancer: &Balancer, server: ServerId) -> u32 {
 #[test]
 fn icmp_error_goes_to_the_server_that_the_quoted_timestamp_names() {
     skip_if!(missing_bpf_rights());
-    let (mut balancer, ids) = balancer_with_servers(ServiceMode::default());
+    let (mut balancer, ids) = balancer_with_servers(ServiceSettings::default());
     let cookie_value = cookie_tsval(&balancer, ids[3]);
     let aligned_option = aligned_timestamp_option(cookie_value, 7);
     let unaligned_option = [&[1][..], &timestamp_option(cookie_value, 7), &[0]].concat();
@@ -106,7 +106,7 @@ fn icmp_error_goes_to_the_server_that_the_quoted_timestamp_names() {
 #[test]
 fn quotes_without_a_cookie_follow_the_flow_table_or_are_broadcast() {
     skip_if!(missing_bpf_rights());
-    let (balancer, ids) = balancer_with_servers(ServiceMode::default());
+    let (balancer, ids) = balancer_with_servers(ServiceSettings::default());
     let cookie_value = cookie_tsval(&balancer, ids[2]);
     let complete_quote = packet_to_quote(aligned_timestamp_option(cookie_value, 7), vec![]);
     let quote_without_timestamp = packet_to_quote(vec![], vec![]);
@@ -143,7 +143,7 @@ fn quotes_without_a_cookie_follow_the_flow_table_or_are_broadcast() {
 #[test]
 fn random_quoted_timestamps_reach_a_known_server_or_are_broadcast() {
     skip_if!(missing_bpf_rights());
-    let (mut balancer, _) = balancer_with_servers(ServiceMode::default());
+    let (mut balancer, _) = balancer_with_servers(ServiceSettings::default());
     let mut rng = seeded_rng(72, 0);
     let server_ids = balancer.replace_servers(0, 8192, &mut rng);
     let mut counts_by_outcome = [0; 2];
@@ -172,9 +172,9 @@ fn random_quoted_timestamps_reach_a_known_server_or_are_broadcast() {
 #[test]
 fn icmp_errors_without_cookies_follow_the_table_of_the_mode() {
     skip_if!(missing_bpf_rights());
-    let timestamps_off_mode = ServiceMode { timestamps: TimestampOrigin::Off, ..ServiceMode::default() };
+    let timestamps_off_mode = ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() };
     let other_consistencies = [Consistency::None, Consistency::HashTable, Consistency::Beamer];
-    let modes = other_consistencies.map(|consistency| ServiceMode { consistency, ..ServiceMode::default() });
+    let modes = other_consistencies.map(|consistency| ServiceSettings { consistency, ..ServiceSettings::default() });
     for mode in modes.into_iter().chain([timestamps_off_mode]) {
         let (balancer, ids) = balancer_with_servers(mode);
         let frame =
@@ -200,7 +200,7 @@ fn icmp_errors_about_datagrams_follow_their_flow() {
     let mut rng = seeded_rng(73, 0);
     let udp_address = ServiceAddress { protocol: Protocol::Udp, ..service_address(VIP) };
     for consistency in [Consistency::HashTable, Consistency::None] {
-        let mode = ServiceMode { consistency, ..ServiceMode::default_for_protocol(Protocol::Udp) };
+        let mode = ServiceSettings { consistency, ..ServiceSettings::default_for_protocol(Protocol::Udp) };
         let mut balancer = Balancer::with_model(&[(udp_address, mode)], Options::default(), &mut rng);
         let server_ids = balancer.replace_servers(0, 5, &mut rng);
         balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
@@ -220,7 +220,7 @@ fn icmp_errors_about_datagrams_follow_their_flow() {
 #[test]
 fn icmp_error_of_no_service_passes_unchanged() {
     skip_if!(missing_bpf_rights());
-    let (balancer, ids) = balancer_with_servers(ServiceMode::default());
+    let (balancer, ids) = balancer_with_servers(ServiceSettings::default());
     let quoted_packet = packet_to_quote(aligned_timestamp_option(cookie_tsval(&balancer, ids[0]), 7), vec![]);
     let valid_frame = icmp_error(3, &quoted_packet);
     balancer.expect_sent_to(0, &valid_frame, ids[0], "icmp_error");
@@ -254,7 +254,7 @@ fn icmp_error_of_no_service_passes_unchanged() {
 
 /// Returns a balancer, and an ICMP error that quotes a packet with a cookie.
 fn balancer_with_valid_error() -> (Balancer, Vec<u8>) {
-    let (balancer, ids) = balancer_with_servers(ServiceMode::default());
+    let (balancer, ids) = balancer_with_servers(ServiceSettings::default());
     let quoted_packet = packet_to_quote(aligned_timestamp_option(cookie_tsval(&balancer, ids[0]), 7), vec![]);
     let valid_frame = icmp_error(3, &quoted_packet);
     (balancer, valid_frame)

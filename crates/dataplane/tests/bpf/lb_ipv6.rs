@@ -6,7 +6,7 @@ use coreward_dataplane::lb::{Options, Server};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::connection_table::TableSize;
-use coreward_model::consistency::{Consistency, ServiceMigration, ServiceMode};
+use coreward_model::consistency::{Consistency, ServiceMigration, ServiceSettings};
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::placement::{PlacementRule, PlacementState};
 use coreward_model::rss::{seeded_rng, uniform_below};
@@ -59,7 +59,8 @@ fn syn_frame(client: (Ipv6Addr, u16)) -> Vec<u8> {
 
 /// Returns a balancer with an IPv6 and an IPv4 service, of which service 0 has the IPv6 VIP.
 fn dual_stack_balancer(rng: &mut impl rand::Rng) -> Balancer {
-    let services = [service_address(VIP), service_address(IPV4_VIP)].map(|service| (service, ServiceMode::default()));
+    let services =
+        [service_address(VIP), service_address(IPV4_VIP)].map(|service| (service, ServiceSettings::default()));
     Balancer::with_model(&services, Options::default(), rng)
 }
 
@@ -381,7 +382,7 @@ fn migrating_ipv6_service_forwards_unknown_packets() {
     for migration in
         [ServiceMigration::AdoptedFrom(other_load_balancer), ServiceMigration::HandedOverTo(other_load_balancer)]
     {
-        let mode = ServiceMode { migration: Some(migration), ..ServiceMode::default() };
+        let mode = ServiceSettings { migration: Some(migration), ..ServiceSettings::default() };
         let mut balancer = Balancer::with_model(&[(service_address(VIP), mode)], Options::default(), &mut rng);
         let server_ids = balancer.replace_servers(0, 5, &mut rng);
         let other_mac = MacAddress([2, 0, 0, 0, 0, 0x77]);
@@ -434,7 +435,7 @@ fn ipv6_datagrams_keep_their_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(67, 0);
     let udp_service = ServiceAddress { vip_and_port: VIP.into(), protocol: Protocol::Udp };
-    let mode = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
+    let mode = ServiceSettings { consistency: Consistency::HashTable, ..ServiceSettings::default() };
     let mut balancer = Balancer::with_model(&[(udp_service, mode)], Options::default(), &mut rng);
     let server_ids = balancer.replace_servers(0, 20, &mut rng);
     let udp_frame = |client: (Ipv6Addr, u16), length: u16| {
@@ -465,7 +466,7 @@ fn later_ipv6_fragments_follow_the_first_one() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(71, 0);
     let udp_service = ServiceAddress { vip_and_port: VIP.into(), protocol: Protocol::Udp };
-    let mode = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
+    let mode = ServiceSettings { consistency: Consistency::HashTable, ..ServiceSettings::default() };
     let mut balancer = Balancer::with_model(&[(udp_service, mode)], Options::default(), &mut rng);
     let server_ids = balancer.replace_servers(0, 20, &mut rng);
     let table = random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng);

@@ -10,7 +10,7 @@ use coreward_dataplane::lb::{AttachedXdpMode, COUNTER_COUNT, LoadBalancer, Optio
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
-use coreward_model::consistency::{ServiceMode, TimestampOrigin};
+use coreward_model::consistency::{ServiceSettings, TimestampOrigin};
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::seeded_rng;
@@ -41,7 +41,7 @@ fn one_server_table(generation: u64, rule: PlacementRule) -> PlacementTable {
 }
 
 fn set_up_service(lb: &mut LoadBalancer) -> ServiceIndex {
-    let service_index = lb.set_services(&[(service_address(VIP), ServiceMode::default())]).unwrap()[0];
+    let service_index = lb.set_services(&[(service_address(VIP), ServiceSettings::default())]).unwrap()[0];
     lb.set_keys(&fleet_keys());
     lb.set_server(service_index, only_server(), Server { mac: Some(SERVER_MAC), is_eligible: true });
     lb.install_table(service_index, &one_server_table(1, PlacementRule::Table)).unwrap();
@@ -143,7 +143,7 @@ fn new_process_takes_over_while_packets_pass() {
             assert_eq!(lb.table_generation(service_index), Some(round + 1));
             // A rule that differs from the one taken over replaces the program at the device once more.
             let next_rule = PlacementRule::ALL[(round + 1) as usize % PlacementRule::ALL.len()];
-            service_index = lb.set_services(&[(service_address(VIP), ServiceMode::default())]).unwrap()[0];
+            service_index = lb.set_services(&[(service_address(VIP), ServiceSettings::default())]).unwrap()[0];
             lb.install_table(service_index, &one_server_table(round + 2, next_rule)).unwrap();
         }
         is_done.store(true, Ordering::Relaxed);
@@ -192,9 +192,11 @@ fn modes_and_flows_are_taken_over() {
         lb
     };
     let udp_address = ServiceAddress { protocol: Protocol::Udp, ..service_address(VIP) };
-    let timestamps_off_mode = ServiceMode { timestamps: TimestampOrigin::Off, ..ServiceMode::default() };
-    let services =
-        [(service_address(VIP), timestamps_off_mode), (udp_address, ServiceMode::default_for_protocol(Protocol::Udp))];
+    let timestamps_off_mode = ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() };
+    let services = [
+        (service_address(VIP), timestamps_off_mode),
+        (udp_address, ServiceSettings::default_for_protocol(Protocol::Udp)),
+    ];
     let frames = [TcpPacket::new(CLIENT, VIP).frame(), UdpDatagram::new(CLIENT, VIP).frame()];
 
     let mut lb = start_process(1 << 14);

@@ -229,7 +229,7 @@ fn timestamp_is_found_at_every_offset() {
     }
 }
 
-/// Linux ignores them too (tcp_parse_options()).
+/// Linux ignores such timestamps, too (tcp_parse_options()).
 #[test]
 fn timestamps_after_the_end_of_options_or_of_another_length_are_ignored() {
     skip_if!(missing_bpf_rights());
@@ -296,7 +296,8 @@ fn invalid_flag_combinations_are_dropped_with_a_reason() {
     }
 }
 
-/// Returns `packet` with random bytes, or a frame with random bytes throughout.
+/// Returns `packet` with up to five random bytes. In every fifth round the frame is truncated, and in every seventh all
+/// bytes after the Ethernet header are random.
 fn random_frame(packet: &TcpPacket, round: u64, rng: &mut impl rand::Rng) -> Vec<u8> {
     let mut frame = TcpPacket {
         flags: [ACK, SYN, RST][uniform_below(rng, 3) as usize],

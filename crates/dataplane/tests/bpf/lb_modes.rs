@@ -5,7 +5,7 @@ use std::net::Ipv4Addr;
 
 use coreward_dataplane::lb::{Options, Server};
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, ServiceMode, TimestampOrigin};
+use coreward_model::consistency::{Consistency, ServiceSettings, TimestampOrigin};
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::lb::ServerTraffic;
 use coreward_model::placement::{PlacementRule, PlacementState, PlacementTable};
@@ -19,12 +19,12 @@ use crate::support::balancer::{
 };
 use crate::support::{self, ACK, FIN, RST, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights, skip_if};
 
-fn mode_with_consistency(consistency: Consistency) -> ServiceMode {
-    ServiceMode { consistency, ..ServiceMode::default() }
+fn mode_with_consistency(consistency: Consistency) -> ServiceSettings {
+    ServiceSettings { consistency, ..ServiceSettings::default() }
 }
 
 fn balancer_with_table(
-    mode: ServiceMode,
+    mode: ServiceSettings,
     rule: PlacementRule,
     rng: &mut impl rand::Rng,
 ) -> (Balancer, Vec<ServerId>, PlacementTable) {
@@ -136,10 +136,11 @@ fn beamer_follows_the_bucket_and_marks_the_previous_server() {
     assert_eq!(balancer.event_count(0, "flow_inserted"), 0);
 }
 
-/// Returns the server to which a packet was sent, and the previous server in the packet's IP identification.
-fn send_packet(balancer: &Balancer, client: (Ipv4Addr, u16), flags: u8) -> (ServerId, u16) {
+/// Sends a packet with an aligned timestamp. Returns the server to which it was sent, and the previous server in the
+/// packet's IP identification.
+fn send_packet(balancer: &Balancer, client: (Ipv4Addr, u16), flags: u8, case_name: &str) -> (ServerId, u16) {
     let (xdp_action, frame) = balancer.run(&client_frame(client, flags, 1));
-    assert_eq!(xdp_action, XDP_TX, "flags {flags:#x}");
+    assert_eq!(xdp_action, XDP_TX, "{case_name}: flags {flags:#x}");
     let server_with_mac = balancer.server_macs.iter().find(|(_, mac)| frame[..6] == mac.0);
     let ((_, destination_id), _) = server_with_mac.unwrap();
     (*destination_id, u16::from_be_bytes([frame[18], frame[19]]))
@@ -164,25 +165,26 @@ fn beamer_syn_avoids_the_server_of_its_bucket_that_takes_no_new_connections() {
         balancer.lb.set_masked(service_index, avoided_server, is_down);
         // An established connection stays at the server of its bucket.
         let (open_client, clients) = clients.split_last().unwrap();
-        assert_eq!(send_packet(&balancer, *open_client, ACK).0, avoided_server, "{name}");
-        let opened_destinations: Vec<_> = clients.iter().map(|client| send_packet(&balancer, *client, SYN)).collect();
+        assert_eq!(send_packet(&balancer, *open_client, ACK, name).0, avoided_server, "{name}");
+        let opened_destinations: Vec<_> =
+            clients.iter().map(|client| send_packet(&balancer, *client, SYN, name)).collect();
         for (client, destination) in clients.iter().zip(&opened_destinations) {
             assert!(
                 destination.0 != avoided_server && destination.1 == avoided_server.get(),
                 "{name}: {destination:?}, and {avoided_server} is the server before"
             );
             for flags in [SYN, ACK, RST] {
-                assert_eq!(send_packet(&balancer, *client, flags), *destination, "{name}");
+                assert_eq!(send_packet(&balancer, *client, flags, name), *destination, "{name}");
             }
         }
-        assert_eq!(send_packet(&balancer, *open_client, RST).0, avoided_server, "{name}");
+        assert_eq!(send_packet(&balancer, *open_client, RST, name).0, avoided_server, "{name}");
         // The server takes new connections again. Connections that were opened at other servers stay there.
         balancer.lb.set_server(service_index, avoided_server, Server { mac: server_mac, is_eligible: true });
         balancer.lb.set_masked(service_index, avoided_server, false);
         for (client, destination) in clients.iter().zip(&opened_destinations) {
-            assert_eq!(send_packet(&balancer, *client, ACK), *destination, "{name}, and returned");
+            assert_eq!(send_packet(&balancer, *client, ACK, name), *destination, "{name}, and returned");
         }
-        assert_eq!(send_packet(&balancer, *open_client, SYN).0, avoided_server, "{name}, and returned");
+        assert_eq!(send_packet(&balancer, *open_client, SYN, name).0, avoided_server, "{name}, and returned");
         assert_eq!(balancer.event_count(0, "flow_inserted"), 49, "{name}");
     }
 }
@@ -213,7 +215,7 @@ fn expect_sent_with_previous(
 fn connections_use_the_flow_table_when_timestamps_are_off() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(44, 0);
-    let timestamps_off_mode = ServiceMode { timestamps: TimestampOrigin::Off, ..ServiceMode::default() };
+    let timestamps_off_mode = ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() };
     let (mut balancer, ids, table) = balancer_with_table(timestamps_off_mode, PlacementRule::Table, &mut rng);
     let mut connections = Vec::new();
     for _ in 0..100 {
@@ -251,7 +253,7 @@ fn connections_use_the_flow_table_when_timestamps_are_off() {
 fn flow_of_a_removed_server_follows_the_bucket() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(45, 0);
-    let (mut balancer, ids, table) = balancer_with_table(ServiceMode::default(), PlacementRule::Table, &mut rng);
+    let (mut balancer, ids, table) = balancer_with_table(ServiceSettings::default(), PlacementRule::Table, &mut rng);
     let client_address = std::iter::repeat_with(|| random_client(&mut rng))
         .find(|client| table.consistent_server(&tuple_to_vip(*client)) == Some(ids[0]))
         .unwrap();
@@ -344,7 +346,7 @@ fn traffic_counts(balancer: &Balancer, server: ServerId) -> [u64; 4] {
 fn traffic_is_counted_by_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(47, 0);
-    let (mut balancer, ids, table) = balancer_with_table(ServiceMode::default(), PlacementRule::Table, &mut rng);
+    let (mut balancer, ids, table) = balancer_with_table(ServiceSettings::default(), PlacementRule::Table, &mut rng);
     let client_address = random_client(&mut rng);
     let server = table.select_server(&mut PlacementState::for_table(&table), &tuple_to_vip(client_address)).unwrap();
     let tsecr = tsecr_with_cookie(&balancer, &tuple_to_vip(client_address), server);
@@ -383,7 +385,7 @@ fn traffic_is_counted_by_server() {
 fn forged_packets_do_not_change_connection_counts() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(49, 0);
-    let timestamps_off_mode = ServiceMode { timestamps: TimestampOrigin::Off, ..ServiceMode::default() };
+    let timestamps_off_mode = ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() };
     let tested_modes =
         [Consistency::Stateless, Consistency::Stateful, Consistency::HashTable].map(mode_with_consistency);
     for mode in tested_modes.into_iter().chain([timestamps_off_mode]) {
@@ -416,7 +418,7 @@ fn vip_of_service(position: usize) -> (Ipv4Addr, u16) {
 fn expect_decision_of_mode(
     balancer: &Balancer,
     position: usize,
-    mode: ServiceMode,
+    mode: ServiceSettings,
     table: &PlacementTable,
     client: (Ipv4Addr, u16),
 ) {
@@ -455,9 +457,9 @@ fn expect_decision_of_mode(
 fn services_of_different_modes_coexist_and_change() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(48, 0);
-    let mut modes: Vec<ServiceMode> = Consistency::ALL.into_iter().map(mode_with_consistency).collect();
-    modes.push(ServiceMode { timestamps: TimestampOrigin::Off, ..ServiceMode::default() });
-    let services_with_modes = |modes: &[ServiceMode]| -> Vec<(ServiceAddress, ServiceMode)> {
+    let mut modes: Vec<ServiceSettings> = Consistency::ALL.into_iter().map(mode_with_consistency).collect();
+    modes.push(ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() });
+    let services_with_modes = |modes: &[ServiceSettings]| -> Vec<(ServiceAddress, ServiceSettings)> {
         modes.iter().enumerate().map(|(position, mode)| (service_address(vip_of_service(position)), *mode)).collect()
     };
     let mut balancer = Balancer::with_model(&services_with_modes(&modes), Options::default(), &mut rng);
@@ -494,7 +496,7 @@ fn invalid_modes_are_rejected_and_change_nothing() {
         "service 10.200.0.1:80/udp: consistency \"beamer\" needs TCP: expected \"hash-table\" or \"none\""
     );
     let lb_stamping_mode =
-        ServiceMode { timestamps: TimestampOrigin::LoadBalancer, ..mode_with_consistency(Consistency::Beamer) };
+        ServiceSettings { timestamps: TimestampOrigin::LoadBalancer, ..mode_with_consistency(Consistency::Beamer) };
     assert_eq!(
         rejection_error((service_address(VIP), lb_stamping_mode)),
         "service 10.200.0.1:80/tcp: timestamps by the load balancer need consistency \"stateless\" and TCP"

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use coreward_dataplane::lb::{ClockState, LoadBalancer, Options, Server, ServerClock, ServiceIndex, XdpMode};
 use coreward_intf as intf;
-use coreward_model::consistency::{ServiceMode, TimestampOrigin};
+use coreward_model::consistency::{ServiceSettings, TimestampOrigin};
 use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
@@ -38,7 +38,8 @@ impl TestEnv {
         let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
         let mut lb = LoadBalancer::load(options).unwrap();
         segment.load_balancer.run_inside(|| lb.attach("eth0", XdpMode::Generic)).unwrap();
-        let lb_stamping_mode = ServiceMode { timestamps: TimestampOrigin::LoadBalancer, ..ServiceMode::default() };
+        let lb_stamping_mode =
+            ServiceSettings { timestamps: TimestampOrigin::LoadBalancer, ..ServiceSettings::default() };
         let service_index = lb.set_services(&[(service_address((VIP, PORT)), lb_stamping_mode)]).unwrap()[0];
         lb.set_keys(&fleet_keys(KeyIndex::First));
         lb.set_time_key(service_index, CookieKey { k0: 77, k1: 88 });

@@ -3,7 +3,7 @@
 use std::net::Ipv4Addr;
 
 use coreward_dataplane::lb::{Options, Server};
-use coreward_model::consistency::{Consistency, ServiceMode};
+use coreward_model::consistency::{Consistency, ServiceSettings};
 use coreward_model::lb::ServerTraffic;
 use coreward_model::placement::{PlacementRule, PlacementState, PlacementTable};
 use coreward_model::rss::seeded_rng;
@@ -35,8 +35,8 @@ fn balancer_with_table(
     rule: PlacementRule,
     rng: &mut impl rand::Rng,
 ) -> (Balancer, Vec<ServerId>, PlacementTable) {
-    let udp_mode = ServiceMode { consistency, ..ServiceMode::default_for_protocol(Protocol::Udp) };
-    let services = [(udp_service(), udp_mode), (service_address(VIP), ServiceMode::default())];
+    let udp_mode = ServiceSettings { consistency, ..ServiceSettings::default_for_protocol(Protocol::Udp) };
+    let services = [(udp_service(), udp_mode), (service_address(VIP), ServiceSettings::default())];
     let mut balancer = Balancer::with_model(&services, Options::default(), rng);
     let server_ids = balancer.replace_servers(0, 9, rng);
     let table = random_table(rule, 1, 2, &server_ids, rng);
@@ -44,7 +44,7 @@ fn balancer_with_table(
     (balancer, server_ids, table)
 }
 
-/// Returns datagrams with no payload, IP options, or padding.
+/// Returns three datagrams: one without payload, one with IP options, and one with padding.
 fn unusual_datagrams(client: (Ipv4Addr, u16)) -> [Vec<u8>; 3] {
     let datagram = UdpDatagram::new(client, VIP);
     let mut padded_frame = datagram.frame();
@@ -153,7 +153,7 @@ fn protocols_of_one_port_are_separate_services() {
     malformed_frame[UDP_OFFSET + 5] = 1;
     balancer.expect_passed_uncounted(&malformed_frame);
     // Without a UDP service, all UDP packets pass to the kernel.
-    balancer.service_indexes = balancer.lb.set_services(&[(service_address(VIP), ServiceMode::default())]).unwrap();
+    balancer.service_indexes = balancer.lb.set_services(&[(service_address(VIP), ServiceSettings::default())]).unwrap();
     balancer.expect_passed_uncounted(&UdpDatagram::new(client, VIP).frame());
 }
 
@@ -268,7 +268,8 @@ fn later_fragments_without_a_server_are_dropped_or_pass() {
         balancer.expect_passed_uncounted(&fragments_to_other_port[0]);
         balancer.expect_unforwarded_without_service(&fragments_to_other_port[1], XDP_DROP, "drop_fragment");
         // Without a UDP service later fragments pass to the kernel.
-        balancer.service_indexes = balancer.lb.set_services(&[(service_address(VIP), ServiceMode::default())]).unwrap();
+        balancer.service_indexes =
+            balancer.lb.set_services(&[(service_address(VIP), ServiceSettings::default())]).unwrap();
         balancer.expect_passed_uncounted(&fragments_in_order[1]);
     }
 }
@@ -313,7 +314,7 @@ fn fragments_of_a_removed_service_are_dropped() {
     // Another service of the VIP gets the removed service's index, and another server the removed server's id.
     let other_service = ServiceAddress { protocol: Protocol::Udp, ..service_address((VIP.0, 5353)) };
     balancer.service_indexes =
-        balancer.lb.set_services(&[(other_service, ServiceMode::default_for_protocol(Protocol::Udp))]).unwrap();
+        balancer.lb.set_services(&[(other_service, ServiceSettings::default_for_protocol(Protocol::Udp))]).unwrap();
     for id in 0..coreward_intf::SERVER_ID_COUNT {
         let server_mac = Some(coreward_dataplane::mac::MacAddress([2, 0, 0, 0, 0, 7]));
         let id = ServerId::try_from(u64::from(id)).unwrap();

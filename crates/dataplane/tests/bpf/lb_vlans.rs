@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use coreward_dataplane::lb::{LoadBalancer, Options, Server, Tunnel, XdpMode};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
-use coreward_model::consistency::{Consistency, ServiceMode, TimestampOrigin};
+use coreward_model::consistency::{Consistency, ServiceSettings, TimestampOrigin};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
@@ -27,7 +27,7 @@ fn vlan_with_id(id: u16) -> Vlan {
 
 /// Returns a balancer with one service. `vip_vlan_id` is the VLAN of the VIP, and `server_vlan_id` the VLAN of all
 /// servers. Neither changes the placement.
-fn balancer_in_vlans(family: Family, mode: ServiceMode, vip_vlan_id: u16, server_vlan_id: u16) -> Balancer {
+fn balancer_in_vlans(family: Family, mode: ServiceSettings, vip_vlan_id: u16, server_vlan_id: u16) -> Balancer {
     let mut rng = seeded_rng(32, 1);
     let options = Options { vip_vlan: vlan_with_id(vip_vlan_id), ..Options::default() };
     let mut balancer = Balancer::with_model(&[(service_address(service_vip(family)), mode)], options, &mut rng);
@@ -68,12 +68,12 @@ fn rst_frame(family: Family) -> Vec<u8> {
 }
 
 /// Returns modes whose packets take different paths through the program.
-fn tested_modes() -> Vec<ServiceMode> {
-    let stateless_mode = ServiceMode::default();
+fn tested_modes() -> Vec<ServiceSettings> {
+    let stateless_mode = ServiceSettings::default();
     let flow_table_mode =
-        ServiceMode { timestamps: TimestampOrigin::Off, consistency: Consistency::HashTable, ..stateless_mode };
-    let gue_mode = ServiceMode { forwarding: Forwarding::Gue, ..stateless_mode };
-    vec![stateless_mode, flow_table_mode, gue_mode, ServiceMode { forwarding: Forwarding::Ipip, ..stateless_mode }]
+        ServiceSettings { timestamps: TimestampOrigin::Off, consistency: Consistency::HashTable, ..stateless_mode };
+    let gue_mode = ServiceSettings { forwarding: Forwarding::Gue, ..stateless_mode };
+    vec![stateless_mode, flow_table_mode, gue_mode, ServiceSettings { forwarding: Forwarding::Ipip, ..stateless_mode }]
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn frames_are_sent_in_their_servers_vlan_and_otherwise_unchanged() {
     for (family, mode) in Family::BOTH.into_iter().flat_map(modes_of_family) {
         let untagged_balancer = balancer_in_vlans(family, mode, 0, 0);
         // The default mode has all changes of a tag, and the others a change, an addition and a removal.
-        let is_default_mode = mode == ServiceMode::default();
+        let is_default_mode = mode == ServiceSettings::default();
         let placement_changes: &[_] = if is_default_mode {
             &[(10, 20), (0, 20), (10, 0), (10, 10), (4094, 1)]
         } else {
@@ -118,11 +118,11 @@ fn frames_of_other_vlans_pass_unchanged() {
     for family in Family::BOTH {
         let frame = client_frame(family, SYN, 0);
         for (vip_vlan_id, other_vlan_id) in [(10, 0), (10, 20), (10, 11), (0, 10)] {
-            let balancer = balancer_in_vlans(family, ServiceMode::default(), vip_vlan_id, 20);
+            let balancer = balancer_in_vlans(family, ServiceSettings::default(), vip_vlan_id, 20);
             balancer.expect_passed_uncounted(&frame_in_vlan(&frame, other_vlan_id));
         }
         // A tag with VLAN 0 (which is only a priority) counts as untagged. A frame with two tags passes to the kernel.
-        let balancer = balancer_in_vlans(family, ServiceMode::default(), 0, 20);
+        let balancer = balancer_in_vlans(family, ServiceSettings::default(), 0, 20);
         assert_eq!(balancer.run(&add_vlan_tag(&frame, TAG_PRIORITY_BITS)).0, XDP_TX);
         balancer.expect_passed_uncounted(&add_vlan_tag(&add_vlan_tag(&frame, 20), TAG_PRIORITY_BITS));
         for length in 14..22 {
@@ -135,11 +135,11 @@ fn frames_of_other_vlans_pass_unchanged() {
 fn broadcasts_are_sent_in_the_vlan_of_all_servers_or_dropped() {
     skip_if!(missing_bpf_rights());
     for (vip_vlan_id, server_vlan_id) in [(0, 20), (10, 20), (10, 0)] {
-        let mut balancer = balancer_in_vlans(Family::Ipv4, ServiceMode::default(), vip_vlan_id, server_vlan_id);
+        let mut balancer = balancer_in_vlans(Family::Ipv4, ServiceSettings::default(), vip_vlan_id, server_vlan_id);
         let frame = rst_frame(Family::Ipv4);
         let (xdp_action, tagged_output) =
             balancer.run_expecting_counter(&frame_in_vlan(&frame, vip_vlan_id), Some(0), "broadcast");
-        let (_, untagged_output) = self::balancer_in_vlans(Family::Ipv4, ServiceMode::default(), 0, 0).run(&frame);
+        let (_, untagged_output) = self::balancer_in_vlans(Family::Ipv4, ServiceSettings::default(), 0, 0).run(&frame);
         let priority_bits = if vip_vlan_id == 0 { 0 } else { TAG_PRIORITY_BITS };
         let expected_frame = if server_vlan_id == 0 {
             untagged_output
@@ -157,7 +157,7 @@ fn broadcasts_are_sent_in_the_vlan_of_all_servers_or_dropped() {
 #[test]
 fn icmp_errors_are_sent_in_the_senders_vlan() {
     skip_if!(missing_bpf_rights());
-    let gue_mode = ServiceMode { forwarding: Forwarding::Gue, ..ServiceMode::default() };
+    let gue_mode = ServiceSettings { forwarding: Forwarding::Gue, ..ServiceSettings::default() };
     let frame = client_frame(Family::Ipv4, SYN, MTU);
     let (xdp_action, untagged_output) = balancer_in_vlans(Family::Ipv4, gue_mode, 0, 0).run(&frame);
     assert_eq!(xdp_action, XDP_TX);
@@ -185,7 +185,7 @@ fn vlans_of_servers_are_taken_over() {
     };
     let (mut lb, server) = (start_process(), id(7));
     let service_index =
-        lb.set_services(&[(service_address(service_vip(Family::Ipv4)), ServiceMode::default())]).unwrap()[0];
+        lb.set_services(&[(service_address(service_vip(Family::Ipv4)), ServiceSettings::default())]).unwrap()[0];
     lb.use_server_vlans(BTreeSet::from([vlan_with_id(20)])).unwrap();
     lb.set_server_vlan(server, vlan_with_id(20));
     lb.set_server(service_index, server, Server { mac: Some(MacAddress([2, 0, 0, 0, 0, 9])), is_eligible: true });

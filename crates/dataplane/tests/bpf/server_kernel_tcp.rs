@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use coreward_dataplane::server::ServerPrograms;
 use coreward_dataplane::tc::{self, Direction};
 use coreward_intf as intf;
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{Cookie, FleetCookieKeys, KeyIndex};
 use socket2::SockRef;
 
@@ -58,7 +58,7 @@ fn exchange_data_and_close(env: &TestEnv, listener: &TcpListener) {
 fn connections_carry_the_cookie_from_first_to_last_packet() {
     skip_if!(missing_bpf_rights());
     for family in Family::BOTH {
-        let env = TestEnv::of(family, ServiceMode::default());
+        let env = TestEnv::of(family, ServiceSettings::default());
         exchange_data_and_close(&env, &env.listen_at_vip());
     }
 }
@@ -67,7 +67,7 @@ fn connections_carry_the_cookie_from_first_to_last_packet() {
 fn connections_open_with_syn_cookies() {
     skip_if!(missing_bpf_rights());
     for family in Family::BOTH {
-        let env = TestEnv::of(family, ServiceMode::default());
+        let env = TestEnv::of(family, ServiceSettings::default());
         env.veth_pair.server.set_sysctl("ipv4/tcp_syncookies", "2");
         exchange_data_and_close(&env, &env.listen_at_vip());
         assert_eq!(env.veth_pair.server.kernel_counter("TcpExtSyncookiesRecv"), 4, "{family:?}");
@@ -84,7 +84,7 @@ fn clsact_is_used_on_kernels_without_tcx() {
     std::mem::swap(&mut clsact_programs, &mut env.programs);
     env.veth_pair.server.run_inside(|| clsact_programs.detach_and_unpin()).unwrap();
     env.programs.set_keys(&fleet_keys(), tsval_clock_ms().wrapping_sub(1000));
-    set_services(&mut env.programs, ServiceMode::default());
+    set_services(&mut env.programs, ServiceSettings::default());
     for direction in [Direction::Ingress, Direction::Egress] {
         for _ in 0..2 {
             let attach_with_clsact =
@@ -124,7 +124,7 @@ fn expect_stamped_reset(env: &TestEnv, listener: &TcpListener, sniffer: &Sniffer
 }
 
 fn expect_stamped_packets_without_socket(family: Family) {
-    let env = TestEnv::of(family, ServiceMode::default());
+    let env = TestEnv::of(family, ServiceSettings::default());
     let listener = env.listen_at_vip();
     let sniffer = Sniffer::new(&env);
     expect_stamped_reset(&env, &listener, &sniffer);
@@ -171,7 +171,7 @@ fn connections_that_use_another_timestamp_clock_stay_unchanged() {
 }
 
 fn expect_other_clock_unchanged(family: Family) {
-    let env = TestEnv::of(family, ServiceMode::default());
+    let env = TestEnv::of(family, ServiceSettings::default());
     env.veth_pair.server.set_sysctl("ipv4/tcp_timestamps", "1");
     let listener = env.listen_at_vip();
     let (mut client, mut server) = env.open_connection(&listener);
@@ -191,7 +191,7 @@ fn broadcast_is_accepted_only_by_its_connection() {
 }
 
 fn expect_broadcast_at_its_connection(family: Family) {
-    let env = TestEnv::of(family, ServiceMode::default());
+    let env = TestEnv::of(family, ServiceSettings::default());
     let listener = env.listen_at_vip();
     let sniffer = Sniffer::new(&env);
     let (client, mut server) = env.open_connection(&listener);
@@ -392,7 +392,7 @@ fn assert_connections_resume(env: &TestEnv, silences: &[u64], keep_alives: &[boo
     env.assert_no_errors();
 }
 
-/// The connections are silent for longer than half the period of the time in a TSval (32.8 s).
+/// The connections are silent for longer than 32.8 s, which is half the period of the time in a TSval.
 #[test]
 fn idle_connection_continues() {
     skip_if!(missing_bpf_rights());
@@ -406,7 +406,7 @@ fn idle_ipv6_connection_continues() {
 }
 
 fn expect_idle_connections_continue(family: Family) {
-    let env = TestEnv::of(family, ServiceMode::default());
+    let env = TestEnv::of(family, ServiceSettings::default());
     assert_connections_resume(&env, &[33, 36, 40], &[false]);
     // Several segments may be clamped before the client returns the first of their TSvals.
     let clamped_count_before = env.server_counter(intf::SERVER_COUNTER_TSVAL_CLAMPED);

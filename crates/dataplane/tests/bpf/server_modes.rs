@@ -11,7 +11,7 @@ use coreward_dataplane::sockets::have_open_sockets;
 use coreward_dataplane::tc::Direction;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, ServiceMode, TimestampOrigin};
+use coreward_model::consistency::{Consistency, ServiceSettings, TimestampOrigin};
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::{FourTuple, ServerId};
@@ -25,11 +25,11 @@ use crate::support::{
 };
 
 const TABLE_INDEX: u16 = 0x2abc;
-const STATEFUL_MODE: ServiceMode = service_mode(Consistency::Stateful, TimestampOrigin::Server);
-const BEAMER_MODE: ServiceMode = service_mode(Consistency::Beamer, TimestampOrigin::Server);
+const STATEFUL_MODE: ServiceSettings = service_mode(Consistency::Stateful, TimestampOrigin::Server);
+const BEAMER_MODE: ServiceSettings = service_mode(Consistency::Beamer, TimestampOrigin::Server);
 
-const fn service_mode(consistency: Consistency, timestamps: TimestampOrigin) -> ServiceMode {
-    ServiceMode { consistency, timestamps, migration: None, forwarding: Forwarding::L2 }
+const fn service_mode(consistency: Consistency, timestamps: TimestampOrigin) -> ServiceSettings {
+    ServiceSettings { consistency, timestamps, migration: None, forwarding: Forwarding::L2 }
 }
 
 fn cookies_in_frames(client: &RawTcpClient<'_>, frames: &[Vec<u8>]) -> Vec<Cookie> {
@@ -253,7 +253,7 @@ fn expect_unforwarded_after_handshake(env: &TestEnv, listener: &TcpListener, por
 }
 
 fn expect_forwarded_to_previous_server(family: Family) {
-    let mut env = TestEnv::of(family, ServiceMode::default());
+    let mut env = TestEnv::of(family, ServiceSettings::default());
     env.programs.set_server_mac(previous_server_id(), Some(PREVIOUS_SERVER_MAC));
     let env = env;
     let listener = env.listen_at_vip();
@@ -296,7 +296,7 @@ fn expect_all_packets_forwarded(family: Family) {
     for (mode, chained) in [
         (BEAMER_MODE, true),
         (timestamps_off_mode, true),
-        (ServiceMode { consistency: Consistency::HashTable, ..timestamps_off_mode }, false),
+        (ServiceSettings { consistency: Consistency::HashTable, ..timestamps_off_mode }, false),
     ] {
         let mut env = TestEnv::of(family, mode);
         env.programs.set_server_mac(previous_server_id(), Some(PREVIOUS_SERVER_MAC));
@@ -360,7 +360,7 @@ fn broadcast_icmp_error_is_accepted_by_the_connections_server() {
 }
 
 fn expect_broadcast_errors_at_connection(family: Family) {
-    let env = TestEnv::of(family, ServiceMode::default());
+    let env = TestEnv::of(family, ServiceSettings::default());
     let listener = env.listen_at_vip();
     let (stream, _server) = env.open_connection(&listener);
     let client_port = stream.local_addr().unwrap().port();
@@ -431,10 +431,10 @@ fn stalled_handshakes_and_connections_are_counted_once() {
 fn sockets_of_open_connections_are_found() {
     skip_if!(missing_bpf_rights());
     for family in Family::BOTH {
-        let env = TestEnv::of(family, ServiceMode::default());
+        let env = TestEnv::of(family, ServiceSettings::default());
         expect_sockets_of_connections(&env, &env.listen_at_vip());
         // IPv4 connections of a dual-stack socket have IPv4-mapped addresses.
-        let env = TestEnv::of(family, ServiceMode::default());
+        let env = TestEnv::of(family, ServiceSettings::default());
         let dual_stack_listener =
             env.veth_pair.server.run_inside(|| TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT)).unwrap());
         expect_sockets_of_connections(&env, &dual_stack_listener);

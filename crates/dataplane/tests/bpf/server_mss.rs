@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::AsFd as _;
 
 use coreward_intf as intf;
-use coreward_model::consistency::{ServiceMode, TimestampOrigin};
+use coreward_model::consistency::{ServiceSettings, TimestampOrigin};
 use coreward_model::forwarding::Forwarding;
 use nix::sys::socket::{getsockopt, sockopt};
 
@@ -25,7 +25,7 @@ const OUTER_HEADER_BYTES_BY_ADDRESS: [(IpAddr, u32); 2] =
 
 /// Connects and sends a request. Returns the client's maximum segment size and the number of clamped SYN-ACKs. `server`
 /// is the server's address in outer headers.
-fn connect_and_get_segment_size(family: Family, mode: ServiceMode, server: IpAddr) -> (u32, u64) {
+fn connect_and_get_segment_size(family: Family, mode: ServiceSettings, server: IpAddr) -> (u32, u64) {
     let mut env = TestEnv::of(family, mode);
     env.programs.set_outer_address_family(server);
     set_services(&mut env.programs, mode);
@@ -45,7 +45,7 @@ fn syn_ack_mss_leaves_room_for_the_outer_header() {
         [(server, Forwarding::Ipip), (server, Forwarding::Gue), (off, Forwarding::Ipip), (off, Forwarding::Gue)]
     {
         for family in Family::BOTH {
-            let mode = ServiceMode { timestamps, forwarding, ..ServiceMode::default() };
+            let mode = ServiceSettings { timestamps, forwarding, ..ServiceSettings::default() };
             for (server, outer_header) in OUTER_HEADER_BYTES_BY_ADDRESS {
                 let (size, clamped) = connect_and_get_segment_size(family, mode, server);
                 assert_eq!(size, max_segment_size(family) - outer_header, "{family:?} {mode:?} {server}");
@@ -61,7 +61,7 @@ fn syn_ack_without_encapsulation_is_unchanged() {
     for family in Family::BOTH {
         for (server, _) in OUTER_HEADER_BYTES_BY_ADDRESS {
             assert_eq!(
-                connect_and_get_segment_size(family, ServiceMode::default(), server),
+                connect_and_get_segment_size(family, ServiceSettings::default(), server),
                 (max_segment_size(family), 0)
             );
         }

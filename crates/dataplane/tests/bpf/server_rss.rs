@@ -7,7 +7,7 @@ use std::os::fd::AsFd as _;
 use coreward_dataplane::steer::SteerProgram;
 use coreward_intf as intf;
 use coreward_model::FourTuple;
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::ServiceSettings;
 use coreward_model::rss::{IndirectionTable, InputTransform, RssConfig, RssKey};
 use coreward_model::tuple::address_from_words;
 use socket2::{Domain, SockRef, Socket, Type};
@@ -27,7 +27,7 @@ fn start_test_envs() -> impl Iterator<Item = (TestEnv, RssConfig)> {
     let families_and_transforms =
         Family::BOTH.into_iter().flat_map(|family| InputTransform::ALL.map(|input| (family, input)));
     families_and_transforms.map(|(family, input)| {
-        let (mut env, rss) = (TestEnv::of(family, ServiceMode::default()), rss_config(input));
+        let (mut env, rss) = (TestEnv::of(family, ServiceSettings::default()), rss_config(input));
         env.programs.set_rss_config(Some(&rss), 1);
         (env, rss)
     })

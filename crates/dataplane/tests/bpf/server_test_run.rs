@@ -6,7 +6,7 @@ use coreward_dataplane::server::ServerPrograms;
 use coreward_dataplane::tc::Direction;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::tuple::Protocol;
@@ -73,7 +73,7 @@ impl TestServer {
 
     fn set_dual_stack_services(&mut self) {
         let service_address = |family| ServiceAddress { vip_and_port: vip_of_family(family), protocol: Protocol::Tcp };
-        let services = Family::BOTH.map(|family| (service_address(family), self.id, ServiceMode::default()));
+        let services = Family::BOTH.map(|family| (service_address(family), self.id, ServiceSettings::default()));
         self.programs.set_services(&services).unwrap();
     }
 

@@ -137,8 +137,8 @@ struct ServiceChecker<'a> {
 
 impl ServiceChecker<'_> {
     fn check_services(&self, entries: &[Spanned<Service>], reader: &mut Reader<'_>) -> Vec<ServiceConfig> {
-        // The services beyond the limit are skipped, because each of them may list all servers.
         let excess_message = |count: usize| format!("{count} services: expected at most {}", ServiceIndex::COUNT);
+        // The services beyond the limit are skipped, because each of them may list all servers.
         let entries = entries_within_limit(entries, ServiceIndex::COUNT, excess_message, reader);
         let positions_by_name: HashMap<&str, usize> =
             self.servers.iter().enumerate().map(|(position, server)| (server.name.as_str(), position)).collect();
@@ -154,7 +154,7 @@ impl ServiceChecker<'_> {
         services
     }
 
-    /// Checks a service, except its name. Returns `None` if a required value is missing or invalid.
+    /// Checks a service, except that its name is unique. Returns `None` if a required value is missing or invalid.
     fn check_service(
         &self,
         entry: &Spanned<Service>,

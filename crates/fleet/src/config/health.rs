@@ -7,7 +7,7 @@ use coreward_config::{
     BoundedDuration, BoundedInteger, FromToml, HOUR_NS, MILLISECOND_NS, MINUTE_NS, Reader, Span, Spanned,
     config_struct, parse_text, serde_json, string_enum,
 };
-use coreward_model::consistency::{ServiceMode, TimestampOrigin};
+use coreward_model::consistency::{ServiceSettings, TimestampOrigin};
 use coreward_model::health::{
     CertificateVerification, HealthCheck, HttpProbe, Jitter, Probe, ProbeAddress, StatusRange, Thresholds,
 };
@@ -176,7 +176,7 @@ impl FromToml for CertificateAuthorities {
 pub fn parse_health_check(
     table: &Spanned<Health>,
     protocol: Protocol,
-    mode: ServiceMode,
+    mode: ServiceSettings,
     mixes_families: bool,
     reader: &mut Reader<'_>,
 ) -> Option<HealthCheck> {
@@ -221,7 +221,7 @@ fn http_probe(health: &Health) -> HttpProbe {
 }
 
 /// Returns the reason why the service's servers cannot be checked at the VIP, or `None` if they can.
-fn vip_check_error(mode: ServiceMode, mixes_families: bool) -> Option<String> {
+fn vip_check_error(mode: ServiceSettings, mixes_families: bool) -> Option<String> {
     if mode.timestamps == TimestampOrigin::LoadBalancer {
         let stamping_reason = "`timestamps = \"lb\"`, where the load balancer would stamp its own connections";
         return Some(format!("a service with {stamping_reason}"));

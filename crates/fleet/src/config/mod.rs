@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use coreward_config::{Diagnostic, Diagnostics, Source, Span};
 use coreward_model::ServerId;
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::ServiceSettings;
 use coreward_model::health::{HealthCheck, WhenAllDown};
 use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::BucketCount;
@@ -115,7 +115,7 @@ pub struct ServiceConfig {
     pub name: String,
     pub address: ServiceAddress,
     /// Consistency mode of the service. A migration in it has no id yet, because the document has none.
-    pub mode: ServiceMode,
+    pub mode: ServiceSettings,
     /// Load balancer from which the service is adopted, or to which it is handed over.
     pub other_balancer: Option<OtherBalancer>,
     /// Name of the placement policy, one of `coreward_model::policy::names()`.

@@ -1,7 +1,7 @@
 //! A service's keys, and the valid combinations of `protocol`, `consistency`, `timestamps`, `udp` and `policy`.
 
 use coreward_config::{BoundedDuration, HOUR_NS, LocatedValue, Name, Reader, Spanned, config_struct, string_enum};
-use coreward_model::consistency::{Consistency, ServiceMode, TimestampOrigin};
+use coreward_model::consistency::{Consistency, ServiceSettings, TimestampOrigin};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::health::WhenAllDown;
 use coreward_model::placement::BucketCount;
@@ -70,7 +70,7 @@ pub struct PolicyName(pub &'static str);
 string_enum!(PolicyName, "policy", policy::policy_names().into_iter().map(|name| (name.to_owned(), PolicyName(name))));
 
 /// Returns the consistency mode of the service. Mistakes are stored in the reader.
-pub fn service_mode(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> ServiceMode {
+pub fn service_mode(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> ServiceSettings {
     let mode_without_forwarding = match protocol {
         Protocol::Tcp => tcp_mode(service, reader),
         Protocol::Udp => udp_mode(service, reader),
@@ -85,10 +85,10 @@ pub fn service_mode(service: &Service, protocol: Protocol, reader: &mut Reader<'
         );
         reader.report(forwarding_entry.span(), message);
     }
-    ServiceMode { forwarding, ..mode_without_forwarding }
+    ServiceSettings { forwarding, ..mode_without_forwarding }
 }
 
-fn udp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
+fn udp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceSettings {
     let tcp_only_keys = [
         ("consistency", service.consistency.as_ref().map(Spanned::span)),
         ("timestamps", service.timestamps.as_ref().map(Spanned::span)),
@@ -101,19 +101,19 @@ fn udp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
         );
         reader.report(span, message);
     }
-    let default_mode = ServiceMode::default_for_protocol(Protocol::Udp);
+    let default_mode = ServiceSettings::default_for_protocol(Protocol::Udp);
     match service.udp.as_ref().map(Spanned::get_ref) {
         None => default_mode,
-        Some(UdpMode::Flow) => ServiceMode { consistency: Consistency::HashTable, ..default_mode },
-        Some(UdpMode::Packet) => ServiceMode { consistency: Consistency::None, ..default_mode },
+        Some(UdpMode::Flow) => ServiceSettings { consistency: Consistency::HashTable, ..default_mode },
+        Some(UdpMode::Packet) => ServiceSettings { consistency: Consistency::None, ..default_mode },
     }
 }
 
-fn tcp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
+fn tcp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceSettings {
     if let Some(udp) = &service.udp {
         reader.report(udp.span(), "a TCP service has no `udp`: expected it with `protocol = \"udp\"` only");
     }
-    let default_mode = ServiceMode::default_for_protocol(Protocol::Tcp);
+    let default_mode = ServiceSettings::default_for_protocol(Protocol::Tcp);
     let consistency =
         service.consistency.as_ref().map_or(default_mode.consistency, |consistency| *consistency.get_ref());
     let uses_cookies = matches!(consistency, Consistency::Stateless | Consistency::Stateful);
@@ -131,7 +131,7 @@ fn tcp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
     if let (Consistency::None, Some(consistency_entry)) = (consistency, &service.consistency) {
         reject_unstable_policy(consistency_entry, service, reader);
     }
-    ServiceMode { consistency, timestamps, ..default_mode }
+    ServiceSettings { consistency, timestamps, ..default_mode }
 }
 
 /// Returns the reason why the service cannot have the requested timestamps, or `None` if it can.

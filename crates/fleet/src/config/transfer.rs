@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use coreward_config::{Reader, Spanned};
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::ServiceSettings;
 use coreward_model::tuple::{Protocol, ServiceAddress};
 
 use super::service::Service;
@@ -13,7 +13,7 @@ use super::{OtherBalancer, ServerConfig, ServiceConfig};
 pub fn parse_other_balancer(
     service: &Service,
     address: ServiceAddress,
-    mode: ServiceMode,
+    mode: ServiceSettings,
     reader: &mut Reader<'_>,
 ) -> Option<OtherBalancer> {
     let (key, migration_entry) = match (&service.migrate_from, &service.migrate_to) {

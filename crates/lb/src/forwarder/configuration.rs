@@ -34,27 +34,27 @@ pub(super) struct ConfigurationState {
     pub number: Option<u64>,
     /// Generation of the applied configuration, from any controller, or 0 if there is none.
     pub applied_generation: u64,
-    /// Time at which the first configuration was applied.
-    pub applied_at: Option<Duration>,
+    /// Time at which the first configuration was applied, or `None` before it.
+    pub first_applied_at: Option<Duration>,
     /// Cookie keys that are in use, or `None` before the first configuration.
-    pub fleet_keys: Option<FleetCookieKeys>,
+    fleet_keys: Option<FleetCookieKeys>,
     /// Whether the applied configuration has not been saved yet.
-    pub is_unsaved: bool,
+    is_unsaved: bool,
     /// Whether the next configuration must be complete, because a change did not fit the applied one.
     pub needs_complete: bool,
-    /// Time at which a missing configuration will be logged, or `None` after it was logged.
-    pub missing_log_at: Option<Duration>,
+    /// Time at which the absence of a configuration will be logged, or `None` after it was logged.
+    absence_log_at: Option<Duration>,
 }
 
 impl ConfigurationState {
     pub fn new() -> Self {
-        Self { missing_log_at: Some(monotonic() + FIRST_CONFIGURATION_TIMEOUT), ..Self::default() }
+        Self { absence_log_at: Some(monotonic() + FIRST_CONFIGURATION_TIMEOUT), ..Self::default() }
     }
 
     /// Records that a configuration was applied.
     fn record_application(&mut self, number: u64, generation: u64) {
         (self.number, self.confirmed_generation, self.applied_generation) = (Some(number), generation, generation);
-        self.applied_at.get_or_insert_with(monotonic);
+        self.first_applied_at.get_or_insert_with(monotonic);
     }
 }
 
@@ -223,13 +223,17 @@ impl Forwarder {
         self.traffic_report_interval = next_configuration.report_interval;
         self.load_based_table_lifetime = next_configuration.table_lifetime;
         self.load_balancers = next_configuration.load_balancers;
-        self.replace_services(next_configuration.services)?;
+        let has_health_checks = self.replace_services(next_configuration.services)?;
         self.set_connection_owners();
+        if has_health_checks {
+            self.health_checks.configure_checks(self.services_by_index.values().map(|(service, _)| service));
+        }
         self.configuration.record_application(change.next_number, next_configuration.generation);
         Ok(())
     }
 
-    /// Returns whether a change removes, adds or changes services or load balancers, and not only servers.
+    /// Returns whether a change removes, adds or changes services beyond their servers, or changes the names or
+    /// addresses of load balancers.
     fn affects_more_than_servers(&self, change: &FleetChange) -> bool {
         let differs_only_in_servers = |new_service: &Service| {
             let known_service = self.services_by_index.get(&new_service.index);
@@ -245,8 +249,9 @@ impl Forwarder {
             || !next_configuration.services.iter().all(differs_only_in_servers)
     }
 
-    /// Replaces known services by new ones, which differ only in their servers.
-    fn replace_services(&mut self, new_services: Vec<Service>) -> anyhow::Result<()> {
+    /// Replaces known services by new ones, which differ only in their servers. Returns whether one of them has a
+    /// health check.
+    fn replace_services(&mut self, new_services: Vec<Service>) -> anyhow::Result<bool> {
         let (mut have_servers_moved, mut has_health_checks) = (false, false);
         let mut changed_services = Vec::new();
         for new_service in new_services {
@@ -263,10 +268,7 @@ impl Forwarder {
             self.index_servers_by_neighbour();
         }
         changed_services.into_iter().for_each(|index| self.set_servers(index));
-        if has_health_checks {
-            self.health_checks.configure_checks(self.services_by_index.values().map(|(service, _)| service));
-        }
-        Ok(())
+        Ok(has_health_checks)
     }
 
     /// Returns whether the next configuration must be complete because a change did not fit.
@@ -284,7 +286,7 @@ impl Forwarder {
 
     /// Returns a warning if the controller's first configuration is overdue and no configuration was saved.
     pub(super) fn missing_configuration_warning(&self) -> Option<&'static str> {
-        if self.configuration.fleet_keys.is_some() || self.configuration.missing_log_at.is_some() {
+        if self.configuration.fleet_keys.is_some() || self.configuration.absence_log_at.is_some() {
             return None;
         }
         Some(if self.load_balancer.is_taken_over() || self.load_balancer.is_upgrade_pending() {
@@ -295,10 +297,10 @@ impl Forwarder {
     }
 
     pub(super) fn log_missing_configuration(&mut self) {
-        if self.configuration.missing_log_at.is_none_or(|log_at| monotonic() < log_at) {
+        if self.configuration.absence_log_at.is_none_or(|log_at| monotonic() < log_at) {
             return;
         }
-        self.configuration.missing_log_at = None;
+        self.configuration.absence_log_at = None;
         if let Some(problem) = self.missing_configuration_warning() {
             tracing::warn!(event = "no-configuration", "{problem}");
         }

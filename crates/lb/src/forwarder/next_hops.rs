@@ -18,9 +18,9 @@ const IPV6_MIN_MTU: usize = 1280;
 pub(super) struct NextHops {
     pub kernel_routes: Routes,
     /// Next hop to each server whose packets are encapsulated. Servers without a route have no entry.
-    pub by_server: HashMap<Neighbour, IpAddr>,
+    by_server: HashMap<Neighbour, IpAddr>,
     /// Warnings that name servers to which the kernel has no route.
-    pub route_warnings: BTreeSet<String>,
+    route_warnings: BTreeSet<String>,
 }
 
 impl NextHops {

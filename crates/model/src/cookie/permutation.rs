@@ -155,7 +155,7 @@ mod tests {
         let subtract_modulo = |a: u32, b: u32| (u64::from(a) + modulo - u64::from(b) % modulo) % modulo;
         let [known_differences, other_differences] = [known_numbers, other_numbers]
             .map(|numbers| [subtract_modulo(numbers[0], numbers[1]), subtract_modulo(numbers[0], numbers[2])]);
-        // known[1] / known[0] == other[1] / other[0]
+        // The quotients known[1] / known[0] and other[1] / other[0] are compared by their cross products.
         known_differences[1] * other_differences[0] % modulo == other_differences[1] * known_differences[0] % modulo
     }
 

@@ -167,23 +167,29 @@ impl LoadBalancer {
         now_ns: u64,
         out_service_slot: &mut Option<usize>,
     ) -> Result<Decision, ParseEndCounter> {
-        const DELIVERED_COUNTER: intf::lb_counter = intf::LB_COUNTER_ICMP_ERROR;
         let quote = packet::parse_quote(ip_packet)?;
         let service_slot = self.find_service_slot(quote.vip.ip(), quote.vip.port(), quote.protocol)?;
         *out_service_slot = Some(service_slot);
         let tuple = FourTuple::new(quote.client, quote.vip).expect("of one packet");
         let protocol = if quote.protocol == UDP_PROTOCOL_NUMBER { Protocol::Udp } else { Protocol::Tcp };
         if let Some(id) = self.quoted_lb_stamped_server(service_slot, &tuple, protocol, quote.tsval) {
-            return Ok(self.deliver_to(service_slot, id, DELIVERED_COUNTER));
+            return Ok(self.deliver_to(service_slot, id, intf::LB_COUNTER_ICMP_ERROR));
         }
         let cookie_tsval = quote.tsval.filter(|_| self.service(service_slot).has_cookies());
         let mut event = None;
         match cookie_tsval.map(|value| cookie::decode_cookie(&self.keys, &tuple, value)) {
             Some(Cookie::Server(id)) if self.service(service_slot).server(id).is_some() => {
-                return Ok(self.deliver_to(service_slot, id, DELIVERED_COUNTER));
+                return Ok(self.deliver_to(service_slot, id, intf::LB_COUNTER_ICMP_ERROR));
             }
             Some(Cookie::TableIndex(cookie_index)) if self.service(service_slot).is_stateful() => {
-                match self.decide_by_index(service_slot, &tuple, cookie_index, DELIVERED_COUNTER, sender.mac, now_ns) {
+                match self.decide_by_index(
+                    service_slot,
+                    &tuple,
+                    cookie_index,
+                    intf::LB_COUNTER_ICMP_ERROR,
+                    sender.mac,
+                    now_ns,
+                ) {
                     IndexLookup::Decided(decision, _) => return Ok(decision),
                     IndexLookup::UnknownConnection => event = Some(intf::LB_EVENT_CONNECTION_UNKNOWN),
                     IndexLookup::UnknownServer => {}

@@ -181,7 +181,7 @@ impl LoadBalancer {
     }
 
     /// Returns the service's slot and the reply in a frame of a service with LB-side stamping, or `None` for any other
-    /// frame. A malformed reply is an error.
+    /// frame. The inner result is an error if the ports are complete but the TCP header is malformed.
     fn parse_reply(&self, frame: &[u8]) -> Option<(usize, Result<Packet, ParseEndCounter>)> {
         packet::read_frame_fields(frame).filter(|frame_fields| frame_fields.destination_mac == self.own_mac)?;
         let ip_packet = packet::parse_ip(frame).ok()?;

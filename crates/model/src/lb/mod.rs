@@ -37,7 +37,7 @@ use std::net::IpAddr;
 use coreward_intf as intf;
 
 use crate::connection_table::{ClockTicks, Connection, ConnectionIndex, TableOwnerNumber, TableSize};
-use crate::consistency::{Consistency, ServiceMigration, ServiceMode, TimestampOrigin};
+use crate::consistency::{Consistency, ServiceMigration, ServiceSettings, TimestampOrigin};
 use crate::cookie::{CookieKey, FleetCookieKeys};
 use crate::placement::PlacementTable;
 use crate::vlan::Vlan;
@@ -134,7 +134,7 @@ pub struct ServerTraffic {
 #[derive(Debug)]
 struct Service {
     address: ServiceAddress,
-    mode: ServiceMode,
+    mode: ServiceSettings,
     servers: Vec<Option<Server>>,
     /// Servers that are down according to the load balancer's own checks.
     masked_servers: HashSet<ServerId>,
@@ -147,7 +147,7 @@ struct Service {
 }
 
 impl Service {
-    fn new(address: ServiceAddress, mode: ServiceMode) -> Self {
+    fn new(address: ServiceAddress, mode: ServiceSettings) -> Self {
         Self {
             address,
             mode,
@@ -285,7 +285,7 @@ impl LoadBalancer {
 
     /// Sets the services, and returns the slot of each. A known service keeps its slot with its state, and a new one
     /// gets the lowest free slot. Panics if there are more services than slots.
-    pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> Vec<usize> {
+    pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceSettings)]) -> Vec<usize> {
         let stateful_slots_before = self.stateful_slots();
         for service_slot in &mut self.services {
             let is_kept = |service: &Service| services.iter().any(|(address, _)| *address == service.address);
@@ -322,7 +322,7 @@ impl LoadBalancer {
         (0..self.services.len()).filter(is_stateful_slot).collect()
     }
 
-    fn allocate_slot(&mut self, address: ServiceAddress, mode: ServiceMode) -> usize {
+    fn allocate_slot(&mut self, address: ServiceAddress, mode: ServiceSettings) -> usize {
         let has_address =
             |service: &Option<Service>| service.as_ref().is_some_and(|service| service.address == address);
         if let Some(service_slot) = self.services.iter().position(has_address) {

@@ -191,8 +191,8 @@ impl LoadBalancer {
         Some(index)
     }
 
-    /// Decides on a SYN whose connection has an entry. Returns `None` if it has none, or if the entry's server takes no
-    /// new connections.
+    /// Decides on a SYN whose connection has an entry. Returns `None` if it has none, if its server takes no new
+    /// connections, or if this load balancer has no owner number.
     fn decide_repeated_syn(
         &mut self,
         service_slot: usize,

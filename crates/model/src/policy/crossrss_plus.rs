@@ -122,7 +122,7 @@ impl ConnectionCost {
 fn total_deficit(pool: &Pool, cache: &mut PolicyCache) -> f64 {
     let normalized_load = NormalizedLoad::of(pool);
     let deficit_of_class = |(class, histogram): (&ServerClass, &LoadHistogram)| {
-        let (level, speed) = normalized_load.level_and_speed(*class);
+        let (level, speed) = normalized_load.class_load_and_relative_speed(*class);
         speed * histogram.missing_load(level)
     };
     cache.load_histograms(pool).iter().map(deficit_of_class).sum()

@@ -189,7 +189,8 @@ struct LocalServers<'a, 'g> {
     servers: Vec<&'a PoolServer>,
     /// Whether some of the servers take part in some buckets only.
     has_slow_start: bool,
-    /// Level and speed of each server ([`NormalizedLoad::level_and_speed`]), or an empty list if all are alike.
+    /// Level and speed of each server ([`NormalizedLoad::class_load_and_relative_speed`]), or an empty list if all are
+    /// alike.
     levels_and_speeds: Vec<(f64, f64)>,
     bucket_loads: &'g BucketLoads,
 }
@@ -209,7 +210,8 @@ impl<'a, 'g> LocalServers<'a, 'g> {
         // The cores that a bucket keeps are in the order of loads alone.
         let kept_core_count = if cores.normalized_load.is_uniform() && !has_slow_start { needed_core_count } else { 0 };
         bucket_loads.update(&servers, &group.key, cores.buckets, cores.neutral_load, kept_core_count);
-        let level_and_speed = |server: &&PoolServer| cores.normalized_load.level_and_speed(server.server_class());
+        let level_and_speed =
+            |server: &&PoolServer| cores.normalized_load.class_load_and_relative_speed(server.server_class());
         let levels_and_speeds =
             if cores.normalized_load.is_uniform() { Vec::new() } else { servers.iter().map(level_and_speed).collect() };
         Self { group, servers, has_slow_start, levels_and_speeds, bucket_loads }

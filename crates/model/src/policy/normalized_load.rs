@@ -42,11 +42,11 @@ impl NormalizedLoad {
         if self.is_uniform {
             return load;
         }
-        self.compared_value_at_level(self.level_and_speed(class), load)
+        self.compared_value_at_level(self.class_load_and_relative_speed(class), load)
     }
 
     /// Returns the result of [`NormalizedLoad::compared_value`] if cores are not all alike, for a class with a known
-    /// [`NormalizedLoad::level_and_speed`].
+    /// [`NormalizedLoad::class_load_and_relative_speed`].
     pub fn compared_value_at_level(&self, (level, speed): (f64, f64), load: f64) -> f64 {
         self.offset + self.mean_load - speed * (level - load)
     }
@@ -56,7 +56,7 @@ impl NormalizedLoad {
     }
 
     /// Returns the level of the cores of a class, and their speed relative to the mean speed.
-    pub fn level_and_speed(&self, class: ServerClass) -> (f64, f64) {
+    pub fn class_load_and_relative_speed(&self, class: ServerClass) -> (f64, f64) {
         if self.is_uniform {
             return (self.mean_load, 1.0);
         }
@@ -108,7 +108,7 @@ mod tests {
         let normalized_load = NormalizedLoad::of(&pool);
         assert!(values[1] < values[0] && values[0] < values[2], "{values:?}");
         let missing_work = |server: &PoolServer| {
-            let (level, speed) = normalized_load.level_and_speed(server.server_class());
+            let (level, speed) = normalized_load.class_load_and_relative_speed(server.server_class());
             speed * (level - 0.4)
         };
         assert!((missing_work(&servers[1]) - 2.0 * missing_work(&servers[0])).abs() < 1e-9);

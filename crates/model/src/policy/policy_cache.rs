@@ -47,7 +47,8 @@ impl PolicyCache {
         Cow::Owned(all_histograms)
     }
 
-    /// Returns the server of each bucket for connections without a cookie, by eligible servers and their weights alone.
+    /// Returns the server to which each bucket sends connections without a cookie. It depends only on the eligible
+    /// servers and their weights.
     pub(super) fn consistent_servers(&mut self, pool: &Pool, buckets: BucketCount) -> Vec<ServerId> {
         let weights = || pool.eligible_servers().map(|server| (server.id, server.weight.get()));
         let is_unchanged = |(known_weights, known_buckets): &(Vec<(ServerId, u32)>, BucketCount)| {

@@ -31,8 +31,8 @@ fn sample_service(index: u32) -> Service {
         },
         index: ServiceIndex::new(index).unwrap(),
         mode: match index {
-            0 => ServiceMode { consistency: Consistency::Stateful, ..ServiceMode::default() },
-            _ => ServiceMode { timestamps: TimestampOrigin::LoadBalancer, ..ServiceMode::default() },
+            0 => ServiceSettings { consistency: Consistency::Stateful, ..ServiceSettings::default() },
+            _ => ServiceSettings { timestamps: TimestampOrigin::LoadBalancer, ..ServiceSettings::default() },
         },
         policy: "least".into(),
         telemetry_level: TelemetryLevel::Connections,
@@ -97,10 +97,10 @@ fn configurations_round_trip() {
             name: "web".into(),
             address: sample_configuration().services[0].address,
             server_id: 7.try_into().unwrap(),
-            mode: ServiceMode {
+            mode: ServiceSettings {
                 consistency: Consistency::Beamer,
                 timestamps: TimestampOrigin::Off,
-                ..ServiceMode::default()
+                ..ServiceSettings::default()
             },
         }],
         keys: sample_keys(),

@@ -13,7 +13,7 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::connection_table::{Connection, ConnectionIndex, TableOwnerNumber, TableSize, encode_cookie_index};
-use coreward_model::consistency::{Consistency, ServiceMode, TimestampOrigin};
+use coreward_model::consistency::{Consistency, ServiceSettings, TimestampOrigin};
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::lb_stamping;
 use coreward_model::placement::{
@@ -106,10 +106,10 @@ fn server_mac(server_index: usize) -> MacAddress {
     mac
 }
 
-fn service_mode(case: PacketCase) -> ServiceMode {
+fn service_mode(case: PacketCase) -> ServiceSettings {
     let timestamps = if case.is_lb_stamped() { TimestampOrigin::LoadBalancer } else { TimestampOrigin::Server };
     let (consistency, forwarding) = (case.consistency(), case.forwarding());
-    ServiceMode { consistency, timestamps, forwarding, ..ServiceMode::default() }
+    ServiceSettings { consistency, timestamps, forwarding, ..ServiceSettings::default() }
 }
 
 /// Returns the ids of the pool's servers. They are sparse, like those that the controller assigns.

@@ -155,13 +155,14 @@ impl FloodTarget {
         MapMemory::of(self.balancer.program()?.as_fd())
     }
 
-    /// Runs packets of open connections, with a flood through the load balancer or SYNs through the empty program on
-    /// the other CPU. Returns the results of [`run_established_packets`] and the number of SYNs.
+    /// Runs packets of open connections through the load balancer (`is_lb`) or the empty program. Meanwhile the other
+    /// CPU floods the load balancer (`is_flood`), or runs the empty program on the same SYNs. Returns the results of
+    /// [`run_established_packets`] and the number of SYNs.
     fn run_with_flooder(
         &self,
         flooder: &Flooder,
-        is_flood: bool,
         is_lb: bool,
+        is_flood: bool,
         packet_count: u32,
     ) -> anyhow::Result<((f64, u64), FloodCounts)> {
         let command = if is_flood {
@@ -209,7 +210,7 @@ impl FloodMeasurement {
             let combination = (round + step) % 4;
             let (is_lb, is_flood) = (combination & 1 == 1, combination & 2 == 2);
             let ((mean_ns, counted_packets), flood_counts) =
-                target.run_with_flooder(flooder, is_flood, is_lb, length.packets)?;
+                target.run_with_flooder(flooder, is_lb, is_flood, length.packets)?;
             if is_flood {
                 self.add_flood(flood_counts, target.balancer.used_entry_count());
             }

@@ -39,7 +39,7 @@ pub struct PacketVariation {
 #[derive(Debug, Clone)]
 pub struct FrameTemplate {
     pub bytes: Vec<u8>,
-    /// Offset of the client's IPv4 address, or of the last four bytes of its IPv6 address.
+    /// Offset in the frame, in bytes, of the client's IPv4 address, or of the last four bytes of its IPv6 address.
     pub client_offset: u32,
     pub ports_offset: u32,
     /// Offset of TSecr, or of TSval in a response.

@@ -11,7 +11,7 @@ use coreward_dataplane::mmap_array::MmapArray;
 use coreward_dataplane::server::ServerPrograms;
 use coreward_dataplane::tc::Direction;
 use coreward_intf as intf;
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
@@ -128,7 +128,7 @@ impl LoadedServerPrograms {
             socket.set_port(socket.port() + 1);
         }
         let address = ServiceAddress { vip_and_port: socket, protocol: Protocol::Tcp };
-        server_programs.set_services(&[(address, server_id, ServiceMode::default())])?;
+        server_programs.set_services(&[(address, server_id, ServiceSettings::default())])?;
         Ok(Self { server_programs, cookie_keys, server_id })
     }
 

@@ -23,7 +23,7 @@ use std::collections::{BinaryHeap, HashSet};
 use std::net::Ipv4Addr;
 
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, ServiceMode};
+use coreward_model::consistency::{Consistency, ServiceSettings};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::lb::MacAddress;
 
@@ -82,8 +82,8 @@ impl Config {
         (if self.has_ipv6_vip { ipv6::IPV6_PLACEHOLDERS[0] } else { Ipv4Addr::new(10, 200, 0, 1) }, 80)
     }
 
-    fn service_mode(&self) -> ServiceMode {
-        ServiceMode { consistency: self.consistency, forwarding: self.forwarding, ..ServiceMode::default() }
+    fn service_mode(&self) -> ServiceSettings {
+        ServiceSettings { consistency: self.consistency, forwarding: self.forwarding, ..ServiceSettings::default() }
     }
 }
 

@@ -9,7 +9,7 @@ use coreward_fuzz::epoch::FuzzEpoch;
 use coreward_fuzz::frame::{self, EthernetIpHeader, TcpHeader, timestamp_option};
 use coreward_fuzz::harness::{Harness, HarnessSetup, OWN_MAC};
 use coreward_intf as intf;
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::lb::{Outcome, Server};
 use coreward_model::placement::{PlacementRule, PlacementTable};
@@ -65,7 +65,7 @@ fn state_comparison_finds_differences_that_no_packet_shows() {
     let mut harness = Harness::new(HarnessSetup::new(OWN_MAC, keys), true).unwrap();
     let address = ServiceAddress { vip_and_port: service_address.into(), protocol: Protocol::Tcp };
     let service_slot =
-        harness.apply_change(&StateChange::ReplaceServices(vec![(address, ServiceMode::default())])).unwrap()[0];
+        harness.apply_change(&StateChange::ReplaceServices(vec![(address, ServiceSettings::default())])).unwrap()[0];
     let server = Server { mac: Some([2, 0, 0, 0, 0, 7]), is_eligible: true };
     harness.apply_change(&StateChange::SetServer(service_slot, server_id, Some(server))).unwrap();
     let table = PlacementTable::random(PlacementRule::RoundRobin, 1, 1, &[server_id], &mut seeded_rng(1, 0));

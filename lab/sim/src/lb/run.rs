@@ -60,7 +60,7 @@ impl TracePass {
         loop {
             trace.read(&mut batch)?;
             if speed != 1.0 {
-                accelerate_batch(&mut batch, speed);
+                convert_to_replay_time(&mut batch, speed);
             }
             let Some(last_packet) = batch.packets.last() else { break };
             last_ns = last_packet.time_ns;
@@ -98,7 +98,7 @@ fn replay_time_ns(time_ns: u64, speed: f64) -> u64 {
 }
 
 /// Changes the times and rates of a batch from those of the trace to those of a replay at `speed` times its speed.
-fn accelerate_batch(batch: &mut PacketBatch, speed: f64) {
+fn convert_to_replay_time(batch: &mut PacketBatch, speed: f64) {
     for packet in &mut batch.packets {
         packet.time_ns = replay_time_ns(packet.time_ns, speed);
     }

@@ -31,7 +31,7 @@ pub struct Connections {
     end_queues: Vec<VecDeque<(Nanoseconds, u32)>>,
     kind_durations: Vec<Nanoseconds>,
     /// Next time at which a connection of each kind ends, or [`NEVER`] if none is open.
-    next_ends: Vec<Nanoseconds>,
+    next_end_times: Vec<Nanoseconds>,
     next_ending_kind: usize,
     open_count: usize,
 }
@@ -46,7 +46,7 @@ impl Connections {
             free_slots: Vec::new(),
             end_queues: vec![VecDeque::new(); kinds.len()],
             kind_durations: kinds.iter().map(|kind| kind.duration).collect(),
-            next_ends: vec![NEVER; kinds.len()],
+            next_end_times: vec![NEVER; kinds.len()],
             next_ending_kind: 0,
             open_count: 0,
         }
@@ -76,8 +76,8 @@ impl Connections {
             }
         };
         if self.end_queues[kind].is_empty() {
-            self.next_ends[kind] = end;
-            if end < self.next_ends[self.next_ending_kind] {
+            self.next_end_times[kind] = end;
+            if end < self.next_end_times[self.next_ending_kind] {
                 self.next_ending_kind = kind;
             }
         }
@@ -86,14 +86,14 @@ impl Connections {
     }
 
     pub fn next_end(&self) -> Option<Nanoseconds> {
-        (self.open_count > 0).then(|| self.next_ends[self.next_ending_kind])
+        (self.open_count > 0).then(|| self.next_end_times[self.next_ending_kind])
     }
 
     pub fn close_next(&mut self) -> Option<Connection> {
         let kind = self.next_ending_kind;
         let (_, slot) = self.end_queues[kind].pop_front()?;
-        self.next_ends[kind] = self.end_queues[kind].front().map_or(NEVER, |(end, _)| *end);
-        self.next_ending_kind = index_of_minimum(&self.next_ends);
+        self.next_end_times[kind] = self.end_queues[kind].front().map_or(NEVER, |(end, _)| *end);
+        self.next_ending_kind = index_of_minimum(&self.next_end_times);
         self.free_slots.push(slot);
         self.open_count -= 1;
         self.slots[slot as usize].take()

@@ -29,7 +29,7 @@ pub struct PlannedFault {
     pub fault: Fault,
 }
 
-/// Numbers of the fleet's components, to which faults can happen.
+/// How many components of each kind the fleet has. Each of them can get faults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ComponentCounts {
     /// Number of controllers, which store their records in an etcd cluster if there are two or more.

@@ -185,7 +185,7 @@ fn assert_migration_from_director_and_back(instance: &str, family: AddressFamily
     sleep_ms(500);
     assert_none_broken(
         [&mut connections_before_agents, &mut connections_before_move, &mut coreward_connections],
-        "half a second after the VIP moved",
+        "after earlier connections had passed the director",
     );
     assert_eq!(finish_wrk(wrk_process), Vec::<String>::new());
 

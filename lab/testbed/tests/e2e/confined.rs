@@ -37,13 +37,14 @@ fn assert_unit_capabilities(fleet: &mut Fleet) {
 }
 
 /// Returns the state of server 1 from `coreward status`.
-fn query_server(fleet: &Fleet, testbed: &Testbed) -> serde_json::Value {
+fn query_first_server_status(fleet: &Fleet, testbed: &Testbed) -> serde_json::Value {
     let status = fleet.query_status(testbed).unwrap();
     status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap().clone()
 }
 
 fn server_warnings(fleet: &Fleet, testbed: &Testbed) -> Vec<String> {
-    let warnings: Vec<String> = serde_json::from_value(query_server(fleet, testbed)["warnings"].clone()).unwrap();
+    let warnings: Vec<String> =
+        serde_json::from_value(query_first_server_status(fleet, testbed)["warnings"].clone()).unwrap();
     // This warning is normal on a small machine.
     warnings.into_iter().filter(|warning| !warning.contains("receive queues are served by")).collect()
 }
@@ -65,15 +66,17 @@ fn daemons_work_with_only_the_capabilities_of_their_units() {
     // Workers' sockets are found, connections are steered to them, UDP requests are dispatched to them, and no daemon
     // warns.
     eventually(*DEFAULT_TIMEOUT, "the agent dispatches to both workers", || {
-        let dispatch_workers =
-            query_server(&fleet, &testbed)["dispatch"][0]["workers"].as_array().cloned().unwrap_or_default();
+        let dispatch_workers = query_first_server_status(&fleet, &testbed)["dispatch"][0]["workers"]
+            .as_array()
+            .cloned()
+            .unwrap_or_default();
         dispatch_workers.iter().filter(|worker| worker["eligible"] == true).count() == 2
     });
     eventually(*DEFAULT_TIMEOUT, "the agent has no warnings", || server_warnings(&fleet, &testbed).is_empty());
     // Send more requests, because earlier connections may have arrived before the agent found the workers.
     eventually(*DEFAULT_TIMEOUT, "connections were steered", || {
         send_requests(&testbed, 2);
-        query_server(&fleet, &testbed)["counters"]["steered"].as_u64().unwrap() > 0
+        query_first_server_status(&fleet, &testbed)["counters"]["steered"].as_u64().unwrap() > 0
     });
     // Agents may have to forward packets to a draining server, so they must resolve its address by ARP.
     let mut pool = fleet.server_pool().clone();

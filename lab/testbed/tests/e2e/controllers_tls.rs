@@ -241,7 +241,8 @@ fn wait_for_drained_servers(env: &TestEnv, controller_numbers: &[u16]) -> Vec<St
     drained_servers.unwrap()
 }
 
-/// Stops the controllers, and copies the state from etcd to the store of a single controller.
+/// Asserts that the state cannot be copied from etcd while controllers run. Then stops them, and copies it to the store
+/// of a single controller.
 fn return_to_store(
     env: &TestEnv,
     controllers: &mut [Option<Process>],
@@ -274,14 +275,14 @@ fn replace_single_controller(
     store_config_path: &Path,
     etcd_config_paths: &[PathBuf],
 ) -> Vec<Option<Process>> {
-    let [alone_text, first_text] =
+    let [store_config, etcd_config] =
         [store_config_path, etcd_config_paths[0].as_path()].map(|path| path.to_str().unwrap());
     let mut single_controller = env.start_controller(store_config_path);
     eventually(TAKEOVER_TIMEOUT, "the document is in force", || env.apply_document(&[1], FLEET_DOCUMENT).is_ok());
     env.run_as_operator(&[1], &["drain", "s1", "--force"]).unwrap();
     assert_eq!(env.query_servers_drained_by_command(&[1]).unwrap(), ["s1"]);
     assert!(single_controller.terminate(EXIT_TIMEOUT).unwrap().success());
-    let copy_output = env.run_coreward(&["store", "copy", "--from", alone_text, "--to", first_text]).unwrap();
+    let copy_output = env.run_coreward(&["store", "copy", "--from", store_config, "--to", etcd_config]).unwrap();
     assert!(copy_output.contains("2 servers, 1 services"), "{copy_output}");
 
     etcd_config_paths.iter().map(|file| Some(env.start_controller(file))).collect()

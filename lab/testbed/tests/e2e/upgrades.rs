@@ -133,7 +133,7 @@ fn connections_survive_upgrade_and_downgrade_between_versions() {
         let replacement_result = env.fleet.replace_binary(&env.testbed, daemon, Some(&old_binary));
         if let (Err(error), Some(number)) = (replacement_result, daemon.strip_prefix("lb")) {
             println!("{daemon}: {error:#}");
-            replace_pins_without_traffic(&mut env, number.parse().unwrap());
+            restart_without_pins_while_other_carries_traffic(&mut env, number.parse().unwrap());
         }
         env.fleet.wait_until_ready(&env.testbed).unwrap();
         println!("{daemon}: of the older version");
@@ -144,7 +144,7 @@ fn connections_survive_upgrade_and_downgrade_between_versions() {
 
 /// Restarts one of the two load balancers without its pinned BPF objects. As in docs/deployment.md, the other load
 /// balancer carries the traffic meanwhile.
-fn replace_pins_without_traffic(env: &mut TestEnv, load_balancer: u16) {
+fn restart_without_pins_while_other_carries_traffic(env: &mut TestEnv, load_balancer: u16) {
     let daemon = format!("lb{load_balancer}");
     let other_load_balancers: Vec<u16> = [1, 2].into_iter().filter(|other| *other != load_balancer).collect();
     env.testbed.route_vips_to_load_balancers(&other_load_balancers).unwrap();

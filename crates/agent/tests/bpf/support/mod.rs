@@ -10,7 +10,7 @@ use coreward_agent::agent::Agent;
 use coreward_agent::config::{Config, Load, Rss, Steer};
 use coreward_agent::report_state::SentReportState;
 use coreward_model::ServerId;
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::{Protocol, ServiceAddress};
@@ -78,7 +78,7 @@ pub fn agent_configuration() -> AgentConfiguration {
             name: "web".to_owned(),
             address: ServiceAddress { vip_and_port: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp },
             server_id: server_id(),
-            mode: ServiceMode::default(),
+            mode: ServiceSettings::default(),
         }],
         keys: FleetCookieKeys {
             keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],

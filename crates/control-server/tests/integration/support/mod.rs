@@ -18,8 +18,9 @@ use tonic::transport::{Channel, Endpoint};
 /// Maximum duration of a wait in tests, in which events take milliseconds, or the seconds of a lease.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Lock for tests that send SIGHUP, which reaches all controllers of a process. It is also held by tests that restart a
-/// controller, because a reload still holds its store, and by tests that count generations.
+/// Lock for tests that send SIGHUP, which reaches all controllers of a process. Tests that
+/// restart a controller hold it, too, because a reload keeps the store open, and so do tests that count generations,
+/// which a reload increases.
 pub static SIGHUP_LOCK: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
 pub async fn with_timeout<T>(awaited_event: &str, future: impl Future<Output = T>) -> T {

@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use coreward_dataplane::lb::{BroadcastRateLimits, COUNTER_COUNT, Options, Server, ServiceIndex};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::uniform_below;
@@ -94,12 +94,12 @@ pub struct Balancer {
 impl Balancer {
     /// Returns a balancer with a TCP service in the default mode at each of `vips`.
     pub fn new(vips: &[(Ipv4Addr, u16)], rng: &mut impl Rng) -> Self {
-        let services: Vec<_> = vips.iter().map(|vip| (service_address(*vip), ServiceMode::default())).collect();
+        let services: Vec<_> = vips.iter().map(|vip| (service_address(*vip), ServiceSettings::default())).collect();
         Self::with_model(&services, Options::default(), rng)
     }
 
     /// Returns a load balancer that is compared with the model. Panics when `options` limits broadcasts.
-    pub fn with_model(services: &[(ServiceAddress, ServiceMode)], options: Options, rng: &mut impl Rng) -> Self {
+    pub fn with_model(services: &[(ServiceAddress, ServiceSettings)], options: Options, rng: &mut impl Rng) -> Self {
         assert_eq!(
             options.broadcast_limits,
             BroadcastRateLimits::DEFAULT_BROADCAST_LIMITS,
@@ -113,7 +113,7 @@ impl Balancer {
     }
 
     /// Returns a balancer that is not compared with a model, so that broadcast limits may depend on time.
-    pub fn without_model(services: &[(ServiceAddress, ServiceMode)], options: Options, rng: &mut impl Rng) -> Self {
+    pub fn without_model(services: &[(ServiceAddress, ServiceSettings)], options: Options, rng: &mut impl Rng) -> Self {
         Self::with_loaded_lb(
             ModelCheckedLb::load_without_model(with_fixed_connection_key(options), OWN_MAC),
             services,
@@ -121,7 +121,11 @@ impl Balancer {
         )
     }
 
-    fn with_loaded_lb(mut lb: ModelCheckedLb, services: &[(ServiceAddress, ServiceMode)], rng: &mut impl Rng) -> Self {
+    fn with_loaded_lb(
+        mut lb: ModelCheckedLb,
+        services: &[(ServiceAddress, ServiceSettings)],
+        rng: &mut impl Rng,
+    ) -> Self {
         let service_indexes = lb.set_services(services).unwrap();
         let zero_key = CookieKey { k0: 0, k1: 0 };
         let fleet_keys = FleetCookieKeys { keys: [zero_key; 2], current: KeyIndex::First };

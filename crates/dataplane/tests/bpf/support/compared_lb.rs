@@ -17,7 +17,7 @@ use coreward_intf as intf;
 use coreward_model::connection_table::{
     ClockTicks, Connection, ConnectionTimeouts, ExpiryReason, TableOwnerNumber, max_entries_per_source_prefix,
 };
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::lb as model;
 use coreward_model::placement::PlacementTable;
@@ -125,7 +125,10 @@ impl ModelCheckedLb {
         self.change_model(|model| model.set_keys(*keys));
     }
 
-    pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> anyhow::Result<Vec<ServiceIndex>> {
+    pub fn set_services(
+        &mut self,
+        services: &[(ServiceAddress, ServiceSettings)],
+    ) -> anyhow::Result<Vec<ServiceIndex>> {
         let service_indexes = self.tested_lb.set_services(services)?;
         let slot_indexes: Vec<usize> = service_indexes.iter().map(|index| slot_index(*index)).collect();
         self.change_model(|model| assert_eq!(model.set_services(services), slot_indexes, "the services' slots"));

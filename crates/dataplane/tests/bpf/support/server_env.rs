@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use coreward_dataplane::server::{ServerOptions, ServerPrograms};
 use coreward_intf as intf;
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
@@ -56,7 +56,7 @@ fn add_ipv6_addresses(veth_pair: &VethPair) {
 }
 
 /// Configures the IPv4 and the IPv6 service with this mode.
-pub fn set_services(programs: &mut ServerPrograms, mode: ServiceMode) {
+pub fn set_services(programs: &mut ServerPrograms, mode: ServiceSettings) {
     let service = |family| (ServiceAddress { vip_and_port: vip_address(family), protocol: Protocol::Tcp }, id(), mode);
     programs.set_services(&Family::BOTH.map(service)).unwrap();
 }
@@ -72,16 +72,16 @@ pub struct TestEnv {
 
 impl TestEnv {
     pub fn new() -> Self {
-        Self::start_with_mode(ServiceMode::default())
+        Self::start_with_mode(ServiceSettings::default())
     }
 
     /// Starts a server whose services have this mode. Test connections use IPv4.
-    pub fn start_with_mode(mode: ServiceMode) -> Self {
+    pub fn start_with_mode(mode: ServiceSettings) -> Self {
         Self::of(Family::Ipv4, mode)
     }
 
     /// Starts a server whose services have this mode. Test connections use `family`.
-    pub fn of(family: Family, mode: ServiceMode) -> Self {
+    pub fn of(family: Family, mode: ServiceSettings) -> Self {
         pin_to_one_cpu();
         let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
         add_ipv6_addresses(&veth_pair);

@@ -9,7 +9,7 @@ use coreward_model::ServerId;
 use coreward_model::connection_table::{
     Connection, ConnectionHash, TableOwnerNumber, TableSize, decode_cookie_index, encode_syn_tsecr,
 };
-use coreward_model::consistency::{Consistency, ServiceMode, TimestampOrigin};
+use coreward_model::consistency::{Consistency, ServiceSettings, TimestampOrigin};
 use coreward_model::cookie::{self, Cookie, FleetCookieKeys};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::placement::PlacementRule;
@@ -20,7 +20,7 @@ pub use super::balancer::{VIP, random_client, tuple_to_vip};
 use super::balancer::{Balancer, OWN_MAC, XDP_TX, random_table, service_address};
 use super::{ACK, SYN, TcpPacket, aligned_timestamp_option, read_u32, timestamp_option, tsval_offset};
 
-pub const STATEFUL_MODE: ServiceMode = ServiceMode {
+pub const STATEFUL_MODE: ServiceSettings = ServiceSettings {
     consistency: Consistency::Stateful,
     timestamps: TimestampOrigin::Server,
     migration: None,
