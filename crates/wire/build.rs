@@ -1,4 +1,4 @@
-//! Compiles `proto/coreward.proto` with protox, so that no protoc has to be installed.
+//! Compiles `proto/coreward.proto` and `proto/fleet.proto` with protox, so that no protoc has to be installed.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=proto");

@@ -1,4 +1,4 @@
-//! Messages between coreward's processes. This crate has the types generated from `proto/coreward.proto` ([`v1`]), and
+//! Messages between coreward's processes. This crate has the types generated from `proto/*.proto` ([`v1`]), and
 //! converts them from and to types that are always valid. A receiver parses each message here, once.
 //!
 //! * [`address`]: addresses of servers and services
@@ -57,7 +57,7 @@ pub const LEADER_HEADER: &str = "coreward-leader";
 /// every leader. It is absent if the controller has a store of its own.
 pub const TERM_HEADER: &str = "coreward-term";
 
-/// Types generated from `proto/coreward.proto`, whose comments are the documentation.
+/// Types generated from `proto/*.proto`, whose comments are the documentation.
 #[allow(missing_docs, clippy::all)]
 pub mod v1 {
     include!(concat!(env!("OUT_DIR"), "/coreward.v1.rs"));
