@@ -336,16 +336,7 @@ fn connections_without_an_owner_number_are_stateless() {
         let forged_syn = syn_with_tsecr(client, encode_syn_tsecr(own_owner_number(), 3)).frame();
         let (_, forwarded_frame) = balancer.run_expecting_counter(&forged_syn, Some(0), "new_connection");
         assert_eq!((tsecr_of(&forwarded_frame), tcp_segment_sum(&forwarded_frame)), (0, 0xffff));
-        let tsecr = cookie::stamp_tsval(
-            &balancer.fleet_keys,
-            &support::FOREIGN_TIME_KEY,
-            &tuple_to_vip(client),
-            Cookie::Server(server),
-            5,
-        );
-        let frame =
-            TcpPacket { tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client, VIP) }.frame();
-        balancer.expect_sent_to(0, &frame, server, "established");
+        balancer.expect_cookie_leads_to(client, server);
     }
     assert_eq!(balancer.lb.scan_used_entry_count(), 0);
     // A connection without timestamps gets no entry either.
@@ -360,15 +351,7 @@ fn connections_without_an_owner_number_are_stateless() {
 fn expect_stateless_cookie(balancer: &Balancer, client: (Ipv4Addr, u16)) {
     let (server, cookie_index) = balancer.send_syn(client);
     assert_eq!(cookie_index, None);
-    let tsecr = cookie::stamp_tsval(
-        &balancer.fleet_keys,
-        &support::FOREIGN_TIME_KEY,
-        &tuple_to_vip(client),
-        Cookie::Server(server),
-        5,
-    );
-    let frame = TcpPacket { tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client, VIP) }.frame();
-    balancer.expect_sent_to(0, &frame, server, "established");
+    balancer.expect_cookie_leads_to(client, server);
 }
 
 /// Frees the entries of a flood, each of which has had a single packet. Returns their number.

@@ -189,10 +189,10 @@ fn changed_frame(frame: &[u8], offset: usize, bytes: &[u8]) -> Vec<u8> {
 fn malformed_ipv6_is_dropped_and_counted() {
     skip_if!(missing_bpf_rights());
     let (balancer, client) = balancer_with_client();
-    let changed_frame = |offset: usize, bytes: &[u8]| changed_frame(&syn_frame(client), offset, bytes);
+    let changed_syn = |offset: usize, bytes: &[u8]| changed_frame(&syn_frame(client), offset, bytes);
     let expect_drop = |frame: &[u8], name| balancer.expect_unforwarded_without_service(frame, XDP_DROP, name);
-    expect_drop(&changed_frame(14, &[0x50]), "drop_malformed_ipv6");
-    expect_drop(&changed_frame(18, &[0x7f, 0xff]), "drop_malformed_ipv6");
+    expect_drop(&changed_syn(14, &[0x50]), "drop_malformed_ipv6");
+    expect_drop(&changed_syn(18, &[0x7f, 0xff]), "drop_malformed_ipv6");
     // The chain of extension headers ends beyond the packet, or beyond the bytes that the program reads.
     expect_drop(&ipv6_frame([client.0, VIP.0], &[(0, vec![0, 0])], 6, &[]), "drop_malformed_ipv6");
     // The header of a later fragment ends after the packet, in the frame's padding.
@@ -211,19 +211,19 @@ fn malformed_ipv6_is_dropped_and_counted() {
     ));
     let fragment_header = (44, vec![0, 0, 0, 1, 1, 2, 3, 4]);
     expect_drop(&frame_with_extension_headers(&[fragment_header], client, ACK, vec![]), "drop_fragment");
-    balancer.expect_unforwarded(&changed_frame(54 + 12, &[0x40]), XDP_DROP, 0, "drop_malformed_tcp");
-    balancer.expect_unforwarded(&changed_frame(54 + 13, &[SYN | FIN]), XDP_DROP, 0, "drop_malformed_tcp");
+    balancer.expect_unforwarded(&changed_syn(54 + 12, &[0x40]), XDP_DROP, 0, "drop_malformed_tcp");
+    balancer.expect_unforwarded(&changed_syn(54 + 13, &[SYN | FIN]), XDP_DROP, 0, "drop_malformed_tcp");
 }
 
 #[test]
 fn ipv6_packets_for_the_kernel_pass() {
     skip_if!(missing_bpf_rights());
     let (balancer, client) = balancer_with_client();
-    let changed_frame = |offset: usize, bytes: &[u8]| changed_frame(&syn_frame(client), offset, bytes);
+    let changed_syn = |offset: usize, bytes: &[u8]| changed_frame(&syn_frame(client), offset, bytes);
     // Packets for the kernel have another VIP, another port, a multicast MAC address, or an echo request.
-    balancer.expect_passed_uncounted(&changed_frame(39, &[7]));
-    balancer.expect_passed_uncounted(&changed_frame(56, &[7]));
-    balancer.expect_passed_uncounted(&changed_frame(0, &[0x33, 0x33]));
+    balancer.expect_passed_uncounted(&changed_syn(39, &[7]));
+    balancer.expect_passed_uncounted(&changed_syn(56, &[7]));
+    balancer.expect_passed_uncounted(&changed_syn(0, &[0x33, 0x33]));
     balancer.expect_passed_uncounted(&ipv6_frame([client.0, VIP.0], &[], 58, &[128, 0, 0, 0, 0, 0, 0, 0]));
 }
 
@@ -292,12 +292,12 @@ fn malformed_icmpv6_errors_are_dropped_and_foreign_ones_pass() {
         "drop_malformed_icmp",
     );
     // Messages for the kernel are an echo request, a quote from another VIP, and a quote with extension headers.
-    let changed_frame = |offset: usize, byte: u8| changed_frame(&error_without_cookie, offset, &[byte]);
-    balancer.expect_passed_uncounted(&changed_frame(54, 128));
-    balancer.expect_passed_uncounted(&changed_frame(62 + 8 + 15, 99));
-    balancer.expect_passed_uncounted(&changed_frame(62 + 6, 60));
-    balancer.expect_unforwarded_without_service(&changed_frame(62, 0x40), XDP_DROP, "drop_malformed_icmp");
-    balancer.expect_unforwarded_without_service(&changed_frame(18, 0x40), XDP_DROP, "drop_malformed_ipv6");
+    let changed_error = |offset: usize, byte: u8| changed_frame(&error_without_cookie, offset, &[byte]);
+    balancer.expect_passed_uncounted(&changed_error(54, 128));
+    balancer.expect_passed_uncounted(&changed_error(62 + 8 + 15, 99));
+    balancer.expect_passed_uncounted(&changed_error(62 + 6, 60));
+    balancer.expect_unforwarded_without_service(&changed_error(62, 0x40), XDP_DROP, "drop_malformed_icmp");
+    balancer.expect_unforwarded_without_service(&changed_error(18, 0x40), XDP_DROP, "drop_malformed_ipv6");
 }
 
 #[test]

@@ -141,9 +141,7 @@ fn beamer_follows_the_bucket_and_marks_the_previous_server() {
 fn send_packet(balancer: &Balancer, client: (Ipv4Addr, u16), flags: u8, case_name: &str) -> (ServerId, u16) {
     let (xdp_action, frame) = balancer.run(&client_frame(client, flags, 1));
     assert_eq!(xdp_action, XDP_TX, "{case_name}: flags {flags:#x}");
-    let server_with_mac = balancer.server_macs.iter().find(|(_, mac)| frame[..6] == mac.0);
-    let ((_, destination_id), _) = server_with_mac.unwrap();
-    (*destination_id, u16::from_be_bytes([frame[18], frame[19]]))
+    (balancer.server_with_mac(&frame[..6]), u16::from_be_bytes([frame[18], frame[19]]))
 }
 
 /// Without a controller, the table keeps a server that takes no new connections, so the load balancer must avoid it.

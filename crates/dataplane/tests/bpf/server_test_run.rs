@@ -289,7 +289,7 @@ fn expect_foreign_egress_packets_unchanged(server: &TestServer, family: Family) 
 
 fn expect_foreign_ingress_packets_unchanged(server: &TestServer, family: Family) {
     let (client, vip) = (fixed_client(family), vip_of_family(family));
-    let expect_unchanged =
+    let expect_unchanged_ingress =
         |packet: &TcpPacket, counters: &[&str]| expect_unchanged(server, Direction::Ingress, packet, counters);
     let tuple = tuple_to_vip(client);
     let other_id = ServerId::try_from(u64::from(server.id.get() ^ 1)).unwrap();
@@ -301,14 +301,17 @@ fn expect_foreign_ingress_packets_unchanged(server: &TestServer, family: Family)
         packet
     };
     let other_cookie_counters = ["ingress_other_cookie", "ingress_established"];
-    expect_unchanged(&ingress_packet(stamped_tsval(Cookie::Server(other_id)), ACK), &other_cookie_counters);
-    expect_unchanged(&ingress_packet(stamped_tsval(Cookie::TableIndex(server.id.get())), ACK), &other_cookie_counters);
-    expect_unchanged(&ingress_packet(0, ACK), &["ingress_without_tsecr", "ingress_established"]);
+    expect_unchanged_ingress(&ingress_packet(stamped_tsval(Cookie::Server(other_id)), ACK), &other_cookie_counters);
+    expect_unchanged_ingress(
+        &ingress_packet(stamped_tsval(Cookie::TableIndex(server.id.get())), ACK),
+        &other_cookie_counters,
+    );
+    expect_unchanged_ingress(&ingress_packet(0, ACK), &["ingress_without_tsecr", "ingress_established"]);
     // Test runs record no receive queue, so the prediction cannot be compared.
-    expect_unchanged(&ingress_packet(0, SYN), &["ingress_without_tsecr", "rss_unpredicted"]);
+    expect_unchanged_ingress(&ingress_packet(0, SYN), &["ingress_without_tsecr", "rss_unpredicted"]);
     let mut packet_to_other_host = ingress_packet(stamped_tsval(Cookie::Server(server.id)), ACK);
     packet_to_other_host.destination_mac = [2, 0, 0, 0, 0, 1];
-    expect_unchanged(&packet_to_other_host, &[]);
+    expect_unchanged_ingress(&packet_to_other_host, &[]);
 }
 
 #[test]

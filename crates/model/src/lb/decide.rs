@@ -108,42 +108,31 @@ impl LoadBalancer {
             (packet::PROTOCOL_ICMP, _) => Err(NOT_A_SERVICE),
             (protocol, _) if !self.is_balanced_protocol(protocol) => Err(NOT_A_SERVICE),
             (UDP_PROTOCOL_NUMBER, FragmentPart::Later) => self.decide_later_fragment(&ip_packet, out_service_slot),
-            (UDP_PROTOCOL_NUMBER, _) => self.decide_datagram(&ip_packet, &sender, now_ns, out_service_slot),
-            (_, FragmentPart::Whole) => self.decide_segment(&ip_packet, &sender, now_ns, out_service_slot),
+            (UDP_PROTOCOL_NUMBER, _) | (_, FragmentPart::Whole) => {
+                self.decide_packet_with_ports(&ip_packet, &sender, now_ns, out_service_slot)
+            }
             (_, _) => Err(intf::LB_COUNTER_DROP_FRAGMENT),
         }
     }
 
-    /// Decides on a datagram of UDP, or on its first fragment.
-    fn decide_datagram(
+    /// Decides on a segment of TCP, a datagram of UDP, or the first fragment of one.
+    fn decide_packet_with_ports(
         &mut self,
         ip_packet: &IpPacket<'_>,
         sender: &FrameSource,
         now_ns: u64,
         out_service_slot: &mut Option<usize>,
     ) -> Result<Decision, ParseEndCounter> {
-        let ports = packet::parse_ports(ip_packet, intf::LB_COUNTER_DROP_MALFORMED_UDP)?;
-        let service_slot = self.find_service_slot(ip_packet.vip, ports.1, UDP_PROTOCOL_NUMBER)?;
+        let is_udp = ip_packet.protocol == UDP_PROTOCOL_NUMBER;
+        let malformed_counter =
+            if is_udp { intf::LB_COUNTER_DROP_MALFORMED_UDP } else { intf::LB_COUNTER_DROP_MALFORMED_TCP };
+        let ports = packet::parse_ports(ip_packet, malformed_counter)?;
+        let service_slot = self.find_service_slot(ip_packet.vip, ports.1, ip_packet.protocol)?;
         *out_service_slot = Some(service_slot);
-        let packet = packet::parse_udp(ip_packet, ports)?;
+        let packet = if is_udp { packet::parse_udp(ip_packet, ports) } else { packet::parse_tcp(ip_packet, ports) }?;
         let decision = self.decide(service_slot, &packet, sender, now_ns);
         self.record_first_fragment(ip_packet, service_slot, &decision);
         Ok(decision)
-    }
-
-    /// Decides on a segment of TCP.
-    fn decide_segment(
-        &mut self,
-        ip_packet: &IpPacket<'_>,
-        sender: &FrameSource,
-        now_ns: u64,
-        out_service_slot: &mut Option<usize>,
-    ) -> Result<Decision, ParseEndCounter> {
-        let ports = packet::parse_ports(ip_packet, intf::LB_COUNTER_DROP_MALFORMED_TCP)?;
-        let service_slot = self.find_service_slot(ip_packet.vip, ports.1, TCP_PROTOCOL_NUMBER)?;
-        *out_service_slot = Some(service_slot);
-        let packet = packet::parse_tcp(ip_packet, ports)?;
-        Ok(self.decide(service_slot, &packet, sender, now_ns))
     }
 
     /// Returns whether the program handles a protocol. UDP is not compiled in while no service needs it.

@@ -18,7 +18,9 @@ use rand::Rng;
 pub use super::balancer::{VIP, random_client, tuple_to_vip};
 
 use super::balancer::{Balancer, OWN_MAC, XDP_TX, random_table, service_address};
-use super::{ACK, SYN, TcpPacket, aligned_timestamp_option, read_u32, timestamp_option, tsval_offset};
+use super::{
+    ACK, FOREIGN_TIME_KEY, SYN, TcpPacket, aligned_timestamp_option, read_u32, timestamp_option, tsval_offset,
+};
 
 pub const STATEFUL_MODE: ServiceSettings = ServiceSettings {
     consistency: Consistency::Stateful,
@@ -100,7 +102,7 @@ pub struct EstablishedConnection {
 }
 
 impl Balancer {
-    fn server_with_mac(&self, mac: &[u8]) -> ServerId {
+    pub fn server_with_mac(&self, mac: &[u8]) -> ServerId {
         let server_mac = MacAddress(mac.try_into().unwrap());
         self.server_macs.iter().find(|(_, known_mac)| **known_mac == server_mac).expect("a server's MAC address").0.1
     }
@@ -135,6 +137,15 @@ impl Balancer {
     pub fn expect_found_by_index(&self, connection: &EstablishedConnection) {
         let frame = frame_with_cookie_index(self, connection.client, connection.cookie_index);
         self.expect_sent_to(0, &frame, connection.server, "connection_table");
+    }
+
+    /// Asserts that a packet with the stateless cookie of `server` is sent there.
+    pub fn expect_cookie_leads_to(&self, client: ClientEndpoint, server: ServerId) {
+        let tuple = tuple_to_vip(client);
+        let tsecr = cookie::stamp_tsval(&self.fleet_keys, &FOREIGN_TIME_KEY, &tuple, Cookie::Server(server), 5);
+        let tcp_options = aligned_timestamp_option(1, tsecr);
+        let frame = TcpPacket { tcp_options, ..TcpPacket::new(client, VIP) }.frame();
+        self.expect_sent_to(0, &frame, server, "established");
     }
 
     /// Asserts that `frame` is sent to the MAC address `mac`, and that only its MAC addresses change.
