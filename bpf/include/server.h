@@ -115,7 +115,7 @@ struct server_state {
 	/* Directories of services. A slot's `number` is this server's id in the service, with flags. */
 	struct service_directories directories;
 	/* The server's own TSval (ms) of the last clamped packet in each group of connections (clamp_group()). */
-	__u32 last_clamp_ms[CLAMP_GROUPS];
+	__u32 last_clamp_tsval_ms[CLAMP_GROUPS];
 	/*
 	 * Tails of services whose last SYN-ACK was forwarded. Their sockets are in another network namespace or machine
 	 * (DNAT, a bridge), so connections may exist without a socket here.

@@ -16,9 +16,9 @@ static __always_inline __u32 ip_header_length(bool ipv6)
 	return ipv6 ? sizeof(struct ipv6_header) : sizeof(struct iphdr);
 }
 
-static __always_inline __u32 outer_header_length(enum forwarding forwarding, bool outer_ipv6)
+static __always_inline __u32 outer_header_length(enum forwarding forwarding, bool has_ipv6_outer_header)
 {
-	return ip_header_length(outer_ipv6) + (forwarding == FORWARDING_GUE ? sizeof(struct udphdr) : 0);
+	return ip_header_length(has_ipv6_outer_header) + (forwarding == FORWARDING_GUE ? sizeof(struct udphdr) : 0);
 }
 
 #endif

@@ -45,12 +45,13 @@ _Static_assert(LIMITED_KIND_COUNT <= LIMITED_KIND_SLOTS, "each reason has a slot
 static __always_inline bool take_token(__u64 *paid_until_word, const volatile struct token_bucket *bucket, __u64 now,
 				       __u32 halvings)
 {
-	__u64 paid_until = *(volatile __u64 *)paid_until_word;
-	__u64 start = paid_until > now ? paid_until : now;
+	__u64 paid_until_ns = *(volatile __u64 *)paid_until_word;
+	__u64 start = paid_until_ns > now ? paid_until_ns : now;
 
 	if (start - now > bucket->burst_ns >> halvings)
 		return false;
-	return __sync_val_compare_and_swap(paid_until_word, paid_until, start + bucket->interval_ns) == paid_until;
+	return __sync_val_compare_and_swap(paid_until_word, paid_until_ns, start + bucket->interval_ns) ==
+	       paid_until_ns;
 }
 
 /* Returns whether a packet from `source` may be broadcast. This is a global function, as decide() is. */

@@ -44,7 +44,7 @@ static __always_inline bool is_clock_verified(const struct lb_stamped_server *se
 	return server->agreeing >= LB_STAMPING_AGREEING;
 }
 
-static __always_inline bool can_be_stamped(const struct lb_stamped_server *server)
+static __always_inline bool can_stamp_connections(const struct lb_stamped_server *server)
 {
 	return is_clock_verified(server) || server->steady >= LB_STAMPING_AGREEING;
 }
@@ -64,9 +64,9 @@ static __always_inline __u32 monotonic_ms(void)
 	return bpf_ktime_get_ns() / NANOSECONDS_PER_MS;
 }
 
-static __always_inline bool are_offsets_of_one_clock(__u32 offset_ms, __u32 other_ms, __u32 tolerance_ms)
+static __always_inline bool are_offsets_of_one_clock(__u32 offset_ms, __u32 other_offset_ms, __u32 tolerance_ms)
 {
-	return offset_ms - other_ms + tolerance_ms <= 2 * tolerance_ms;
+	return offset_ms - other_offset_ms + tolerance_ms <= 2 * tolerance_ms;
 }
 
 /* TSval of a server's reply, and this load balancer's time (ms), read once per packet. */
@@ -77,7 +77,7 @@ struct reply_time {
 
 /*
  * Updates the server's clock by a SYN-ACK. Concurrent updates by two CPUs may count once. The stored offset changes
- * only by more than half the tolerance, because it selects a packet's key (lb_stamped_tsval()), which must not
+ * only by more than half the tolerance, because it selects a packet's key (stamp_reply_tsval()), which must not
  * alternate.
  */
 static __always_inline void learn_clock(struct lb_stamped_server *server, const struct packet *packet,

@@ -31,12 +31,12 @@
 struct encapsulation {
 	enum forwarding forwarding;
 	bool inner_ipv6;
-	bool outer_ipv6;
+	bool has_ipv6_outer_header;
 };
 
 static __always_inline __u32 encapsulation_overhead(const struct encapsulation *form)
 {
-	return outer_header_length(form->forwarding, form->outer_ipv6);
+	return outer_header_length(form->forwarding, form->has_ipv6_outer_header);
 }
 
 /* Returns the inner packet's length. The IP header in the frame `data` has moved back by `overhead` bytes. */
@@ -84,14 +84,14 @@ static __always_inline bool push_outer_header(struct xdp_md *ctx, const struct e
 		.traffic_class = inner_traffic_class(data, overhead, form->inner_ipv6),
 		.protocol = outer_protocol(form),
 	};
-	if (form->outer_ipv6)
+	if (form->has_ipv6_outer_header)
 		write_headers_ipv6(data, next_hop, &outer, flow, lb_state.own_address_ipv6,
 				   tunnels.address_ipv6[server_id & (SERVER_ID_COUNT - 1)]);
 	else
 		write_headers(data, next_hop, &outer, lb_state.own_address, tunnel.address);
 	if (form->forwarding == FORWARDING_GUE)
-		write_udp(data + ETH_HLEN + ip_header_length(form->outer_ipv6),
-			  outer.length - ip_header_length(form->outer_ipv6),
+		write_udp(data + ETH_HLEN + ip_header_length(form->has_ipv6_outer_header),
+			  outer.length - ip_header_length(form->has_ipv6_outer_header),
 			  tunnel.source_port ? tunnel.source_port : bpf_htons(flow));
 	return true;
 }
@@ -100,7 +100,7 @@ static __always_inline bool push_outer_header(struct xdp_md *ctx, const struct e
  * Drops a packet longer than `mtu`, or turns its frame into an ICMP error to the sender. Returns an XDP action. This is
  * a global function, so that its stack does not count in every call of lb().
  */
-__noinline int drop_exceeding_mtu(struct xdp_md *ctx, __u32 service, __u32 mtu)
+__noinline int drop_packet_exceeding_mtu(struct xdp_md *ctx, __u32 service, __u32 mtu)
 {
 	bool is_ipv6 = ipv6_in_use && is_ipv6_frame((void *)(long)ctx->data, (void *)(long)ctx->data_end);
 
@@ -121,7 +121,7 @@ static __always_inline int encapsulate_as(struct xdp_md *ctx, const struct encap
 	if (data + ETH_HLEN + ip_header_length(form->inner_ipv6) > data_end)
 		return XDP_DROP;
 	if (inner_length(data, 0, form->inner_ipv6) + overhead > lb_state.mtu)
-		return drop_exceeding_mtu(ctx, service, lb_state.mtu - overhead);
+		return drop_packet_exceeding_mtu(ctx, service, lb_state.mtu - overhead);
 	if (!push_outer_header(ctx, form, load_server_entry(service, server_id), server_id, flow))
 		return drop(ctx, service, LB_COUNTER_DROP_INTERNAL);
 	count_traffic(ctx, server_id, frame_bytes(ctx) - overhead);
@@ -130,10 +130,10 @@ static __always_inline int encapsulate_as(struct xdp_md *ctx, const struct encap
 }
 
 /* encapsulate_as() in the form that the service's method of forwarding requires. */
-static __always_inline int encapsulate(struct xdp_md *ctx, bool inner_ipv6, bool outer_ipv6, __u32 service,
+static __always_inline int encapsulate(struct xdp_md *ctx, bool inner_ipv6, bool has_ipv6_outer_header, __u32 service,
 				       __u32 server_id, __u32 outcome, __u32 flow)
 {
-	struct encapsulation form = {.inner_ipv6 = inner_ipv6, .outer_ipv6 = outer_ipv6};
+	struct encapsulation form = {.inner_ipv6 = inner_ipv6, .has_ipv6_outer_header = has_ipv6_outer_header};
 
 	if (!load_server_tunnel(server_id).address)
 		return drop(ctx, service, LB_COUNTER_DROP_SERVER_UNRESOLVED);

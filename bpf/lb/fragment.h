@@ -54,8 +54,8 @@ static __always_inline struct fragment_key make_fragment_key(struct xdp_md *ctx,
 	return key;
 }
 
-static __always_inline void record_first_fragment(struct xdp_md *ctx, const struct packet *packet,
-						  const struct decision *decision)
+static __always_inline void store_server_of_first_fragment(struct xdp_md *ctx, const struct packet *packet,
+							   const struct decision *decision)
 {
 	struct fragment_key key = make_fragment_key(ctx, packet);
 	struct fragment_entry entry = {.service = decision->service, .server_id = decision->server_id};

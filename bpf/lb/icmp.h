@@ -58,7 +58,7 @@ static __always_inline bool has_quoted_packet(__u8 type)
  * Fills `quoted` with the quoted packet, from VIP to client, as if it were the client's, with TSval in place of TSecr.
  * Returns 0, or an outcome from encode_parse_end().
  */
-static __always_inline int parse_quote(struct xdp_md *ctx, const struct packet *packet, struct packet *quoted)
+static __always_inline int parse_quoted_packet(struct xdp_md *ctx, const struct packet *packet, struct packet *quoted)
 {
 	struct icmp_error error;
 	__u32 header_length, ports;
@@ -138,7 +138,8 @@ static __always_inline void decide_icmp_error(struct xdp_md *ctx, const struct s
 		__u32 cookie = packet_cookie(quoted);
 
 		if (has_table_index(service, cookie)) {
-			if (decide_by_index(ctx, service, cookie, quoted, LB_COUNTER_ICMP_ERROR, decision, &connection))
+			if (decide_by_cookie_index(ctx, service, cookie, quoted, LB_COUNTER_ICMP_ERROR, decision,
+						   &connection))
 				return;
 		} else if (!(cookie & COOKIE_KIND_BIT) && is_server_known(decision->service, cookie)) {
 			decide_server(cookie, LB_COUNTER_ICMP_ERROR, decision);
@@ -164,7 +165,7 @@ static __always_inline int parse_and_decide_icmp(struct xdp_md *ctx, const struc
 	/* Errors are too short for fragments. */
 	if (packet->fragment)
 		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
-	ended = parse_quote(ctx, packet, &quoted);
+	ended = parse_quoted_packet(ctx, packet, &quoted);
 	if (ended)
 		return ended;
 	number = find_packet_service(&quoted);

@@ -153,7 +153,7 @@ static __always_inline int parse_and_decide_transport_ipv6(struct xdp_md *ctx, s
 	}
 	decide(ctx, number, packet, decision);
 	if (packet->fragment && is_forwarded(decision->outcome))
-		record_first_fragment(ctx, packet, decision);
+		store_server_of_first_fragment(ctx, packet, decision);
 	return 0;
 }
 

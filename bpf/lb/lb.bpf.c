@@ -289,11 +289,11 @@ static __always_inline int parse_and_decide_udp(struct xdp_md *ctx, struct packe
 		return ended;
 	decide(ctx, number, packet, decision);
 	if (packet->fragment && is_forwarded(decision->outcome))
-		record_first_fragment(ctx, packet, decision);
+		store_server_of_first_fragment(ctx, packet, decision);
 	return 0;
 }
 
-static __always_inline bool is_balanced_protocol(__u8 protocol)
+static __always_inline bool is_handled_protocol(__u8 protocol)
 {
 	return protocol == IPPROTO_TCP || protocol == IPPROTO_ICMP || (udp_in_use && protocol == IPPROTO_UDP);
 }
@@ -311,7 +311,7 @@ static __always_inline int parse_and_decide(struct xdp_md *ctx, struct packet *p
 		return ended;
 	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end || !is_for_own_mac(data))
 		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
-	if (!is_balanced_protocol(PACKET_U8(data, IP_FIELD_OFFSET(protocol))))
+	if (!is_handled_protocol(PACKET_U8(data, IP_FIELD_OFFSET(protocol))))
 		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	address_tail = service_tail_ipv4(PACKET_U32(data, IP_FIELD_OFFSET(daddr)), 0, 0);
 	if (find_lb_service(&lb_state.directories, address_tail) != SERVICE_ADDRESS_ONLY)

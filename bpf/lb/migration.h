@@ -27,8 +27,8 @@ static __always_inline void decide_other_balancer(const struct service *service,
 }
 
 /* Decides about a packet of an unknown connection. */
-static __always_inline void decide_unknown_connection(const struct service *service, __u32 source,
-						      struct decision *decision)
+static __always_inline void decide_packet_of_unknown_connection(const struct service *service, __u32 source,
+								struct decision *decision)
 {
 	if (has_other_balancer(service))
 		decide_other_balancer(service, decision);

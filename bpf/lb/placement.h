@@ -305,7 +305,7 @@ static __always_inline bool find_table(const struct service_state *state, struct
  * the selected server has no known MAC address, or was removed and the next table has not come yet. This is a global
  * function, because kernel 6.1 would otherwise verify the loop for each path into it.
  */
-__noinline int choose_fallback(struct service_state *state, __u32 service, __u32 hash)
+__noinline int choose_fallback_server(struct service_state *state, __u32 service, __u32 hash)
 {
 	struct placement placement;
 	__u32 count, position;
@@ -353,7 +353,7 @@ static __always_inline int place_connection_inlined(struct xdp_md *ctx, struct s
 	if (id == NO_SERVER)
 		return NO_SERVER;
 	if (!has_server_flag(load_server_entry(service, id), TAKES_NEW_CONNECTIONS))
-		id = choose_fallback(state, service, hash);
+		id = choose_fallback_server(state, service, hash);
 	if (is_choice_stored(table, packet) && id != NO_SERVER)
 		*(volatile __u64 *)recent = key | id;
 	return id;

@@ -37,8 +37,8 @@ static __always_inline __u32 stamping_key_index(__u32 milliseconds)
 }
 
 /* Returns TSval with the cookie. It is never 0, which would mean "no TSecr" (RFC 7323, Sect. 3.2). */
-static __always_inline __u32 lb_stamped_tsval(struct xdp_md *ctx, __u32 service, const struct packet *packet,
-					      struct lb_stamped_server *server, struct reply_time answer)
+static __always_inline __u32 stamp_reply_tsval(struct xdp_md *ctx, __u32 service, const struct packet *packet,
+					       struct lb_stamped_server *server, struct reply_time answer)
 {
 	__u32 index = stamping_key_index(answer.tsval_ms - record_stamped_reply(server, service, packet, answer));
 	__u32 time = (answer.tsval_ms + lb_stamping_time_addend(ctx, service, packet)) & LB_STAMPING_TIME_MASK;
@@ -72,7 +72,7 @@ static __always_inline bool is_stamped_from_syn_ack(struct xdp_md *ctx, __u32 se
 	if (packet->has_timestamp) {
 		server->with_timestamps++;
 		learn_clock(server, packet, answer);
-		if (can_be_stamped(server) && !plain)
+		if (can_stamp_connections(server) && !plain)
 			return true;
 	}
 	/* A SYN-ACK without timestamps is stored, too. Its SYN may have gone to another server than the bucket's. */
@@ -122,7 +122,7 @@ static __always_inline enum lb_counter stamp_reply(struct xdp_md *ctx, __u32 ser
 		sample_clock(server, packet, answer);
 	if (!is_reply_stamped(ctx, service, packet, server, answer))
 		return LB_COUNTER_REPLY_UNCHANGED;
-	stamped = lb_stamped_tsval(ctx, service, packet, server, answer);
+	stamped = stamp_reply_tsval(ctx, service, packet, server, answer);
 	rewrite_timestamp((void *)(long)ctx->data, (void *)(long)ctx->data_end, packet, offset, stamped);
 	return LB_COUNTER_REPLY_STAMPED;
 }

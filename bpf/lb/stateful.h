@@ -52,7 +52,7 @@ static __always_inline void forward_to_owner(struct xdp_md *ctx, const struct se
 	server_entry_t balancer = *(const server_entry_t *)&lb_state.owners[owner & (MAX_OWNERS - 1)];
 
 	if (!has_server_flag(balancer, SERVER_KNOWN)) {
-		decide_unknown_connection(service, source, decision);
+		decide_packet_of_unknown_connection(service, source, decision);
 	} else if (has_server_flag(balancer, SERVER_RESOLVED) && !is_from_owner(ctx)) {
 		decision->outcome = LB_COUNTER_TO_OWNER;
 		decision->destination = balancer;
@@ -65,9 +65,9 @@ static __always_inline void forward_to_owner(struct xdp_md *ctx, const struct se
  * Decides by the index in `cookie`, counted as `outcome`. Returns false if the entry is free or of another connection,
  * or its server was removed. `found` is set to the entry if this load balancer's table has the index.
  */
-static __always_inline bool decide_by_index(struct xdp_md *ctx, const struct service *service, __u32 cookie,
-					    const struct packet *packet, enum lb_counter outcome,
-					    struct decision *decision, struct connection **found)
+static __always_inline bool decide_by_cookie_index(struct xdp_md *ctx, const struct service *service, __u32 cookie,
+						   const struct packet *packet, enum lb_counter outcome,
+						   struct decision *decision, struct connection **found)
 {
 	__u64 hash = connection_hash(decision->service, packet->client_address, packet->ports);
 	struct connection *connection;
@@ -280,8 +280,8 @@ static __always_inline void decide_connection(struct xdp_md *ctx, const struct s
 {
 	struct connection *connection;
 
-	if (!decide_by_index(ctx, service, cookie, packet, LB_COUNTER_CONNECTION_TABLE, decision, &connection))
-		decide_unknown_connection(service, packet->client_address, decision);
+	if (!decide_by_cookie_index(ctx, service, cookie, packet, LB_COUNTER_CONNECTION_TABLE, decision, &connection))
+		decide_packet_of_unknown_connection(service, packet->client_address, decision);
 	if (connection)
 		decision->closes = update_connection(connection, packet->flags, frame_bytes(ctx));
 }

@@ -18,7 +18,7 @@ static __always_inline void decide_by_id(const struct service *service, __u32 co
 					 struct decision *decision)
 {
 	if (cookie & COOKIE_KIND_BIT || !is_server_known(decision->service, cookie)) {
-		decide_unknown_connection(service, packet->client_address, decision);
+		decide_packet_of_unknown_connection(service, packet->client_address, decision);
 		return;
 	}
 	decide_server(cookie, LB_COUNTER_ESTABLISHED, decision);

@@ -58,7 +58,7 @@ static __always_inline __u32 clamp_group(const struct flow_key *flow)
  */
 static __always_inline bool is_recently_clamped(__u32 group, __u32 milliseconds)
 {
-	return (__s32)(milliseconds - state.last_clamp_ms[group]) <= (__s32)(MAX_STEP_MS + RESTORE_SLACK_MS);
+	return (__s32)(milliseconds - state.last_clamp_tsval_ms[group]) <= (__s32)(MAX_STEP_MS + RESTORE_SLACK_MS);
 }
 
 /*
@@ -77,7 +77,7 @@ static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 la
 		/* The client has not returned the clamped value, or its TSecr is still between ingress and TCP. */
 		time->sent = held->sent;
 		time->original_tsval = held->original;
-		state.last_clamp_ms[group] = milliseconds;
+		state.last_clamp_tsval_ms[group] = milliseconds;
 		count(SERVER_COUNTER_TSVAL_CLAMPED);
 		return;
 	}
@@ -90,7 +90,7 @@ static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 la
 	next.original_before = last_tsecr;
 	bpf_map_update_elem(&held_timestamps, &segment->flow, &next, BPF_ANY);
 	time->sent = next.sent;
-	state.last_clamp_ms[group] = milliseconds;
+	state.last_clamp_tsval_ms[group] = milliseconds;
 	count(SERVER_COUNTER_TSVAL_CLAMPED);
 }
 

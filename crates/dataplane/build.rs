@@ -53,8 +53,8 @@ fn find_program_sources(source_directory: &Path) -> BTreeMap<String, PathBuf> {
     source_files.filter_map(|path| Some((program_name(&path)?, path))).collect()
 }
 
-/// Returns clang's arguments, of which `-mcpu=v3` (32-bit operations) is the newest instruction set that kernel 6.1
-/// knows.
+/// Returns the arguments for clang. `-mcpu=v3`, with 32-bit operations, is the newest BPF instruction set that Linux
+/// 6.1 supports.
 fn clang_arguments(source_directory: &Path) -> Vec<String> {
     let target_architecture = std::env::var("CARGO_CFG_TARGET_ARCH").unwrap();
     let mut arguments: Vec<String> = ["-mcpu=v3", "-Wall", "-Wextra", "-Werror"].map(String::from).to_vec();

@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex};
 
 use bindgen::callbacks::{DeriveInfo, EnumVariantCustomBehavior, EnumVariantValue, ParseCallbacks};
 
-/// Enums for which a list of variant names is generated. Each has the prefix that names lose, and the list's name.
+/// Enums for which a list of variant names is generated. An entry has the enum, the prefix to remove from the variants'
+/// names, and the list's name.
 const ENUMS_WITH_NAME_LISTS: [(&str, &str, &str); 10] = [
     ("lb_counter", "LB_COUNTER_", "LB_COUNTER_NAMES"),
     ("server_counter", "SERVER_COUNTER_", "SERVER_COUNTER_NAMES"),

@@ -18,15 +18,15 @@ fn main() {
         println!("cargo::rerun-if-changed={}", directory.display());
     }
     // OUT_DIR is target/PROFILE/build/coreward-bench-HASH/out.
-    let profile =
+    let cargo_profile =
         out_directory.ancestors().nth(3).and_then(|directory| directory.file_name()).expect("cargo's directory");
-    println!("cargo::rustc-env=COREWARD_PROFILE={}", profile.to_string_lossy());
+    println!("cargo::rustc-env=COREWARD_PROFILE={}", cargo_profile.to_string_lossy());
     for name in
         ["generated_packets", "generated_segments", "live_frames", "units", "empty_reuseport", "empty_tracepoint"]
     {
-        let source = crate_directory.join(format!("bpf/{name}.bpf.c"));
+        let source_path = crate_directory.join(format!("bpf/{name}.bpf.c"));
         SkeletonBuilder::new()
-            .source(&source)
+            .source(&source_path)
             .clang("clang-19")
             .clang_args([
                 "-mcpu=v3",

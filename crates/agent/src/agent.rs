@@ -12,7 +12,7 @@ use coreward_daemon::Controllers;
 use coreward_dataplane::clock::monotonic_ms;
 use coreward_dataplane::pins;
 use coreward_dataplane::server::{ServerOptions, ServerPrograms};
-use coreward_dataplane::sockets::have_open_sockets;
+use coreward_dataplane::sockets::query_open_sockets;
 use coreward_dataplane::vlan_device;
 use coreward_dispatch::dispatcher::{self, Dispatcher};
 use coreward_intf as intf;
@@ -42,20 +42,20 @@ use crate::steering::{self, Steering};
 use crate::unstamped_syn_acks::{self, UnstampedSynAckMonitor};
 use crate::{dispatch, timestamps};
 
-/// Interval between two reports, unless the controller sets another one.
+/// Interval between two reports, unless the controller sets a different interval.
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 const RSS_CONFLICT_CHECK_INTERVAL: Duration = Duration::from_secs(20);
 
 pub struct Agent {
     config: Config,
-    /// Name of the device with the receive queues, either the configured interface or the device below a VLAN
-    /// interface.
+    /// Name of the network device that has the receive queues: the configured interface, or the device below it if it
+    /// is a VLAN interface.
     nic_name: String,
     saved_settings: SettingsStore,
     bpf_programs: ServerPrograms,
     rss_manager: RssManager,
     syn_rss_verifier: RssVerifier,
-    /// Verifier of established connections' receive queues, which a NIC's flow director may change.
+    /// Verifier of the receive queues of established connections, which a NIC's flow director may change.
     established_rss_verifier: RssVerifier,
     input_transform_search: TransformSearch,
     load_source: Box<dyn LoadSource>,
@@ -66,41 +66,41 @@ pub struct Agent {
     unstamped_syn_ack_monitor: UnstampedSynAckMonitor,
     cpu_of_queue: Vec<usize>,
     applied_configuration: Option<AgentConfiguration>,
-    /// Parts of the newest configuration that the agent rejected.
+    /// Parts of the newest configuration that the agent has rejected.
     refused_updates: Vec<v1::RefusedUpdate>,
-    /// Generation of the newest configuration that the agent accepted in this stream, or 0 if there is none.
+    /// Generation of the newest configuration that the agent has accepted on this stream, or 0 if there is none.
     accepted_config_generation: u64,
     report_sequence_number: u64,
     core_busy_ns: Vec<u64>,
     load_read_error: Option<String>,
     warnings: Vec<String>,
-    rss_conflicts: Vec<String>,
-    rss_conflicts_checked_at: Option<Instant>,
+    rss_conflict_warnings: Vec<String>,
+    last_rss_conflict_check: Option<Instant>,
     dispatcher: Option<Dispatcher>,
     connection_counter: ConnectionCounter,
 }
 
-/// Returns the index of a network device, or an error if this network namespace has no device with that name.
-fn interface_index(interface: &str) -> anyhow::Result<u32> {
+/// Returns the index of a network device. Fails if this network namespace has no device with that name.
+fn find_interface_index(interface: &str) -> anyhow::Result<u32> {
     nix::net::if_::if_nametoindex(interface)
         .with_context(|| format!("interface {interface}: expected a device of this network namespace"))
 }
 
-fn rss_device(config: &Config, nic_name: &str) -> Box<dyn RssDevice> {
+fn create_rss_device(config: &Config, nic_name: &str) -> Box<dyn RssDevice> {
     match &config.rss {
         config::Rss::Ethtool {} => Box::new(EthtoolRss::new(nic_name)),
         config::Rss::Testbed { path, entries } => Box::new(TestbedRss::new(path.clone(), nic_name, *entries)),
     }
 }
 
-/// Attaches the BPF programs or takes over those of an earlier process.
+/// Attaches the BPF programs, or takes over the programs of an earlier process.
 fn attach_programs(config: &Config, interface_index: u32) -> anyhow::Result<ServerPrograms> {
     let bpf_programs = ServerPrograms::attach(ServerOptions {
         interface_index,
         pin_directory: config.pin_directory.clone(),
         sample_every_syn: false,
     })?;
-    let start_action = if bpf_programs.is_taken_over() { "taken over" } else { "attached" };
+    let start_action = if bpf_programs.is_state_taken_over() { "taken over" } else { "attached" };
     tracing::info!(
         event = "programs-attached",
         server = config.server,
@@ -119,11 +119,11 @@ fn start_load_source(config: &config::Load) -> anyhow::Result<Box<dyn LoadSource
 }
 
 impl Agent {
-    /// Attaches the BPF programs or takes over those of an earlier process, and reads the NIC's settings. Fails when
-    /// the interface does not exist or the kernel rejects a program.
+    /// Attaches the BPF programs or takes over those of an earlier process, and reads the NIC's settings. Fails if the
+    /// interface does not exist or the kernel rejects a program.
     pub fn start(config: Config) -> anyhow::Result<Self> {
-        let interface_index = interface_index(&config.interface)?;
-        let nic_name = vlan_device::underlying_nic(&config.interface);
+        let interface_index = find_interface_index(&config.interface)?;
+        let nic_name = vlan_device::underlying_device_or_self(&config.interface);
         let saved_settings = SettingsStore::open(&config.pin_directory)?;
         let bpf_programs = attach_programs(&config, interface_index)?;
         let mut agent = Self {
@@ -132,9 +132,9 @@ impl Agent {
             steering: Steering::new(config.steer, &config.pin_directory),
             daisy_chain: DaisyChain::new(&config.interface),
             decapsulator: Decapsulator::start(&config, interface_index)?,
-            stall_detector: StallDetector::starting_at(handshake_counters(&bpf_programs)),
-            unstamped_syn_ack_monitor: UnstampedSynAckMonitor::starting_at(foreign_clock_count(&bpf_programs)),
-            rss_manager: RssManager::new(rss_device(&config, &nic_name)),
+            stall_detector: StallDetector::starting_at(read_handshake_counters(&bpf_programs)),
+            unstamped_syn_ack_monitor: UnstampedSynAckMonitor::starting_at(unstamped_syn_ack_count(&bpf_programs)),
+            rss_manager: RssManager::new(create_rss_device(&config, &nic_name)),
             nic_name,
             config,
             saved_settings,
@@ -150,8 +150,8 @@ impl Agent {
             core_busy_ns: vec![],
             load_read_error: None,
             warnings: vec![],
-            rss_conflicts: vec![],
-            rss_conflicts_checked_at: None,
+            rss_conflict_warnings: vec![],
+            last_rss_conflict_check: None,
             connection_counter: ConnectionCounter::default(),
         };
         agent.on_rss_changed();
@@ -180,7 +180,7 @@ impl Agent {
         &self.config.controllers
     }
 
-    /// Returns the warnings that the last maintenance run found, as text for `coreward status`.
+    /// Returns the warnings of the last maintenance run, for `coreward status`.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
@@ -191,23 +191,28 @@ impl Agent {
             .map_or(DEFAULT_REPORT_INTERVAL, |configuration| configuration.report_interval)
     }
 
-    /// Starts a stream to a controller. Forgets earlier streams' generations, which another controller may have set.
+    /// Starts a stream to a controller. Discards the generations of earlier streams, which another controller may have
+    /// sent.
     pub fn begin_controller_stream(&mut self) {
         self.accepted_config_generation = 0;
         self.connection_counter.begin_controller_stream();
     }
 
     /// Returns the configuration generation to confirm to the controller, or 0 if there is none. A configuration is
-    /// confirmed only after the server has switched to its cookie key. Until then, packets are stamped with the other
-    /// key, which the controller may overwrite once all servers have confirmed.
+    /// confirmed only after the server has switched to its cookie key. Until then, packets are stamped with the
+    /// previous key, which the controller may overwrite once all servers have confirmed.
     fn confirmed_generation(&self) -> u64 {
         let (_, key_switch_ms) = self.bpf_programs.keys_and_switch_ms();
         let is_new_key_in_force = monotonic_ms().wrapping_sub(key_switch_ms) as i32 >= 0;
         if is_new_key_in_force { self.accepted_config_generation } else { 0 }
     }
 
-    /// Applies a configuration. On failure, logs the error and keeps the previous configuration.
-    pub fn configure(&mut self, mut configuration: AgentConfiguration, unusable_services: &[UnusableService]) {
+    /// Applies a configuration. If this fails, logs the error and keeps the previous configuration.
+    pub fn apply_configuration(
+        &mut self,
+        mut configuration: AgentConfiguration,
+        unusable_services: &[UnusableService],
+    ) {
         let generation = configuration.generation;
         for service in unusable_services {
             tracing::warn!(
@@ -242,22 +247,22 @@ impl Agent {
         self.run_maintenance();
     }
 
-    /// Adds the previous configuration of each service whose new one was rejected, unless another service now has its
-    /// address.
+    /// Adds the previous configuration of each service whose new one was rejected, unless the address now belongs to
+    /// another service.
     fn keep_previous_services(&self, configuration: &mut AgentConfiguration, unusable_services: &[UnusableService]) {
         let previous_services =
             self.applied_configuration.iter().flat_map(|previous_configuration| &previous_configuration.services);
-        let is_refused = |service: &&AgentService| {
+        let is_rejected = |service: &&AgentService| {
             unusable_services.iter().any(|unusable_service| unusable_service.name == service.name)
         };
         let has_free_address =
             |service: &&AgentService| configuration.services.iter().all(|other| other.address != service.address);
         let kept_services: Vec<AgentService> =
-            previous_services.filter(is_refused).filter(has_free_address).cloned().collect();
+            previous_services.filter(is_rejected).filter(has_free_address).cloned().collect();
         configuration.services.extend(kept_services);
     }
 
-    /// Records that the agent rejects the whole configuration, and why.
+    /// Records that the agent rejects the whole configuration, with the reason.
     pub fn reject_configuration(&mut self, generation: u64, reason: String) {
         self.refused_updates.retain(|refused_update| !refused_update.service.is_empty());
         self.refused_updates.push(v1::RefusedUpdate { service: String::new(), generation, reason, table: false });
@@ -271,7 +276,7 @@ impl Agent {
                 &new_configuration.keys,
                 monotonic_ms(),
             );
-            self.bpf_programs.set_keys(&new_configuration.keys, key_switch_ms);
+            self.bpf_programs.set_cookie_keys(&new_configuration.keys, key_switch_ms);
         }
         if old_configuration.is_none_or(|old| old.previous_servers != new_configuration.previous_servers) {
             self.daisy_chain.set_previous_servers(&new_configuration.previous_servers, &mut self.bpf_programs)?;
@@ -286,13 +291,13 @@ impl Agent {
                 rss_key: new_configuration.fleet_rss_key.clone(),
                 table_seed: new_configuration.server_id,
             };
-            self.rss_manager.manage_rss(desired_rss, &mut self.saved_settings);
+            self.rss_manager.start_managing_rss(desired_rss, &mut self.saved_settings);
             self.on_rss_changed();
         }
         Ok(())
     }
 
-    /// Applies the services and the server's outer address.
+    /// Applies the services, and the address family of the outer headers of encapsulated packets.
     fn apply_services(&mut self, configuration: &AgentConfiguration) -> anyhow::Result<()> {
         if self.config.manage_timestamps && has_stamped_services(configuration) {
             timestamps::manage_sysctl(stamps_new_connections(configuration), &mut self.saved_settings)?;
@@ -308,8 +313,8 @@ impl Agent {
         self.steering.set_services(&tcp_service_addresses, self.bpf_programs.rss_map())
     }
 
-    /// Rereads settings that other programs may change, which are the NIC's RSS, its queues' CPUs, and the workers.
-    /// Called about once a second.
+    /// Rereads settings that other programs may change: the NIC's RSS, the CPUs of its queues, and the workers. Called
+    /// about once per second.
     pub fn run_maintenance(&mut self) {
         if self.rss_manager.sync_with_nic(&mut self.saved_settings) {
             self.on_rss_changed();
@@ -327,32 +332,33 @@ impl Agent {
         }
         self.warnings.extend(self.daisy_chain.unresolved_servers_warning());
         self.warnings.extend(self.decapsulator.missing_program_warning());
-        self.warnings
-            .extend(self.stall_detector.observe_counters(handshake_counters(&self.bpf_programs)).map(str::to_owned));
-        let foreign_clock_count = foreign_clock_count(&self.bpf_programs);
+        self.warnings.extend(
+            self.stall_detector.observe_counters(read_handshake_counters(&self.bpf_programs)).map(str::to_owned),
+        );
+        let foreign_clock_count = unstamped_syn_ack_count(&self.bpf_programs);
         self.warnings.extend(self.unstamped_syn_ack_monitor.observe_count(foreign_clock_count, Instant::now()));
         let services = self.applied_configuration.iter().flat_map(|configuration| &configuration.services);
         let forwarded_services = services.filter(|service| self.bpf_programs.forwards_syn_acks(&service.address));
-        self.warnings.extend(forwarded_services.filter_map(unstamped_syn_acks::lost_features));
+        self.warnings.extend(forwarded_services.filter_map(unstamped_syn_acks::describe_lost_features));
         self.warnings.extend(self.rss_manager.rss_problem().map(str::to_owned));
         self.warnings.extend(rss_warning);
         self.warnings.extend(self.connection_counter.warning());
         self.warnings.extend(self.load_source.warnings());
         self.warnings.extend(self.steering.update(&self.cpu_of_queue));
         self.warnings.extend(self.dispatcher.iter().flat_map(dispatch::warnings));
-        if self.rss_conflicts_checked_at.is_none_or(|checked_at| checked_at.elapsed() > RSS_CONFLICT_CHECK_INTERVAL) {
-            self.rss_conflicts = RssConflicts::gather(&self.nic_name).describe(&self.nic_name);
-            self.rss_conflicts_checked_at = Some(Instant::now());
+        if self.last_rss_conflict_check.is_none_or(|checked_at| checked_at.elapsed() > RSS_CONFLICT_CHECK_INTERVAL) {
+            self.rss_conflict_warnings = RssConflicts::gather(&self.nic_name).describe_conflicts(&self.nic_name);
+            self.last_rss_conflict_check = Some(Instant::now());
         }
-        self.warnings.extend(self.rss_conflicts.iter().cloned());
+        self.warnings.extend(self.rss_conflict_warnings.iter().cloned());
     }
 
-    /// Renews the 32-bit times in BPF maps before they become so old that the difference to the current time wraps.
+    /// Renews the 32-bit times in BPF maps before they are so old that their difference to the current time overflows.
     fn renew_bpf_map_times(&mut self) {
         let (keys, key_switch_ms) = self.bpf_programs.keys_and_switch_ms();
         let renewed_key_switch_ms = key_activation::renew_activation_time_ms(key_switch_ms, monotonic_ms());
         if renewed_key_switch_ms != key_switch_ms {
-            self.bpf_programs.set_keys(&keys, renewed_key_switch_ms);
+            self.bpf_programs.set_cookie_keys(&keys, renewed_key_switch_ms);
         }
         self.bpf_programs.limit_clamp_time_ages(monotonic_ms());
     }
@@ -363,7 +369,7 @@ impl Agent {
         self.syn_rss_verifier.restart(matched_count, mismatched_count);
         let (matched_count, mismatched_count) = self.established_queue_match_counts();
         self.established_rss_verifier.restart(matched_count, mismatched_count);
-        self.input_transform_search.restart(self.bpf_programs.newest_sample_sequence());
+        self.input_transform_search.restart(self.bpf_programs.newest_syn_sample_sequence());
     }
 
     fn syn_queue_match_counts(&self) -> (u64, u64) {
@@ -377,9 +383,9 @@ impl Agent {
         let syn_verdict =
             self.syn_rss_verifier.observe_counts(&known_rss.indirection_table, matched_count, mismatched_count);
         if syn_verdict == RssVerdict::NotInForce {
-            let syn_samples = self.bpf_programs.samples_after(self.input_transform_search.last_sample_number());
+            let syn_samples = self.bpf_programs.syn_samples_after(self.input_transform_search.last_sample_number());
             if let Some(input_transform) = self.input_transform_search.observe_samples(known_rss, &syn_samples) {
-                self.rss_manager.set_input_transform(input_transform);
+                self.rss_manager.set_observed_transform(input_transform);
                 self.on_rss_changed();
                 return None;
             }
@@ -415,21 +421,21 @@ impl Agent {
     }
 
     /// Returns which of the queried connections still have a socket on this server. Reports all as open if the
-    /// service's sockets are not visible here. Fails when the service does not use TCP or the kernel does not answer.
+    /// service's sockets are not visible here. Fails if the service does not use TCP or the kernel does not answer.
     pub fn answer_socket_query(&self, query: &SocketQuery) -> anyhow::Result<SocketAnswer> {
         ensure!(query.service.protocol == Protocol::Tcp, "sockets of {}: expected a service of TCP", query.service);
         let to_four_tuple = |client: &SocketAddr| FourTuple::new(*client, query.service.vip_and_port);
         let four_tuples: Vec<FourTuple> = query.clients.iter().map(to_four_tuple).collect::<Result<_, _>>()?;
         let are_open = match self.bpf_programs.forwards_syn_acks(&query.service) {
             true => vec![true; four_tuples.len()],
-            false => have_open_sockets(&four_tuples).with_context(|| format!("sockets of {}", query.service))?,
+            false => query_open_sockets(&four_tuples).with_context(|| format!("sockets of {}", query.service))?,
         };
-        Ok(query.answer(are_open))
+        Ok(query.to_answer(are_open))
     }
 
-    /// Applies the `[dispatch]` section of the changed `config_file` and logs that other changes need a restart. On
-    /// failure, for example when the kernel rejects something, the previous state remains.
-    pub fn reload(&mut self, config_file: &Path, config: Config) -> anyhow::Result<()> {
+    /// Applies the `[dispatch]` section of the changed `config_file`, and logs that other changes need a restart. If
+    /// this fails, for example because the kernel rejects a change, the previous state remains.
+    pub fn reload_config(&mut self, config_file: &Path, config: Config) -> anyhow::Result<()> {
         if (Config { dispatch: self.config.dispatch.clone(), ..config.clone() }) != self.config {
             tracing::warn!(
                 event = "restart-required",
@@ -449,16 +455,16 @@ impl Agent {
         Ok(())
     }
 
-    /// Stops the dispatch of requests, so that the kernel selects the worker for each request again.
+    /// Stops the dispatch of requests, so that the kernel selects the worker of each request again.
     fn stop_dispatch(&mut self) -> anyhow::Result<()> {
         self.dispatcher = None;
         self.config.dispatch.take().map_or(Ok(()), |dispatch_config| dispatcher::detach(&dispatch_config))
     }
 
     /// Restores the NIC's RSS at an orderly shutdown. The BPF programs and the sysctl remain while services are
-    /// stamped, because every stamped connection would break without them.
+    /// stamped, because all stamped connections would break without them.
     pub fn shut_down(mut self) -> anyhow::Result<()> {
-        self.rss_manager.restore(&mut self.saved_settings);
+        self.rss_manager.restore_original_settings(&mut self.saved_settings);
         self.on_rss_changed();
         if self.bpf_programs.has_services() {
             tracing::info!(
@@ -473,27 +479,28 @@ impl Agent {
     /// Removes the BPF programs and restores all settings. This breaks stamped connections.
     pub fn detach(mut self) -> anyhow::Result<()> {
         self.stop_dispatch()?;
-        self.rss_manager.restore(&mut self.saved_settings);
+        self.rss_manager.restore_original_settings(&mut self.saved_settings);
         steering::end_all_steering(&self.config.pin_directory)?;
         decapsulation::detach_program(&self.config)?;
         timestamps::restore_sysctl(&mut self.saved_settings)?;
         self.bpf_programs.detach_and_unpin()?;
-        self.saved_settings.remove()?;
-        pins::remove_if_empty(&self.config.pin_directory)
+        self.saved_settings.remove_pinned_map()?;
+        pins::remove_pin_directory_if_empty(&self.config.pin_directory)
     }
 }
 
-/// Returns whether the servers stamp any service, which requires TSvals without a random offset per connection.
+/// Returns whether the servers stamp at least one service, which requires TSvals without a random offset per
+/// connection.
 fn has_stamped_services(configuration: &AgentConfiguration) -> bool {
     configuration.services.iter().any(|service| service.mode.is_stamped_by_servers())
 }
 
-/// Returns whether new connections are stamped, which they are not during a handover to another load balancer.
+/// Returns whether the servers stamp new connections. They do not during a handover to another load balancer.
 fn stamps_new_connections(configuration: &AgentConfiguration) -> bool {
     configuration.services.iter().any(|service| service.mode.servers_stamp_new_connections())
 }
 
-fn handshake_counters(bpf_programs: &ServerPrograms) -> HandshakeCounters {
+fn read_handshake_counters(bpf_programs: &ServerPrograms) -> HandshakeCounters {
     let counters = bpf_programs.counters();
     HandshakeCounters {
         handshake_count: counters[intf::SERVER_COUNTER_HANDSHAKE as usize],
@@ -502,7 +509,7 @@ fn handshake_counters(bpf_programs: &ServerPrograms) -> HandshakeCounters {
     }
 }
 
-/// Returns the number of unstamped SYN-ACKs whose socket is in another network namespace.
-fn foreign_clock_count(bpf_programs: &ServerPrograms) -> u64 {
+/// Returns the number of SYN-ACKs that were not stamped because their socket is in another network namespace.
+fn unstamped_syn_ack_count(bpf_programs: &ServerPrograms) -> u64 {
     bpf_programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK)
 }

@@ -10,44 +10,44 @@ config_struct! {
     /// Configuration of the agent. Services, ids and keys come from the controller.
     #[derive(Debug, Clone, PartialEq, Eq)]
     pub struct Config {
-        /// This server's name in the fleet's file.
+        /// Name of this server in the fleet document.
         pub server: String as Name,
-        /// Addresses of the controllers: one, or a list.
+        /// Addresses of the controllers: one address, or a list.
         pub controllers as "controller": Controllers,
         /// Ethernet device that receives and sends the services' packets.
         pub interface: String as InterfaceName,
-        /// Directory for pinned programs and maps in a BPF file system, created if missing; one per agent.
+        /// Directory for pinned programs and maps in a BPF file system, created if it is missing; one per agent.
         pub pin_directory: PathBuf as AbsolutePath,
-        /// Whether the agent sets the fleet's RSS key and a balanced indirection table, or only reads the NIC's.
+        /// Whether the agent sets the fleet's RSS key and a balanced indirection table, or only reads both.
         pub manage_rss: bool = false,
-        /// Whether the agent sets net.ipv4.tcp_timestamps=2 for stamped services; otherwise the operator must.
+        /// Whether the agent sets net.ipv4.tcp_timestamps=2 for stamped services; if not, the operator must set it.
         pub manage_timestamps: bool = true,
-        /// How a worker is selected for connections of receive queue k.
+        /// Selection of the worker for connections on receive queue k.
         pub steer: Steer = Steer::Affinity,
-        /// Source of the cores' load.
+        /// Source of the cores' loads.
         pub load: Load = Load::Cpu {},
-        /// Source of the RSS key and table.
+        /// Source of the RSS key and indirection table.
         pub rss: Rss = Rss::Ethtool {},
-        /// Addresses of the load balancers whose encapsulated packets are accepted; without it nothing is decapsulated.
+        /// Load balancers whose encapsulated packets are accepted, by address; without it, none are decapsulated.
         pub decapsulate_from: Option<Vec<IpAddr>>,
-        /// Address and port of the metrics for Prometheus; without it none are served.
+        /// Address and port at which Prometheus can read metrics; without it, no metrics are served.
         pub metrics: Option<SocketAddr>,
-        /// Own certificate, and the trusted ones; without it connections are neither encrypted nor authenticated.
+        /// Own certificate and trusted authorities; without it, connections are neither encrypted nor authenticated.
         pub tls: Option<coreward_tls::CredentialFiles>,
         /// Dispatch of requests to the workers of UDP services.
         pub dispatch: Option<coreward_dispatch::config::Config>,
     }
 }
 
-/// How a worker is selected for the connections that RSS sends to core k.
+/// Selection of the worker for the connections that RSS assigns to core k.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Steer {
-    /// The worker that may run on the CPU of core k and on no other CPU.
+    /// Worker that may run on the CPU of core k and on no other CPU.
     #[default]
     Affinity,
-    /// The worker with the k-th listening socket, for emulated cores whose workers are not pinned.
+    /// Worker with the k-th listening socket, for emulated cores whose workers are not pinned.
     Order,
-    /// The kernel chooses.
+    /// Worker that the kernel selects.
     Off,
 }
 
@@ -64,7 +64,7 @@ config_enum! {
     pub enum Load by "source" {
         /// Busy time of the CPU that serves each receive queue.
         Cpu as "cpu" {},
-        /// A file with the busy time of each core in ns, as little-endian u64.
+        /// File with the busy time of each core in ns, as little-endian u64.
         Published as "published" {
             /// Path of the file.
             path: PathBuf,
@@ -73,16 +73,16 @@ config_enum! {
 }
 
 config_enum! {
-    /// Source of the RSS key and table.
+    /// Source of the RSS key and indirection table.
     #[derive(Debug, Clone, PartialEq, Eq)]
     pub enum Rss by "source" {
-        /// The NIC, by ETHTOOL_GRSSH.
+        /// NIC, by the ioctl ETHTOOL_GRSSH.
         Ethtool as "ethtool" {},
-        /// The testbed's emulated NIC.
+        /// Emulated NIC of the testbed.
         Testbed as "testbed" {
-            /// Pinned map of `struct emulated_rss`, the registers of the emulated NIC.
+            /// Pinned BPF map of `struct emulated_rss`, which has the registers of the emulated NIC.
             path: PathBuf,
-            /// Length of the table to set.
+            /// Number of entries of the indirection table that the agent sets.
             entries: usize = 128,
         },
     }
@@ -115,7 +115,7 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
     }
 
     #[test]
-    fn every_key_of_the_testbeds_agent_file_is_parsed() {
+    fn every_key_in_the_agent_file_of_testbed_is_parsed() {
         let text = format!(
             "{MINIMAL_CONFIG}manage_rss = true\nmanage_timestamps = false\nsteer = \"order\"\n\
              load = {{ source = \"published\", path = \"/tmp/busy\" }}\nrss = {{ source = \"testbed\", path = \"/r\" \
@@ -128,7 +128,7 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
     }
 
     #[test]
-    fn dispatch_table_is_parsed_like_a_file_of_coreward_dispatch() {
+    fn dispatch_table_equals_a_parsed_coreward_dispatch_file() {
         let service_toml = "listen = \"0.0.0.0:53\"\npolicy = \"jlq\"\n";
         let dispatch_toml = format!("[[service]]\n{service_toml}[[service.type]]\nprefix = \"get \"\n");
         let dispatch_config =
@@ -155,7 +155,7 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
     }
 
     #[test]
-    fn mistakes_name_line_key_and_what_was_expected() {
+    fn mistakes_show_line_key_and_expected_value() {
         let cases = [
             (
                 "steer = \"oder\"",

@@ -7,18 +7,19 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
-use coreward_dataplane::sockets::counts::connection_counts;
+use coreward_dataplane::sockets::counts::count_connections;
 use coreward_model::tuple::Protocol;
 use coreward_wire::{AgentConfiguration, CountedConnections};
 
-/// Interval between the starts of two connection counts.
+/// Interval between the starts of two connection counts, while the server does not drain.
 const CONNECTION_COUNT_INTERVAL: Duration = Duration::from_secs(5);
-/// Interval between the starts of two connection counts while a server drains.
+/// Interval between the starts of two connection counts, while the server drains.
 const DRAINING_COUNT_INTERVAL: Duration = Duration::from_secs(1);
-/// Minimum pause after a count, as a multiple of its duration, so that counting uses at most 1/20 of a CPU.
+/// Minimum interval between the starts of two counts, as a multiple of a count's duration, so that counting uses at
+/// most 1/20 of a CPU.
 const MIN_INTERVAL_TO_DURATION_RATIO: u32 = 20;
 
-/// Counter of each service's open connections. It holds the newest result and the thread of the count in progress.
+/// Counter of the open connections of each service. It holds the newest count and the thread of the current count.
 #[derive(Default)]
 pub struct ConnectionCounter {
     newest_count: Option<ConnectionCount>,
@@ -28,18 +29,18 @@ pub struct ConnectionCounter {
 }
 
 struct ConnectionCount {
-    started_at: Instant,
+    start_time: Instant,
     duration: Duration,
     configuration_generation: u64,
     counts_by_service: BTreeMap<String, u32>,
 }
 
 impl ConnectionCounter {
-    /// Collects the result of a finished count, and starts the next count when it is due.
-    pub fn poll(&mut self, configuration: Option<&AgentConfiguration>) {
+    /// Stores the result of a finished count, and starts the next count when it is due.
+    pub fn collect_and_start_counts(&mut self, configuration: Option<&AgentConfiguration>) {
         if let Some(finished_thread) = self.counting_thread.take_if(|thread| thread.is_finished()) {
             let count_result = finished_thread.join().unwrap_or_else(|_| Err(anyhow!("the thread has panicked")));
-            self.record_count(count_result);
+            self.record_count_result(count_result);
         }
         let Some(configuration) = configuration else { return };
         if self.counting_thread.is_none() && self.is_count_due(configuration.is_draining) {
@@ -55,28 +56,28 @@ impl ConnectionCounter {
     }
 
     fn start_count(&mut self, configuration: &AgentConfiguration) {
-        let started_at = Instant::now();
-        self.last_start_and_duration = Some((started_at, Duration::ZERO));
+        let start_time = Instant::now();
+        self.last_start_and_duration = Some((start_time, Duration::ZERO));
         let configuration_generation = configuration.generation;
         let tcp_services = configuration.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
         let (service_names, service_addresses): (Vec<String>, Vec<SocketAddr>) =
             tcp_services.map(|service| (service.name.clone(), service.address.vip_and_port)).unzip();
         let count_connections = move || {
-            let counts_by_service = service_names.into_iter().zip(connection_counts(&service_addresses)?).collect();
+            let counts_by_service = service_names.into_iter().zip(count_connections(&service_addresses)?).collect();
             Ok(ConnectionCount {
-                started_at,
-                duration: started_at.elapsed(),
+                start_time,
+                duration: start_time.elapsed(),
                 configuration_generation,
                 counts_by_service,
             })
         };
         match std::thread::Builder::new().name("counting".to_owned()).spawn(count_connections) {
             Ok(thread) => self.counting_thread = Some(thread),
-            Err(error) => self.record_count(Err(error.into())),
+            Err(error) => self.record_count_result(Err(error.into())),
         }
     }
 
-    fn record_count(&mut self, count_result: anyhow::Result<ConnectionCount>) {
+    fn record_count_result(&mut self, count_result: anyhow::Result<ConnectionCount>) {
         if let (Some((_, last_duration)), Ok(connection_count)) = (&mut self.last_start_and_duration, &count_result) {
             *last_duration = connection_count.duration;
         }
@@ -94,20 +95,20 @@ impl ConnectionCounter {
         self.newest_count = count_result.ok();
     }
 
-    /// Starts a stream to a controller. Discards older counts, which refer to the previous stream's configurations.
+    /// Starts a stream to a controller. Discards older counts, which belong to configurations of the previous stream.
     pub fn begin_controller_stream(&mut self) {
         *self = Self { count_problem: self.count_problem.take(), ..Self::default() };
     }
 
     pub fn newest_counted_connections(&self) -> Option<CountedConnections> {
         self.newest_count.as_ref().map(|connection_count| CountedConnections {
-            age: connection_count.started_at.elapsed(),
+            age: connection_count.start_time.elapsed(),
             configuration_generation: connection_count.configuration_generation,
-            services: connection_count.counts_by_service.clone(),
+            connection_count_by_service: connection_count.counts_by_service.clone(),
         })
     }
 
-    /// Returns why the connections could not be counted, as text for `coreward status`, or `None` if they could.
+    /// Returns the reason why connections could not be counted, for `coreward status`, or `None` if they were counted.
     pub fn warning(&self) -> Option<String> {
         self.count_problem.clone()
     }

@@ -4,11 +4,12 @@ use std::fs;
 
 // /proc/self would show the network namespace of the process's first thread, which may differ from this thread's.
 const SOCKSTAT_PATH: &str = "/proc/thread-self/net/sockstat";
-/// File that counts IPv6 sockets, including those with IPv4-mapped addresses. It is missing if the kernel has no IPv6.
+/// File with the kernel's count of IPv6 sockets, including those with IPv4-mapped addresses. It is missing if the
+/// kernel has no IPv6.
 const SOCKSTAT_IPV6_PATH: &str = "/proc/thread-self/net/sockstat6";
 
-/// Returns how many established connections and listening sockets the kernel counts, or 0 if this is unknown. The
-/// number only serves to divide the load by connections, so a few listening sockets do not matter.
+/// Returns the number of established connections and listening sockets, or 0 if it is unknown. It only serves to divide
+/// a load by the number of connections, so that a few listening sockets do not matter.
 pub fn open_connection_count() -> u32 {
     let count_in_file = |path| fs::read_to_string(path).ok().and_then(|text| parse_tcp_in_use(&text)).unwrap_or(0);
     count_in_file(SOCKSTAT_PATH) + count_in_file(SOCKSTAT_IPV6_PATH)
@@ -42,7 +43,7 @@ mod tests {
     }
 
     #[test]
-    fn own_sockets_are_counted() {
+    fn sockstat_file_exists() {
         assert!(std::path::Path::new(SOCKSTAT_PATH).exists());
     }
 }

@@ -25,11 +25,11 @@ use crate::agent::Agent;
 use crate::config::Config;
 use crate::report_state::SentReportState;
 
-/// Interval between the checks whether other programs have changed settings.
+/// Interval of maintenance runs, which check whether other programs have changed settings.
 const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
-/// Runs the agent until SIGTERM or SIGINT. SIGHUP makes it read the `[dispatch]` section again. On exit the data plane
-/// stays pinned, and the NIC's RSS is restored. Fails when the configuration file is wrong, another agent uses the pin
-/// directory, the interface does not exist, or the kernel rejects the programs.
+/// Runs the agent until SIGTERM or SIGINT. SIGHUP makes it read the `[dispatch]` section again. On exit, the BPF
+/// programs remain pinned, and the NIC's RSS is restored. Fails if the configuration file is wrong, another agent uses
+/// the pin directory, the interface does not exist, or the kernel rejects the programs.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     let config_file = config;
     let config = Config::load(config_file)?;
@@ -39,32 +39,31 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
         let hangup_signal = signal(SignalKind::hangup())?;
         let scrape_receiver = ScrapeReceiver::listen(agent.metrics_address())?;
         let background_tasks = BackgroundTasks {
-            maintenance_timer: start_interval(MAINTENANCE_INTERVAL),
+            maintenance_timer: start_timer(MAINTENANCE_INTERVAL),
             reload_signal_and_file: Some((hangup_signal, config_file.to_owned())),
             scrape_receiver,
         };
         let controller_connection = new_controller_connection(&agent)?;
         coreward_daemon::run_until_shutdown(async {
-            match run_sessions(&mut agent, controller_connection, background_tasks).await {}
+            match run_controller_sessions(&mut agent, controller_connection, background_tasks).await {}
         })
         .await
     })?;
     agent.shut_down()
 }
 
-/// Keeps the agent connected to its controllers until this future is dropped. Fails when the agent's certificates
+/// Keeps the agent connected to a controller until the returned future is dropped. Fails if the agent's certificates
 /// cannot be used.
-///
 /// The future is boxed, so that the compiler does not generate the agent's code again in each calling crate.
-pub fn serve(agent: &mut Agent) -> LocalBoxFuture<'_, anyhow::Result<std::convert::Infallible>> {
+pub fn keep_agent_connected(agent: &mut Agent) -> LocalBoxFuture<'_, anyhow::Result<std::convert::Infallible>> {
     Box::pin(async {
         let controller_connection = new_controller_connection(agent)?;
         let background_tasks = BackgroundTasks {
-            maintenance_timer: start_interval(MAINTENANCE_INTERVAL),
+            maintenance_timer: start_timer(MAINTENANCE_INTERVAL),
             reload_signal_and_file: None,
             scrape_receiver: ScrapeReceiver::default(),
         };
-        Ok(run_sessions(agent, controller_connection, background_tasks).await)
+        Ok(run_controller_sessions(agent, controller_connection, background_tasks).await)
     })
 }
 
@@ -79,7 +78,7 @@ fn new_controller_connection(agent: &Agent) -> anyhow::Result<ControllerConnecti
 /// Periodic tasks of the agent, which also run while no controller is connected.
 struct BackgroundTasks {
     maintenance_timer: Interval,
-    /// Stream of SIGHUP signals and the configuration file to read at each signal, or `None` if there is no such file.
+    /// Stream of SIGHUP signals, and the configuration file to read after each. `None` if there is no such file.
     reload_signal_and_file: Option<(Signal, PathBuf)>,
     scrape_receiver: ScrapeReceiver,
 }
@@ -91,7 +90,7 @@ enum BackgroundTask {
 }
 
 impl BackgroundTasks {
-    /// Waits for the next background task. It is cancel-safe, so no task is lost if the future is dropped.
+    /// Waits for the next background task. Cancel-safe: no task is lost if the future is dropped.
     async fn next_task(&mut self) -> BackgroundTask {
         let reload = async {
             match &mut self.reload_signal_and_file {
@@ -110,7 +109,7 @@ impl BackgroundTasks {
     }
 
     /// Runs background tasks until `future` completes, and returns its result.
-    async fn run_while<T>(
+    async fn run_tasks_until_complete<T>(
         &mut self,
         agent: &mut Agent,
         connection: &ControllerConnection,
@@ -140,7 +139,7 @@ impl BackgroundTask {
         };
         let reload_result = Config::load(&config_file)
             .map_err(anyhow::Error::from)
-            .and_then(|config| agent.reload(&config_file, config));
+            .and_then(|config| agent.reload_config(&config_file, config));
         match reload_result {
             Ok(()) => tracing::info!(
                 event = "dispatch-reloaded",
@@ -157,34 +156,34 @@ impl BackgroundTask {
     }
 }
 
-/// Removes the BPF programs and restores all settings, which breaks stamped connections. Fails when the configuration
-/// file is wrong, the agent that uses it is running, or something cannot be removed.
+/// Removes the BPF programs and restores all settings, which breaks stamped connections. Fails if the configuration
+/// file is wrong, an agent with this file is running, or something cannot be removed.
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     let _pin_lock = PinDirectoryLock::new(&config.pin_directory)?;
     Agent::start(config)?.detach()
 }
 
-fn start_interval(period: Duration) -> Interval {
+fn start_timer(period: Duration) -> Interval {
     let mut interval = tokio::time::interval_at(Instant::now() + period, period);
     // Missed ticks are skipped, because a report has absolute values and a late one replaces a missed one.
     interval.set_missed_tick_behavior(MissedTickBehavior::Skip);
     interval
 }
 
-async fn run_sessions(
+async fn run_controller_sessions(
     agent: &mut Agent,
     mut connection: ControllerConnection,
     mut tasks: BackgroundTasks,
 ) -> std::convert::Infallible {
     loop {
-        let error = run_session(&mut connection, agent, &mut tasks).await.err();
+        let error = run_controller_session(&mut connection, agent, &mut tasks).await.err();
         let retry_delay = connection.record_stream_end(error.as_ref());
-        tasks.run_while(agent, &connection, tokio::time::sleep(retry_delay)).await;
+        tasks.run_tasks_until_complete(agent, &connection, tokio::time::sleep(retry_delay)).await;
     }
 }
 
-async fn run_session(
+async fn run_controller_session(
     connection: &mut ControllerConnection,
     agent: &mut Agent,
     tasks: &mut BackgroundTasks,
@@ -192,9 +191,9 @@ async fn run_session(
     let mut stream = ControllerStream::open(connection, agent, tasks).await?;
     loop {
         tokio::select! {
-            update = stream.updates.message() => {
+            update = stream.update_stream.message() => {
                 let Some(update) = update? else { return Ok(()) };
-                connection.record_message();
+                connection.record_controller_message();
                 stream.process_update(update, agent, connection);
             }
             _ = stream.report_timer.tick() => stream.send_report(agent, connection),
@@ -203,10 +202,10 @@ async fn run_session(
     }
 }
 
-/// Open stream to a controller, with the state of its reports.
+/// Open stream to a controller, and the state of the reports that were sent on it.
 struct ControllerStream {
     message_sender: mpsc::Sender<v1::AgentMessage>,
-    updates: Streaming<v1::AgentUpdate>,
+    update_stream: Streaming<v1::AgentUpdate>,
     report_timer: Interval,
     report_state: SentReportState,
     /// Client that keeps the stream's connection open.
@@ -219,7 +218,7 @@ impl ControllerStream {
         agent: &mut Agent,
         tasks: &mut BackgroundTasks,
     ) -> anyhow::Result<Self> {
-        let grpc_channel = tasks.run_while(agent, connection, connection.connect()).await?;
+        let grpc_channel = tasks.run_tasks_until_complete(agent, connection, connection.connect()).await?;
         let mut client = ControlClient::new(grpc_channel);
         let (message_sender, message_receiver) = mpsc::channel(4);
         let registration = v1::AgentRegistration {
@@ -228,7 +227,7 @@ impl ControllerStream {
         };
         message_sender.send(to_agent_message(Message::Registration(registration))).await?;
         let stream_request = client.agent(ReceiverStream::new(message_receiver));
-        let stream_response = tasks.run_while(agent, connection, stream_request).await?;
+        let stream_response = tasks.run_tasks_until_complete(agent, connection, stream_request).await?;
         let updates = connection.accept_stream(stream_response)?;
         agent.begin_controller_stream();
         tracing::info!(
@@ -236,8 +235,14 @@ impl ControllerStream {
             controller = %connection.next_controller(),
             "the agent has opened its stream to the controller"
         );
-        let report_timer = start_interval(agent.report_interval());
-        Ok(Self { message_sender, updates, report_timer, report_state: SentReportState::default(), _client: client })
+        let report_timer = start_timer(agent.report_interval());
+        Ok(Self {
+            message_sender,
+            update_stream: updates,
+            report_timer,
+            report_state: SentReportState::default(),
+            _client: client,
+        })
     }
 
     fn process_update(&mut self, update: v1::AgentUpdate, agent: &mut Agent, connection: &ControllerConnection) {
@@ -245,7 +250,7 @@ impl ControllerStream {
             Some(Update::Configuration(configuration)) => apply_configuration(agent, configuration, connection),
             Some(Update::SocketQuery(query)) => {
                 // If the channel is full, the answer is dropped, because the load balancer repeats its query.
-                if let Some(answer) = socket_answer(agent, &query) {
+                if let Some(answer) = answer_socket_query(agent, &query) {
                     let _ = self.message_sender.try_send(to_agent_message(Message::SocketAnswer(answer)));
                 }
             }
@@ -256,13 +261,13 @@ impl ControllerStream {
             ),
         }
         if self.report_timer.period() != agent.report_interval() {
-            self.report_timer = start_interval(agent.report_interval());
+            self.report_timer = start_timer(agent.report_interval());
         }
     }
 
     fn send_report(&mut self, agent: &mut Agent, connection: &ControllerConnection) {
-        let Some(report) = agent.report(&self.report_state, &connection.warnings()) else { return };
-        let next_report_state = self.report_state.with_report(&report);
+        let Some(report) = agent.next_report(&self.report_state, &connection.warnings()) else { return };
+        let next_report_state = self.report_state.after_sending_report(&report);
         // If the channel is full, the report is dropped, because the next one is complete.
         if self.message_sender.try_send(to_agent_message(Message::Report(report))).is_ok() {
             self.report_state = next_report_state;
@@ -273,7 +278,7 @@ impl ControllerStream {
 fn apply_configuration(agent: &mut Agent, configuration: v1::AgentConfiguration, connection: &ControllerConnection) {
     let generation = configuration.generation;
     match AgentConfiguration::from_message(configuration) {
-        Ok((configuration, unusable_services)) => agent.configure(configuration, &unusable_services),
+        Ok((configuration, unusable_services)) => agent.apply_configuration(configuration, &unusable_services),
         Err(error) => {
             tracing::warn!(
                 event = "configuration-rejected",
@@ -287,7 +292,7 @@ fn apply_configuration(agent: &mut Agent, configuration: v1::AgentConfiguration,
     }
 }
 
-fn socket_answer(agent: &Agent, query: &v1::SocketQuery) -> Option<v1::SocketAnswer> {
+fn answer_socket_query(agent: &Agent, query: &v1::SocketQuery) -> Option<v1::SocketAnswer> {
     let answer =
         SocketQuery::try_from(query).map_err(anyhow::Error::from).and_then(|query| agent.answer_socket_query(&query));
     match answer {

@@ -15,14 +15,14 @@ use coreward_wire::PreviousServer;
 #[derive(Debug)]
 pub struct DaisyChain {
     interface: String,
-    /// Resolver of the servers' MAC addresses and the channel for its results. It is started for the first server.
+    /// Resolver of the servers' MAC addresses, and the channel for its results. `None` until there is a server.
     resolver_and_changes: Option<(Resolver, Receiver<MacChange>)>,
     server_ids_by_address: BTreeMap<IpAddr, Vec<ServerId>>,
     mac_addresses: HashMap<IpAddr, MacAddress>,
 }
 
 impl DaisyChain {
-    /// Returns an empty daisy chain that will resolve its servers' MAC addresses on the network device `interface`.
+    /// Returns an empty daisy chain, which will resolve the MAC addresses of its servers on the device `interface`.
     pub fn new(interface: &str) -> Self {
         Self {
             interface: interface.to_owned(),
@@ -32,8 +32,8 @@ impl DaisyChain {
         }
     }
 
-    /// Sets the servers to which unknown packets may be forwarded. MAC addresses that an earlier process found remain
-    /// until ARP finds others. Fails when the process may not open packet sockets.
+    /// Sets the servers to which packets of unknown connections may be forwarded. MAC addresses that an earlier process
+    /// found remain until ARP finds others. Fails if the process may not open packet sockets.
     pub fn set_previous_servers(
         &mut self,
         servers: &[PreviousServer],
@@ -48,9 +48,11 @@ impl DaisyChain {
         let all_server_ids = (0..ServerId::COUNT as u64).filter_map(|id| ServerId::try_from(id).ok());
         all_server_ids
             .filter(|id| !needed_server_ids.contains(id))
-            .for_each(|id| bpf_programs.set_server_mac(id, None));
+            .for_each(|id| bpf_programs.set_other_server_mac(id, None));
         for (address, mac) in &self.mac_addresses {
-            self.server_ids_by_address[address].iter().for_each(|id| bpf_programs.set_server_mac(*id, Some(*mac)));
+            self.server_ids_by_address[address]
+                .iter()
+                .for_each(|id| bpf_programs.set_other_server_mac(*id, Some(*mac)));
         }
         if self.resolver_and_changes.is_none() && !self.server_ids_by_address.is_empty() {
             self.resolver_and_changes =
@@ -62,12 +64,12 @@ impl DaisyChain {
         Ok(())
     }
 
-    /// Copies newly resolved MAC addresses to the BPF maps.
+    /// Copies newly resolved MAC addresses into the BPF maps.
     pub fn apply_mac_address_changes(&mut self, bpf_programs: &mut ServerPrograms) {
         let Some((_, mac_changes)) = &self.resolver_and_changes else { return };
         for MacChange { address, mac } in mac_changes.try_iter() {
             let Some(server_ids) = self.server_ids_by_address.get(&address) else { continue };
-            server_ids.iter().for_each(|id| bpf_programs.set_server_mac(*id, mac));
+            server_ids.iter().for_each(|id| bpf_programs.set_other_server_mac(*id, mac));
             match mac {
                 Some(mac) => self.mac_addresses.insert(address, mac),
                 None => self.mac_addresses.remove(&address),
@@ -75,7 +77,7 @@ impl DaisyChain {
         }
     }
 
-    /// Returns a warning for `coreward status` that lists the servers whose MAC address is unknown.
+    /// Returns a warning for `coreward status` about the servers whose MAC addresses are unknown.
     pub fn unresolved_servers_warning(&self) -> Option<String> {
         let missing_addresses =
             self.server_ids_by_address.keys().filter(|address| !self.mac_addresses.contains_key(address));

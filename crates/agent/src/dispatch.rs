@@ -3,7 +3,7 @@
 use coreward_dispatch::dispatcher::Dispatcher;
 use coreward_wire::v1;
 
-/// Returns the problems that the dispatcher has, as text for `coreward status`.
+/// Returns the dispatcher's current problems as warnings for `coreward status`.
 pub fn warnings(dispatcher: &Dispatcher) -> Vec<String> {
     if dispatcher.is_running() {
         return dispatcher.state().warnings;
@@ -11,7 +11,7 @@ pub fn warnings(dispatcher: &Dispatcher) -> Vec<String> {
     vec!["no daemon maintains the dispatched services: restart the agent".to_owned()]
 }
 
-/// Returns the state of each dispatched service when the dispatcher last polled it.
+/// Returns the state of each dispatched service at the dispatcher's last poll.
 pub fn service_reports(dispatcher: &Dispatcher) -> Vec<v1::DispatchedService> {
     dispatcher.state().service_statuses.into_iter().map(v1::DispatchedService::from).collect()
 }

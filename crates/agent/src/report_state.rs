@@ -4,42 +4,43 @@ use std::time::{Duration, Instant};
 
 use coreward_wire::{AgentConfiguration, v1};
 
-/// Interval between reports with details, such as counters, which do not influence the load balancers' tables.
+/// Interval between reports with details, such as counters, which do not influence placement tables.
 const DETAILS_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Parts of a report that were already sent on a stream. It is empty when the stream starts.
+/// Parts of reports that were already sent on a stream. Empty when the stream starts.
 #[derive(Debug, Clone, Default)]
 pub struct SentReportState {
     sent_rss_generation: u64,
-    sent_details: Option<SentDetails>,
+    last_sent_details: Option<SentDetails>,
 }
 
 #[derive(Debug, Clone)]
 struct SentDetails {
-    sent_at: Instant,
+    send_time: Instant,
     warnings: Vec<String>,
 }
 
 impl SentReportState {
-    /// Returns the generation of the newest RSS settings that were sent on this stream, or 0 if none were sent.
+    /// Returns the generation of the newest RSS settings that were sent on this stream, or 0 if none were.
     pub fn sent_rss_generation(&self) -> u64 {
         self.sent_rss_generation
     }
 
-    /// Returns whether the next report must contain details. Every report does while the server drains, because
+    /// Returns whether the next report must contain details. While the server drains, every report must, because
     /// operators then wait for the connection counts.
     pub fn needs_details(&self, configuration: Option<&AgentConfiguration>, warnings: &[String]) -> bool {
         let may_omit_details = configuration.is_some_and(|configuration| !configuration.is_draining);
-        let newest_details = self.sent_details.as_ref().filter(|_| may_omit_details);
+        let newest_details = self.last_sent_details.as_ref().filter(|_| may_omit_details);
         newest_details.is_none_or(|sent_details| {
-            sent_details.sent_at.elapsed() >= DETAILS_INTERVAL || sent_details.warnings != *warnings
+            sent_details.send_time.elapsed() >= DETAILS_INTERVAL || sent_details.warnings != *warnings
         })
     }
 
-    pub fn with_report(&self, report: &v1::Report) -> Self {
-        let new_details = || SentDetails { sent_at: Instant::now(), warnings: report.warnings.clone() };
-        let sent_details = if report.without_details { self.sent_details.clone() } else { Some(new_details()) };
-        Self { sent_rss_generation: report.rss_generation, sent_details }
+    pub fn after_sending_report(&self, report: &v1::Report) -> Self {
+        let build_sent_details = || SentDetails { send_time: Instant::now(), warnings: report.warnings.clone() };
+        let sent_details =
+            if report.without_details { self.last_sent_details.clone() } else { Some(build_sent_details()) };
+        Self { sent_rss_generation: report.rss_generation, last_sent_details: sent_details }
     }
 }
 
@@ -48,14 +49,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn details_are_sent_first_and_when_warnings_change() {
+    fn first_report_and_reports_with_new_warnings_need_details() {
         let initial_state = SentReportState::default();
         assert!(initial_state.needs_details(None, &[]), "nothing was sent");
         let report = v1::Report { rss_generation: 3, warnings: vec!["aRFS is on".into()], ..Default::default() };
-        let sent_state = initial_state.with_report(&report);
+        let sent_state = initial_state.after_sending_report(&report);
         assert_eq!(sent_state.sent_rss_generation(), 3);
         assert!(sent_state.needs_details(None, &report.warnings), "there is no configuration yet");
         let report_without_details = v1::Report { rss_generation: 4, without_details: true, ..Default::default() };
-        assert_eq!(sent_state.with_report(&report_without_details).sent_details.unwrap().warnings, report.warnings);
+        assert_eq!(
+            sent_state.after_sending_report(&report_without_details).last_sent_details.unwrap().warnings,
+            report.warnings
+        );
     }
 }

@@ -41,7 +41,7 @@ pub struct RssArgs {
     pub balanced_seed: Option<u16>,
 }
 
-/// Interval between two reads of the SYN samples, short enough that usually fewer than `RSS_SAMPLES` SYNs arrive in it.
+/// Interval between two reads of the SYN samples. Usually fewer than `RSS_SAMPLES` SYNs arrive in it.
 const SAMPLE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Serialize)]
@@ -59,12 +59,12 @@ enum OutputLine<'a> {
         mismatched: u64,
         without_queue: u64,
         verdict: RssVerdict,
-        /// Input transform that the SYNs reveal, if the driver reports another one.
+        /// Input transform that the SYNs show, if the driver reports a different one.
         input: Option<&'static str>,
     },
 }
 
-/// Sampled SYN with its predicted receive queue and the queue on which it arrived.
+/// Sampled SYN, with its predicted receive queue and the queue on which it arrived.
 #[derive(Serialize)]
 struct Syn {
     source: SocketAddr,
@@ -88,12 +88,12 @@ impl From<intf::rss_sample> for Syn {
     }
 }
 
-/// Prints the RSS key and table, samples SYNs, and verifies the table. Returns false if the NIC does not use the table.
-/// Fails when the device does not exist or has no usable RSS, or the kernel rejects something.
+/// Prints the RSS key and table, samples SYNs, and verifies the table with them. Returns false if the NIC does not use
+/// the table. Fails if the device does not exist or has no usable RSS, or if the kernel rejects a request.
 pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
     let interface_index = nix::net::if_::if_nametoindex(args.interface.as_str())
         .with_context(|| format!("interface {}: expected a device of this network namespace", args.interface))?;
-    let mut nic_device = EthtoolRss::new(&vlan_device::underlying_nic(&args.interface));
+    let mut nic_device = EthtoolRss::new(&vlan_device::underlying_device_or_self(&args.interface));
     set_rss(args, &mut nic_device)?;
     let rss_config = nic_device.read_config()?;
     let receive_queue_count = nic_device.receive_queue_count();
@@ -101,7 +101,7 @@ pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
         interface: &args.interface,
         receive_queues: receive_queue_count,
         key: rss_config.key.to_string(),
-        indirection_table: rss_config.indirection_table.queues(),
+        indirection_table: rss_config.indirection_table.queue_by_entry(),
     };
     if args.seconds == 0 {
         print_line(args.json, &nic_line)?;
@@ -109,8 +109,11 @@ pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
     }
     let mut bpf_programs = ServerPrograms::load_unattached(true)?;
     bpf_programs.set_rss_config(Some(&rss_config), 1);
-    let _tc_attachment =
-        tc::attach_until_drop(bpf_programs.program(Direction::Ingress).as_fd(), interface_index, Direction::Ingress)?;
+    let _tc_attachment = tc::attach_until_drop(
+        bpf_programs.program_for_direction(Direction::Ingress).as_fd(),
+        interface_index,
+        Direction::Ingress,
+    )?;
     // From here on, every SYN is sampled.
     print_line(args.json, &nic_line)?;
     watch_syns(args, &bpf_programs, &rss_config)
@@ -124,7 +127,7 @@ fn set_rss(args: &RssArgs, nic_device: &mut EthtoolRss) -> anyhow::Result<()> {
     if let Some(seed) = args.balanced_seed {
         let table =
             IndirectionTable::balanced(seed.into(), nic_device.table_entry_count()?, nic_device.receive_queue_count())?;
-        settings.indirection_table = table.queues().iter().map(|queue| u32::from(*queue)).collect();
+        settings.indirection_table = table.queue_by_entry().iter().map(|queue| u32::from(*queue)).collect();
     }
     Ok(nic_device.write_settings(&settings)?)
 }
@@ -133,14 +136,14 @@ fn watch_syns(args: &RssArgs, bpf_programs: &ServerPrograms, rss_config: &RssCon
     let deadline = Instant::now() + Duration::from_secs(args.seconds);
     let (mut last_sample_number, mut transform_search, mut observed_transform) = (0, TransformSearch::default(), None);
     loop {
-        let is_time_over = Instant::now() >= deadline;
-        let syn_samples = bpf_programs.samples_after(last_sample_number);
+        let is_deadline_reached = Instant::now() >= deadline;
+        let syn_samples = bpf_programs.syn_samples_after(last_sample_number);
         observed_transform = transform_search.observe_samples(rss_config, &syn_samples).or(observed_transform);
         for sample in syn_samples {
             last_sample_number = sample.sequence;
             print_line(args.json, &OutputLine::Syn(sample.into()))?;
         }
-        if is_time_over || args.syns.is_some_and(|max_syn_count| last_sample_number >= max_syn_count) {
+        if is_deadline_reached || args.syns.is_some_and(|max_syn_count| last_sample_number >= max_syn_count) {
             break;
         }
         std::thread::sleep(SAMPLE_POLL_INTERVAL);
@@ -150,16 +153,19 @@ fn watch_syns(args: &RssArgs, bpf_programs: &ServerPrograms, rss_config: &RssCon
     let (matched, mismatched) =
         (counter_value(intf::SERVER_COUNTER_RSS_MATCHED), counter_value(intf::SERVER_COUNTER_RSS_MISMATCHED));
     let verdict = RssVerifier::default().observe_counts(&rss_config.indirection_table, matched, mismatched);
-    let without_queue = counter_value(intf::SERVER_COUNTER_RSS_UNPREDICTED);
+    let unrecorded_queue_count = counter_value(intf::SERVER_COUNTER_RSS_UNPREDICTED);
     let input = observed_transform.filter(|_| verdict == RssVerdict::NotInForce).map(InputTransform::name);
-    print_line(args.json, &OutputLine::End { matched, mismatched, without_queue, verdict, input })?;
+    print_line(
+        args.json,
+        &OutputLine::End { matched, mismatched, without_queue: unrecorded_queue_count, verdict, input },
+    )?;
     Ok(verdict != RssVerdict::NotInForce)
 }
 
-/// Prints a line and flushes it, so that a test which reads the output sees each SYN immediately.
-fn print_line(json: bool, line: &OutputLine<'_>) -> anyhow::Result<()> {
+/// Prints a line and flushes the output, so that a test which reads the output receives each SYN immediately.
+fn print_line(as_json: bool, line: &OutputLine<'_>) -> anyhow::Result<()> {
     use std::io::Write as _;
-    let text = if json { serde_json::to_string(line)? } else { format_line(line) };
+    let text = if as_json { serde_json::to_string(line)? } else { format_line(line) };
     let mut stdout = std::io::stdout().lock();
     writeln!(stdout, "{text}")?;
     Ok(stdout.flush()?)
@@ -190,12 +196,12 @@ fn format_line(line: &OutputLine<'_>) -> String {
             )
         }
         OutputLine::End { matched, mismatched, without_queue, verdict, input } => {
-            let input_note = input.map_or(String::new(), |input| {
+            let input_transform_note = input.map_or(String::new(), |input| {
                 format!("; they arrive as if the NIC hashed its input {input}, which the agent finds out by itself")
             });
             format!(
                 "{matched} SYNs arrived on the predicted queue, {mismatched} on another one, {without_queue} on none \
-                 that was recorded: {verdict}{input_note}"
+                 that was recorded: {verdict}{input_transform_note}"
             )
         }
     }

@@ -6,26 +6,27 @@ use std::path::Path;
 use crate::rss::ethtool::ntuple_and_rule_count;
 use crate::sysfs;
 
-/// Settings of this host by which packets reach other cores than those that RSS selects.
+/// Settings of this host that send packets to other cores than those that RSS selects.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RssConflicts {
-    /// Names of the receive queues whose packets are distributed to CPUs by RPS.
+    /// Names of the receive queues whose packets RPS (Receive Packet Steering) distributes to CPUs.
     pub rps_queues: Vec<String>,
-    /// Names of the receive queues that have a flow table for RFS.
+    /// Names of the receive queues that have a flow table for RFS (Receive Flow Steering).
     pub rfs_queues: Vec<String>,
     /// Value of net.core.rps_sock_flow_entries. RFS also needs [`Self::rfs_queues`] (get_rps_cpu() in net/core/dev.c).
     pub rps_sock_flow_entries: u64,
-    /// Whether the driver accepts rules for single flows. With RFS, such a driver sets them itself (accelerated RFS).
+    /// Whether the driver accepts rules for single flows. With RFS, such a driver creates the rules itself (accelerated
+    /// RFS).
     pub accepts_flow_rules: bool,
     pub flow_rule_count: u64,
     pub is_irqbalance_running: bool,
 }
 
 impl RssConflicts {
-    /// Finds the settings that are present. Reads all of /proc, so call it at most a few times a minute.
+    /// Reads the current settings. Reads all of /proc, so that it should be called at most a few times per minute.
     pub fn gather(interface: &str) -> Self {
         let queues_directory = sysfs::device_directory(interface).map(|directory| directory.join("queues"));
-        let queues_with_attribute_set = |attribute| {
+        let find_queues_with_attribute = |attribute| {
             queues_directory
                 .as_deref()
                 .map_or_else(Vec::new, |directory| queues_with_nonzero_attribute(directory, attribute))
@@ -33,8 +34,8 @@ impl RssConflicts {
         let flow_entries_text = fs::read_to_string("/proc/sys/net/core/rps_sock_flow_entries").unwrap_or_default();
         let (accepts_flow_rules, flow_rule_count) = ntuple_and_rule_count(interface);
         Self {
-            rps_queues: queues_with_attribute_set("rps_cpus"),
-            rfs_queues: queues_with_attribute_set("rps_flow_cnt"),
+            rps_queues: find_queues_with_attribute("rps_cpus"),
+            rfs_queues: find_queues_with_attribute("rps_flow_cnt"),
             rps_sock_flow_entries: flow_entries_text.trim().parse().unwrap_or(0),
             accepts_flow_rules,
             flow_rule_count,
@@ -42,22 +43,22 @@ impl RssConflicts {
         }
     }
 
-    pub fn has_rfs(&self) -> bool {
+    pub fn is_rfs_active(&self) -> bool {
         self.rps_sock_flow_entries > 0 && !self.rfs_queues.is_empty()
     }
 
-    /// Returns the name that messages use for this device's kind of RFS.
+    /// Returns the name of this device's kind of RFS in messages.
     pub fn flow_steering_name(&self) -> &'static str {
         if self.accepts_flow_rules { "accelerated RFS" } else { "RFS" }
     }
 
-    pub fn describe(&self, interface: &str) -> Vec<String> {
+    pub fn describe_conflicts(&self, interface: &str) -> Vec<String> {
         let mut descriptions = Vec::new();
         if !self.rps_queues.is_empty() {
             descriptions
                 .push(format!("RPS is on for {interface} ({}): expected rps_cpus 0", self.rps_queues.join(", ")));
         }
-        if self.has_rfs() {
+        if self.is_rfs_active() {
             let (kind, entries, queues) =
                 (self.flow_steering_name(), self.rps_sock_flow_entries, self.rfs_queues.join(", "));
             descriptions.push(format!(
@@ -92,11 +93,11 @@ fn queues_with_nonzero_attribute(queues_directory: &Path, attribute: &str) -> Ve
     queue_names
 }
 
-fn is_process_running(command: &str) -> bool {
+fn is_process_running(expected_command_name: &str) -> bool {
     fs::read_dir("/proc").into_iter().flatten().flatten().any(|proc_entry| {
         proc_entry.file_name().as_encoded_bytes()[0].is_ascii_digit()
             && fs::read_to_string(proc_entry.path().join("comm"))
-                .is_ok_and(|command_name| command_name.trim_end() == command)
+                .is_ok_and(|command_name| command_name.trim_end() == expected_command_name)
     })
 }
 
@@ -118,7 +119,7 @@ mod tests {
 
     #[test]
     fn each_rss_conflict_is_described() {
-        assert!(RssConflicts::default().describe("eth7").is_empty());
+        assert!(RssConflicts::default().describe_conflicts("eth7").is_empty());
         let rss_conflicts = RssConflicts {
             rps_queues: vec!["rx-0".to_owned()],
             rfs_queues: vec!["rx-1".to_owned(), "rx-2".to_owned()],
@@ -127,7 +128,7 @@ mod tests {
             flow_rule_count: 3,
             is_irqbalance_running: true,
         };
-        let descriptions = rss_conflicts.describe("eth7").join("\n");
+        let descriptions = rss_conflicts.describe_conflicts("eth7").join("\n");
         for expected in [
             "RPS is on for eth7 (rx-0)",
             "accelerated RFS is on for eth7 (rps_sock_flow_entries 32768, rx-1, rx-2)",
@@ -137,7 +138,7 @@ mod tests {
             assert!(descriptions.contains(expected), "{descriptions}");
         }
         // RFS is configured on the host, but the kernel ignores it because this device's queues have no flow table.
-        assert!(!RssConflicts { rfs_queues: vec![], ..rss_conflicts }.has_rfs());
+        assert!(!RssConflicts { rfs_queues: vec![], ..rss_conflicts }.is_rfs_active());
     }
 
     #[test]

@@ -1,23 +1,23 @@
 //! Detects stamped connections that stall, because a device on the path may drop timestamps that run faster than a
 //! clock.
 
-/// Number of handshakes after which the detector reaches a verdict.
+/// Number of handshakes after which the detector decides whether to warn.
 const HANDSHAKES_PER_VERDICT: u64 = 200;
 /// Fraction of connections that may stall without a warning. It is not 0, because some clients always disappear.
 const TOLERATED_STALL_FRACTION: f64 = 0.01;
 
-/// Counter totals from server.bpf.c.
+/// Totals of the BPF counters of handshakes and stalls (server.bpf.c).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct HandshakeCounters {
-    /// Number of stamped SYN-ACKs that were sent for the first time, which is one per handshake.
+    /// Number of stamped SYN-ACKs that were sent for the first time: one for each handshake.
     pub handshake_count: u64,
-    /// Number of stamped SYN-ACKs that were sent for the fourth time.
+    /// Number of stalled handshakes: stamped SYN-ACKs that were sent for the fourth time.
     pub stalled_handshake_count: u64,
-    /// Number of stamped connections in which a segment was sent for the fifth time.
+    /// Number of stalled connections: stamped connections in which one segment was sent for the fifth time.
     pub stalled_connection_count: u64,
 }
 
-/// Detector of stalled connections, which compares their number with that of handshakes, once per 200 handshakes.
+/// Detector of stalled connections. It compares their number with the number of handshakes, once per 200 handshakes.
 #[derive(Debug, Default)]
 pub struct StallDetector {
     counters_at_window_start: HandshakeCounters,
@@ -25,12 +25,12 @@ pub struct StallDetector {
 }
 
 impl StallDetector {
-    /// Returns a detector that ignores everything up to `counters`, which an earlier process has already evaluated.
+    /// Returns a detector that ignores the counts in `counters`, which an earlier process has already evaluated.
     pub fn starting_at(counters: HandshakeCounters) -> Self {
         Self { counters_at_window_start: counters, warning: None }
     }
 
-    /// Evaluates the counters, and returns the last complete window's warning as text for `coreward status`.
+    /// Evaluates the counters. Returns the warning of the last complete window for `coreward status`, if there is one.
     pub fn observe_counters(&mut self, counters: HandshakeCounters) -> Option<&str> {
         let handshake_count = counters.handshake_count.saturating_sub(self.counters_at_window_start.handshake_count);
         if handshake_count >= HANDSHAKES_PER_VERDICT {
@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stall_warning_requires_more_than_one_percent_of_stalls() {
+    fn stall_warning_requires_more_than_one_percent_stalled_connections() {
         let counters = |handshakes, stalled_handshakes, stalled_connections| HandshakeCounters {
             handshake_count: handshakes,
             stalled_handshake_count: stalled_handshakes,

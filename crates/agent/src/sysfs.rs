@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use nix::ifaddrs::getifaddrs;
 
-/// Returns `/sys/class/net/INTERFACE`, or `None` if /sys is missing or shows the devices of another namespace.
+/// Returns `/sys/class/net/INTERFACE`, or `None` if /sys is missing or belongs to another network namespace.
 pub fn device_directory(interface: &str) -> Option<PathBuf> {
     let directory = Path::new("/sys/class/net").join(interface);
     let sysfs_mac_address = fs::read_to_string(directory.join("address")).ok()?;

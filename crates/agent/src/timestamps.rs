@@ -9,9 +9,9 @@ use anyhow::Context as _;
 use crate::saved_settings::SettingsStore;
 
 const TCP_TIMESTAMPS_PATH: &str = "/proc/sys/net/ipv4/tcp_timestamps";
-const SYSCTL_WITHOUT_OFFSETS: &str = "2";
-/// Value of the sysctl that gives each connection a random offset, so that new connections are not stamped.
-const SYSCTL_WITH_OFFSETS: &str = "1";
+const TIMESTAMPS_WITHOUT_OFFSETS: &str = "2";
+/// Value of net.ipv4.tcp_timestamps with a random offset for each connection, so that new connections are not stamped.
+const TIMESTAMPS_WITH_OFFSETS: &str = "1";
 
 fn read_sysctl() -> anyhow::Result<String> {
     Ok(fs::read_to_string(TCP_TIMESTAMPS_PATH).context(TCP_TIMESTAMPS_PATH)?.trim().to_owned())
@@ -21,14 +21,14 @@ fn write_sysctl(value: &str) -> anyhow::Result<()> {
     fs::write(TCP_TIMESTAMPS_PATH, value).with_context(|| format!("{TCP_TIMESTAMPS_PATH}: writing {value}"))
 }
 
-/// Returns the value that the sysctl needs. While a service is handed over to another load balancer, new connections
-/// are not stamped. Older connections stay stamped.
+/// Returns the required value of the sysctl. During a handover of a service to another load balancer, new connections
+/// are not stamped, but older connections remain stamped.
 fn required_sysctl_value(stamps_new_connections: bool) -> &'static str {
-    if stamps_new_connections { SYSCTL_WITHOUT_OFFSETS } else { SYSCTL_WITH_OFFSETS }
+    if stamps_new_connections { TIMESTAMPS_WITHOUT_OFFSETS } else { TIMESTAMPS_WITH_OFFSETS }
 }
 
-/// Sets the sysctl to the value that it needs if new connections are stamped (`stamps_new_connections`) or not, and
-/// saves the original value. Fails when the sysctl cannot be read or written.
+/// Sets the sysctl to the value that stamping of new connections requires or excludes (`stamps_new_connections`), and
+/// saves the original value. Fails if the sysctl cannot be read or written.
 pub fn manage_sysctl(stamps_new_connections: bool, settings_store: &mut SettingsStore) -> anyhow::Result<()> {
     let (current_value, required_value) = (read_sysctl()?, required_sysctl_value(stamps_new_connections));
     if current_value != required_value {

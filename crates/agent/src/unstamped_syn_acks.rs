@@ -7,27 +7,28 @@ use std::time::{Duration, Instant};
 use coreward_model::consistency::{Consistency, TimestampOrigin};
 use coreward_wire::AgentService;
 
-/// How long the warning remains after the last unstamped SYN-ACK.
+/// Time for which the warning remains after the last unstamped SYN-ACK.
 const WARNING_DURATION: Duration = Duration::from_secs(60);
 
 #[derive(Debug)]
 pub struct UnstampedSynAckMonitor {
-    last_count: u64,
-    last_increase_at: Option<Instant>,
+    last_syn_ack_count: u64,
+    last_increase_time: Option<Instant>,
 }
 
 impl UnstampedSynAckMonitor {
-    /// Returns a monitor that ignores the SYN-ACKs which an earlier process has already counted.
+    /// Returns a monitor that ignores the SYN-ACKs that were counted before, up to `syn_ack_count`.
     pub fn starting_at(syn_ack_count: u64) -> Self {
-        Self { last_count: syn_ack_count, last_increase_at: None }
+        Self { last_syn_ack_count: syn_ack_count, last_increase_time: None }
     }
 
-    /// Evaluates the total number of unstamped SYN-ACKs. Returns a warning for `coreward status` if it grew recently.
+    /// Evaluates the total number of unstamped SYN-ACKs. Returns a warning for `coreward status` if it has grown
+    /// recently.
     pub fn observe_count(&mut self, syn_ack_count: u64, now: Instant) -> Option<String> {
-        if syn_ack_count > self.last_count {
-            (self.last_count, self.last_increase_at) = (syn_ack_count, Some(now));
+        if syn_ack_count > self.last_syn_ack_count {
+            (self.last_syn_ack_count, self.last_increase_time) = (syn_ack_count, Some(now));
         }
-        self.last_increase_at.is_some_and(|increased_at| now.duration_since(increased_at) < WARNING_DURATION).then(
+        self.last_increase_time.is_some_and(|increased_at| now.duration_since(increased_at) < WARNING_DURATION).then(
             || {
                 format!(
                     "{syn_ack_count} SYN-ACKs came from another network namespace (a container?) whose \
@@ -39,8 +40,8 @@ impl UnstampedSynAckMonitor {
     }
 }
 
-/// Returns the features that a service lacks if its SYN-ACKs are forwarded unstamped, or `None` if it lacks none.
-pub fn lost_features(service: &AgentService) -> Option<String> {
+/// Returns a text about the features that a service lacks if its SYN-ACKs are forwarded unstamped, or `None`.
+pub fn describe_lost_features(service: &AgentService) -> Option<String> {
     let mode = service.mode;
     let limitation_text = match mode.consistency {
         _ if mode.migration.is_some() => "connections at the other load balancer break (migration)",
@@ -68,12 +69,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn limitation_is_named_for_modes_that_need_the_socket() {
+    fn lost_features_are_described_for_modes_that_need_the_socket() {
         let lost_features_of = |consistency, timestamps| {
             let address = ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
             let mode = ServiceSettings { consistency, timestamps, ..ServiceSettings::default() };
             let server_id = 3.try_into().unwrap();
-            lost_features(&AgentService { name: "web".to_owned(), address, server_id, mode }).unwrap_or_default()
+            describe_lost_features(&AgentService { name: "web".to_owned(), address, server_id, mode })
+                .unwrap_or_default()
         };
         for (consistency, timestamps, expected) in [
             (Consistency::Stateless, TimestampOrigin::Server, ""),

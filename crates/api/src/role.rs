@@ -36,14 +36,14 @@ impl fmt::Display for Role {
     }
 }
 
-/// An authenticated caller of the API.
+/// Authenticated caller of the API.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Caller {
     /// Role of the caller.
     pub role: Role,
     /// IP address of the caller.
     pub address: IpAddr,
-    /// Identity that proves the caller's role: the name in a certificate, a token's role and id, or a session.
+    /// Identity by which the caller has the role: the name in a certificate, a token's role and id, or a session.
     pub principal: Arc<str>,
 }
 

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 pub use log::start_logging;
 
-/// Prints `text` to standard output. Fails if it cannot be written, unless the reader has closed the pipe (`| head`).
+/// Prints `text` to standard output. Fails if this is impossible, unless the reader has closed the pipe (`| head`).
 pub fn print(text: &str) -> anyhow::Result<()> {
     match writeln!(std::io::stdout(), "{}", text.trim_end()) {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),
@@ -17,7 +17,7 @@ pub fn print(text: &str) -> anyhow::Result<()> {
     }
 }
 
-/// Returns a command's exit status. Writes an error to standard error, after the command's name.
+/// Returns the exit status for a command's result. Prints an error to standard error, after the command's name.
 #[must_use]
 pub fn exit_status(command: &str, result: anyhow::Result<()>) -> ExitCode {
     match result {

@@ -12,19 +12,18 @@ use tracing_subscriber::fmt::format::{self, Format, Writer};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
-/// Environment variable that selects the log format, which is "text" (default) or "json".
-const FORMAT_VARIABLE: &str = "COREWARD_LOG_FORMAT";
+/// Environment variable that selects the format of log lines: "text" (default) or "json".
+const LOG_FORMAT_VARIABLE: &str = "COREWARD_LOG_FORMAT";
 
 /// Starts logging to standard error. `RUST_LOG` sets the level (default: info), and `COREWARD_LOG_FORMAT=json` the
-/// format. Returns a function that sets the level to debug for this project's crates (`true`) or to the initial level
-/// (`false`).
-///
-/// A line that cannot be written, for example on a full disk, is lost. By default, tracing-subscriber would report it
-/// with `eprintln!`, which would then panic.
+/// format. Returns a function that sets the level to debug for the crates of this project (`true`), or back to the
+/// initial level (`false`).
+/// Log lines that cannot be written, for example to a full disk, are lost. By default, tracing-subscriber would report
+/// them with `eprintln!`, which would then panic.
 pub fn start_logging() -> impl Fn(bool) + Send + Sync + 'static {
     let initial_filter = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     let uses_colours = std::io::stderr().is_terminal();
-    let format = match std::env::var(FORMAT_VARIABLE) {
+    let format = match std::env::var(LOG_FORMAT_VARIABLE) {
         Ok(format) if format == "json" => LogFormat::Json,
         _ => LogFormat::Text(format::format().with_target(false).with_ansi(uses_colours)),
     };
@@ -106,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn json_log_lines_have_the_fields_of_their_events() {
+    fn json_log_lines_contain_the_fields_of_their_events() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let writer = Mutex::new(File::create(file.path()).unwrap());
         let subscriber = tracing_subscriber::fmt().event_format(LogFormat::Json).with_writer(writer).finish();

@@ -30,7 +30,7 @@ impl CliDocumentationCommand {
     }
 }
 
-/// Returns a script with which a shell completes the command's options and sub-commands.
+/// Returns the script with which a shell completes the command's options and subcommands.
 fn completion_script(shell: clap_complete::Shell, mut command: clap::Command) -> String {
     let (mut text, name) = (Vec::new(), command.get_name().to_owned());
     clap_complete::generate(shell, &mut command, name, &mut text);
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_sub_command_has_a_man_page_and_a_completion() {
+    fn every_subcommand_has_a_man_page_and_shell_completion() {
         let directory = tempfile::tempdir().unwrap();
         let command = clap::Command::new("tool").subcommands([clap::Command::new("one"), clap::Command::new("two")]);
         write_man_pages(directory.path(), command.clone()).unwrap();

@@ -10,7 +10,7 @@ use crate::{Source, Span};
 /// Maximum number of mistakes that are reported in full. Further mistakes are only counted.
 pub(crate) const MAX_SHOWN_DIAGNOSTICS: usize = 100;
 
-/// Diagnostic of one mistake in a file, or the reason why the file cannot be read.
+/// Description of one mistake in a configuration file, or of the reason why the file cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Diagnostic {
     /// Path of the file.
@@ -19,15 +19,15 @@ pub struct Diagnostic {
     pub location: Option<Location>,
     /// Full name of the key, such as `service.vip`. It is empty for a syntax error.
     pub key: String,
-    /// Value that was found, or another description of the mistake.
+    /// Wrong value, or another description of the mistake.
     pub problem: String,
     /// Description of the expected value, if there is one.
     pub expected: Option<Box<str>>,
-    /// Valid name that is most similar to the one found, if one is similar enough.
+    /// Valid name that is most similar to the wrong name, if one is similar enough.
     pub nearest_name: Option<Box<str>>,
 }
 
-/// Line and column in a file.
+/// Line and column of a mistake in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Location {
     /// Line, counted from 1.
@@ -36,10 +36,10 @@ pub struct Location {
     pub column: u32,
 }
 
-/// Maximum length, in characters, at which names and values are shown in full and compared with valid names.
+/// Maximum length, in characters, of a name or value that is shown in full and compared with valid names.
 const MAX_SHOWN_CHARS: usize = 1000;
 
-fn truncate_text(text: String) -> String {
+fn truncate_to_shown_length(text: String) -> String {
     match text.char_indices().nth(MAX_SHOWN_CHARS) {
         Some((end, _)) => format!("{}...", &text[..end]),
         None => text,
@@ -47,9 +47,9 @@ fn truncate_text(text: String) -> String {
 }
 
 impl Diagnostic {
-    /// Creates the diagnostic of a mistake. `message` has the form "found: expected ...".
+    /// Creates the diagnostic of a mistake at a location. `message` has the form "found: expected ...".
     pub(crate) fn new(file: &Path, location: Location, key: String, message: &str) -> Self {
-        Self { location: Some(location), key: truncate_text(key), ..Self::for_file(file, message) }
+        Self { location: Some(location), key: truncate_to_shown_length(key), ..Self::for_file(file, message) }
     }
 
     /// Creates the diagnostic of a mistake that concerns the whole file. `message` has the form "found: expected ...".
@@ -62,7 +62,7 @@ impl Diagnostic {
             file: file.into(),
             location: None,
             key: String::new(),
-            problem: truncate_text(problem.to_owned()),
+            problem: truncate_to_shown_length(problem.to_owned()),
             expected,
             nearest_name: None,
         }
@@ -105,12 +105,12 @@ impl fmt::Display for Diagnostic {
 
 impl std::error::Error for Diagnostic {}
 
-/// All mistakes of a file in the order of its lines. They are displayed one per line.
+/// All mistakes of a file, in the order of its lines. Their text form has one line per mistake.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Diagnostics {
-    /// The first mistakes, of which there is at least one.
+    /// First mistakes of the file, at least one and at most `MAX_SHOWN_DIAGNOSTICS`.
     pub shown_diagnostics: Vec<Diagnostic>,
-    /// Minimum number of further mistakes.
+    /// Minimum number of mistakes that are not in `shown_diagnostics`.
     pub omitted_diagnostic_count: usize,
 }
 
@@ -130,8 +130,8 @@ impl fmt::Display for Diagnostics {
 impl std::error::Error for Diagnostics {}
 
 impl Diagnostics {
-    /// Creates the diagnostics of mistakes at these locations of an otherwise correct file. Messages have the form
-    /// "found: expected ...".
+    /// Creates the diagnostics of mistakes at given locations in a file that is otherwise correct. Messages have the
+    /// form "found: expected ...".
     pub fn at(source: &Source, mut mistakes: Vec<(Span, String)>) -> Self {
         let omitted_diagnostic_count = mistakes.len().saturating_sub(MAX_SHOWN_DIAGNOSTICS);
         mistakes.truncate(MAX_SHOWN_DIAGNOSTICS);
@@ -145,8 +145,8 @@ impl From<Diagnostic> for Diagnostics {
     }
 }
 
-/// Minimum Jaro-Winkler similarity (0 to 1) between a name that is suggested and the name that was found.
-const MIN_SIMILARITY: f64 = 0.75;
+/// Minimum Jaro-Winkler similarity (0 to 1) that a valid name must have to a wrong name to be suggested.
+const MIN_SUGGESTION_SIMILARITY: f64 = 0.75;
 
 /// Returns the name in `known_names` that is most similar to `unknown_name`, or `None` if no name is similar enough.
 pub fn find_nearest_name<'a>(unknown_name: &str, known_names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
@@ -158,6 +158,6 @@ pub fn find_nearest_name<'a>(unknown_name: &str, known_names: impl IntoIterator<
     let similar_names = known_names
         .into_iter()
         .map(|name| (similarity(name), name))
-        .filter(|(likeness, _)| *likeness >= MIN_SIMILARITY);
+        .filter(|(likeness, _)| *likeness >= MIN_SUGGESTION_SIMILARITY);
     similar_names.max_by(|(a, _), (b, _)| a.total_cmp(b)).map(|(_, name)| name)
 }

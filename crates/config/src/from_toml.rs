@@ -11,35 +11,35 @@ use toml::de::{DeInteger, DeValue};
 
 use crate::{Reader, Span};
 
-/// Type whose values can be read from a TOML file.
+/// Type of a configuration value, which can be read from a TOML file.
 pub trait FromToml: Sized {
-    /// Whether a key of this type is required.
+    /// Whether a key of this type must be present in the file.
     const REQUIRED: bool = true;
 
     /// Reads a value. If it is wrong, stores a mistake in the reader and returns `None`.
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self>;
 
-    /// Returns a description of the valid values, which follows "expected" in diagnostics.
+    /// Returns a description of the valid values. It follows "expected" in diagnostics.
     fn expected() -> String;
 
     /// Returns a JSON schema that accepts the same values as `read`.
     fn schema() -> Value;
 
-    /// Returns the value of a key that is missing from the file, or `None` if the type has no such value.
+    /// Returns the default for a key that is missing from the file, or `None` if the type has no default.
     fn value_if_missing() -> Option<Self> {
         None
     }
 
-    /// Returns the value that replaces a wrong one so that reading can continue, or `None` if there is none.
+    /// Returns the value that replaces a wrong value so that reading can continue, or `None` if the type has none.
     fn value_after_error() -> Option<Self> {
         None
     }
 }
 
-/// Required value with its location. The containing table can be checked even if the value is wrong or missing.
+/// Required value and its location. If the value is wrong or missing, its table can still be checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LocatedValue<T> {
-    /// The value, or `None` if it was wrong or missing.
+    /// Value from the file, or `None` if it is wrong or missing.
     pub value: Option<T>,
     /// Location of the value in the file.
     pub span: Span,
@@ -101,7 +101,7 @@ impl<T: FromToml> FromToml for Spanned<T> {
     }
 }
 
-/// Reads the valid elements. Mistakes in the other elements are stored in the reader.
+/// Reads an array. Skips wrong elements, and stores a mistake in the reader for each of them.
 impl<T: FromToml> FromToml for Vec<T> {
     const REQUIRED: bool = false;
 
@@ -177,7 +177,7 @@ impl FromToml for PathBuf {
 
 /// Number type that a TOML value can be converted to.
 pub(crate) trait FromTomlScalar: Sized {
-    /// Returns the number. If it is wrong, the diagnostic describes the valid values of `T`.
+    /// Reads the number. If it is wrong, stores a mistake that describes the valid values of `T`, and returns `None`.
     fn parse_number<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self>;
 }
 
@@ -209,7 +209,7 @@ impl FromToml for f64 {
     }
 }
 
-/// Converts a TOML integer, or returns `None` if it does not fit into 64 bits with a sign.
+/// Returns the value of a TOML integer, or `None` if it does not fit into an `i64`.
 fn to_i64(integer: &DeInteger<'_>) -> Option<i64> {
     i64::from_str_radix(integer.as_str(), integer.radix()).ok()
 }
@@ -255,7 +255,7 @@ impl FromToml for usize {
     }
 }
 
-/// Integer from `MIN` to `MAX`.
+/// Integer from `MIN` to `MAX`, both inclusive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct BoundedInteger<const MIN: u64, const MAX: u64>(pub u64);
 
@@ -301,7 +301,7 @@ impl<const MIN: u64, const MAX: u64> From<BoundedInteger<MIN, MAX>> for usize {
     }
 }
 
-/// Name without blanks and control characters, which would make logs and tables unreadable.
+/// Name without whitespace and control characters, which would make logs and tables unreadable.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Name(pub String);
 
@@ -380,7 +380,7 @@ fn read_with_from_str<T: FromToml + FromStr>(value: &Spanned<DeValue<'_>>, reade
     parse_text(value, reader, |text| text.parse().map_err(|_| format!("{text:?}: expected {}", T::expected())))
 }
 
-/// Reads a value that is written as a string and converted by `parse`.
+/// Reads a TOML string and converts it with `parse`. If either fails, stores a mistake and returns `None`.
 pub fn parse_text<T: FromToml, E: Display>(
     value: &Spanned<DeValue<'_>>,
     reader: &mut Reader<'_>,
@@ -392,8 +392,8 @@ pub fn parse_text<T: FromToml, E: Display>(
     }
 }
 
-/// Reads a value that is written as one of the names in `choices`. `subject` describes the named objects in
-/// diagnostics.
+/// Reads a TOML string that must be a name in `choices`, and returns that name's value. Otherwise, stores a mistake, in
+/// which `subject` describes the named objects.
 pub fn parse_choice<T: FromToml>(
     subject: &str,
     choices: Vec<(String, T)>,
@@ -413,7 +413,7 @@ pub fn parse_choice<T: FromToml>(
     chosen_value
 }
 
-/// Returns the JSON schema of a value that is written as one of these names.
+/// Returns the JSON schema of a string that must be one of these names.
 pub fn choice_schema(names: impl IntoIterator<Item = String>) -> Value {
     json!({ "type": "string", "enum": names.into_iter().collect::<Vec<_>>() })
 }

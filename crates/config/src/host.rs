@@ -8,11 +8,11 @@ use toml::de::DeValue;
 
 use crate::{FromToml, Reader, parse_text};
 
-/// Name of a network device, as Linux accepts it (dev_valid_name() of net/core/dev.c).
+/// Name of a network interface that Linux accepts (dev_valid_name() in net/core/dev.c).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InterfaceName(pub String);
 
-/// Maximum length of an interface name, in bytes (IFNAMSIZ without the terminating zero byte).
+/// Maximum length of an interface name, in bytes (IFNAMSIZ minus the terminating zero byte).
 const MAX_INTERFACE_NAME_BYTES: usize = 15;
 
 impl From<InterfaceName> for String {
@@ -42,7 +42,7 @@ impl FromToml for InterfaceName {
     }
 }
 
-/// Path that must be absolute.
+/// File path that must be absolute.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AbsolutePath(pub PathBuf);
 

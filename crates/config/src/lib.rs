@@ -29,17 +29,17 @@ pub use host::{AbsolutePath, InterfaceName};
 pub use reader::{Reader, TableReader};
 pub use secret::{Secret, SecretText, read_secret, reject_foreign_secrets};
 pub use source::Source;
-pub use time::{BoundedDuration, HOUR_NS, MICROSECOND_NS, MILLISECOND_NS, MINUTE_NS, SECOND_NS, format_time};
+pub use time::{BoundedDuration, HOUR_NS, MICROSECOND_NS, MILLISECOND_NS, MINUTE_NS, SECOND_NS, format_duration};
 pub use toml::Spanned;
 #[doc(hidden)]
 pub use {serde_json, toml};
 
 use serde_json::{Value, json};
 
-/// Range of bytes in a file's text.
+/// Location of a value in a file, as a range of bytes in its text.
 pub type Span = std::ops::Range<usize>;
 
-/// Returns the JSON schema of a kind of file (draft 7, which TOML editors use).
+/// Returns the JSON schema of a configuration file (draft 7, which TOML editors use). `T` describes the file's keys.
 pub fn schema<T: FromToml>(title: &str) -> Value {
     let mut schema = T::schema();
     schema["$schema"] = json!("http://json-schema.org/draft-07/schema#");

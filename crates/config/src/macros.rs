@@ -109,8 +109,8 @@ macro_rules! config_struct {
     (@has $default:expr) => { true };
 }
 
-/// Implements [`FromToml`](crate::FromToml) for a type that is written as one of several names. The arguments are the
-/// type, its description in diagnostics, and an iterator over the pairs of name and value.
+/// Implements [`FromToml`](crate::FromToml) for a type whose values are strings from a fixed set. The arguments are the
+/// type, its description in diagnostics, and an iterator over the pairs of string and value.
 #[macro_export]
 macro_rules! string_enum {
     ($type:ty, $what:expr, $all:expr) => {
@@ -139,7 +139,7 @@ macro_rules! string_enum {
     };
 }
 
-/// Describes a table as an enum. The value of one key selects the variant, and each variant has further keys.
+/// Describes a TOML table as an enum. The value of one key (the tag) selects the variant, which has further keys.
 #[macro_export]
 macro_rules! config_enum {
     (
@@ -220,8 +220,8 @@ macro_rules! config_enum {
     };
 }
 
-/// Implements `load` and `parse` for a type that describes a kind of file. `$check` checks combinations of values, like
-/// the parameter of [`Source::read_as`](crate::Source::read_as).
+/// Implements `load` and `parse` for the type that describes a configuration file. `$check` checks combinations of
+/// values, like the parameter of [`Source::read_as`](crate::Source::read_as).
 #[macro_export]
 macro_rules! config_file {
     ($config:ident) => {
@@ -229,12 +229,12 @@ macro_rules! config_file {
     };
     ($config:ident, $check:expr) => {
         impl $config {
-            /// Reads and parses the file. Fails if it cannot be read or has mistakes, all of which the error lists.
+            /// Reads and parses the file. Fails if it cannot be read or has mistakes. The error lists all mistakes.
             pub fn load(path: &std::path::Path) -> Result<Self, $crate::Diagnostics> {
                 Self::parse(&$crate::Source::read(path)?)
             }
 
-            /// Parses the file's text. If it has mistakes, the error lists all of them.
+            /// Parses the text of a file. Fails if it has mistakes. The error lists all mistakes.
             pub fn parse(source: &$crate::Source) -> Result<Self, $crate::Diagnostics> {
                 source.read_as($check)
             }

@@ -18,7 +18,7 @@ use toml::de::DeValue;
 use crate::from_toml::FromTomlScalar as _;
 use crate::{FromToml, Reader, SecretText, parse_text, string_enum};
 
-/// Implements `FromToml` for a type that is written as a number and converted by `$parse`.
+/// Implements `FromToml` for a type whose values are numbers in TOML, which `$parse` converts.
 macro_rules! number {
     ($type:ty as $written:ty, $parse:expr, $expected:expr, $schema:tt) => {
         impl FromToml for $type {
@@ -68,7 +68,7 @@ string_enum!(
 );
 string_enum!(WhenAllDown, "when_all_down", WhenAllDown::ALL.map(|when| (when.name().to_owned(), when)));
 
-/// Reads a range of status codes, which is written as "200" or "200-399".
+/// Reads a range of HTTP status codes. Its TOML string has the form "200" or "200-399".
 impl FromToml for StatusRange {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parse_text(value, reader, |text| {

@@ -11,32 +11,32 @@ use crate::diagnostic::{MAX_SHOWN_DIAGNOSTICS, find_nearest_name};
 use crate::source::{ParsedToml, join_lines, key_at};
 use crate::{Diagnostic, Diagnostics, FromToml, Source, Span};
 
-/// Reader of one file's values, which stores mistakes and continues.
+/// Reader of the values of one file. It stores each mistake and continues.
 pub struct Reader<'a> {
     source: &'a Source,
-    /// Names of the nested keys that lead to the value that is being read.
+    /// Names of the nested keys that lead to the value which is currently read.
     key_path: Vec<String>,
     pending_diagnostics: Vec<PendingDiagnostic>,
     omitted_diagnostic_count: usize,
     syntax_errors: SyntaxErrors,
 }
 
-/// Mistake whose line and column have not been computed yet.
+/// Mistake whose line and column are not yet computed.
 struct PendingDiagnostic {
     span: Span,
-    /// Name of the key, or `None` if it must be found from the location.
+    /// Full name of the key, or `None` if it must be derived from the location.
     key: Option<String>,
     message: String,
     nearest_name: Option<String>,
 }
 
-/// Syntax errors of the file, and the lines at which later checks are unreliable because of them.
+/// Syntax errors of the file, and the lines where they make later checks unreliable.
 #[derive(Default)]
 struct SyntaxErrors {
     has_error: bool,
     error_lines: BTreeSet<usize>,
-    /// Line of the first syntax error after which tables may be incomplete.
-    unreliable_from_line: Option<usize>,
+    /// Line of the first syntax error after which tables may be incomplete, or `None` if there is no such error.
+    first_unreliable_line: Option<usize>,
 }
 
 impl<'a> Reader<'a> {
@@ -72,10 +72,10 @@ impl<'a> Reader<'a> {
         self.syntax_errors.has_error = true;
         self.syntax_errors.error_lines.insert(line);
         if self.source.line_text(line).trim_start().starts_with('[') {
-            self.syntax_errors.unreliable_from_line =
-                Some(self.syntax_errors.unreliable_from_line.map_or(line, |first| first.min(line)));
+            self.syntax_errors.first_unreliable_line =
+                Some(self.syntax_errors.first_unreliable_line.map_or(line, |first| first.min(line)));
         }
-        // An empty span means that a value is missing, so there is no key to find from the location.
+        // An empty span means that a value is missing, so no key can be derived from the location.
         let key = span.is_empty().then(String::new);
         let message = join_lines(error.message());
         self.pending_diagnostics.push(PendingDiagnostic { span, key, message, nearest_name: None });
@@ -106,12 +106,13 @@ impl<'a> Reader<'a> {
         self.push_diagnostic(span, message, || None);
     }
 
-    /// Stores a mistake at a location within the value that is being read. Its key is found from the location.
+    /// Stores a mistake at a location within the value that is currently read. The key is derived from the location.
     pub fn report_within(&mut self, span: Span, message: impl Display) {
         self.check_value(|reader| reader.report(span, message));
     }
 
-    /// Runs `check` on the value that is being read. Each mistake's key is found from the mistake's location.
+    /// Runs `check` on the value that is currently read. The key of each mistake is derived from the mistake's
+    /// location.
     pub fn check_value<T>(&mut self, check: impl FnOnce(&mut Self) -> T) -> T {
         let key_path = std::mem::take(&mut self.key_path);
         let result = check(self);
@@ -119,7 +120,7 @@ impl<'a> Reader<'a> {
         result
     }
 
-    /// Stores a mistake about a name that is not in `known_names`, and suggests the most similar known name.
+    /// Stores a mistake about a name that is not in `known_names`. Suggests the most similar known name.
     pub fn report_unknown_name<'n>(
         &mut self,
         span: Span,
@@ -130,11 +131,16 @@ impl<'a> Reader<'a> {
         self.push_diagnostic(span, message, || find_nearest_name(unknown_name, known_names).map(str::to_owned));
     }
 
-    fn push_diagnostic(&mut self, span: Span, message: impl Display, nearest: impl FnOnce() -> Option<String>) {
+    fn push_diagnostic(
+        &mut self,
+        span: Span,
+        message: impl Display,
+        find_nearest_name: impl FnOnce() -> Option<String>,
+    ) {
         if self.syntax_errors.has_error {
             let line = self.source.line_number(&span);
             if self.syntax_errors.error_lines.contains(&line)
-                || self.syntax_errors.unreliable_from_line.is_some_and(|first| first <= line)
+                || self.syntax_errors.first_unreliable_line.is_some_and(|first| first <= line)
             {
                 return;
             }
@@ -144,19 +150,19 @@ impl<'a> Reader<'a> {
             self.omitted_diagnostic_count += 1;
             return;
         }
-        // The key of the value that is being read is known, so it need not be found from the location.
+        // The key of the value that is currently read is known, so it need not be derived from the location.
         let key = (!self.key_path.is_empty()).then(|| self.key_path.join("."));
         self.pending_diagnostics.push(PendingDiagnostic {
             span,
             key,
             message: message.to_string(),
-            nearest_name: nearest(),
+            nearest_name: find_nearest_name(),
         });
     }
 
-    /// Returns the value in `outcome`. If it is an error, stores the error as a mistake at `span` and returns `None`.
-    pub fn ok_or_report<T, E: Display>(&mut self, outcome: Result<T, E>, span: Span) -> Option<T> {
-        outcome.map_err(|message| self.report(span, message)).ok()
+    /// Returns the value of a result. If it is an error, stores it as a mistake at `span` and returns `None`.
+    pub fn ok_or_report<T, E: Display>(&mut self, result: Result<T, E>, span: Span) -> Option<T> {
+        result.map_err(|message| self.report(span, message)).ok()
     }
 
     /// Stores a mistake about a value whose TOML type does not fit `T`, and returns `None`.
@@ -170,17 +176,17 @@ impl<'a> Reader<'a> {
         None
     }
 
-    /// Returns whether a mistake has been stored.
+    /// Returns whether at least one mistake has been stored.
     pub fn has_diagnostics(&self) -> bool {
         !self.pending_diagnostics.is_empty()
     }
 
-    /// Returns the file's text at `span`.
+    /// Returns the part of the file's text at `span`.
     pub fn text_at(&self, span: &Span) -> &str {
         self.source.text().get(span.clone()).unwrap_or_default()
     }
 
-    /// Returns the number of the line in which `span` begins, counted from 1.
+    /// Returns the line number at which `span` begins, counted from 1.
     pub fn line_number(&self, span: &Span) -> usize {
         self.source.line_number(span)
     }
@@ -190,14 +196,14 @@ impl<'a> Reader<'a> {
         self.source
     }
 
-    /// Resolves `path` relative to the file's directory.
+    /// Returns `path` resolved relative to the directory of the file.
     pub fn resolve_path(&self, path: &Path) -> PathBuf {
         self.source.path().parent().unwrap_or(Path::new("")).join(path)
     }
 
-    /// Returns a reader of the table's keys, and stores a mistake for each key that is not in `known_keys`. If the
-    /// value is not a table, stores a mistake and returns `None`. `misplaced_keys` lists keys that belong to other
-    /// tables, with the text that follows "expected".
+    /// Returns a reader of a table's keys, and stores a mistake for each key that is not in `known_keys`. If the value
+    /// is not a table, stores a mistake and returns `None`. `misplaced_keys` contains keys that belong to other tables,
+    /// each with the text that follows "expected".
     pub fn read_table<'v, 'i, T: FromToml>(
         &mut self,
         value: &'v Spanned<DeValue<'i>>,
@@ -228,15 +234,15 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Table whose keys are read one at a time.
+/// Table in a file, whose keys are read one at a time.
 pub struct TableReader<'v, 'i> {
     table: &'v DeTable<'i>,
     span: Span,
 }
 
 impl TableReader<'_, '_> {
-    /// Returns the value of a key. A missing key has the value of `default` or, without one, that of the type. If the
-    /// value is wrong, or missing and has no default, stores a mistake and returns `None`.
+    /// Returns the value of a key. If the key is missing, returns `default`, or else the default of the type. If the
+    /// value is wrong, or missing without a default, stores a mistake and returns `None`.
     pub fn read_key<T: FromToml>(&self, key: &str, default: Option<fn() -> T>, reader: &mut Reader<'_>) -> Option<T> {
         reader.key_path.push(key.to_owned());
         let value = match self.table.get(key) {

@@ -13,11 +13,11 @@ use toml::de::DeValue;
 
 use crate::{FromToml, Reader};
 
-/// Secret that is read from a file. A key whose name ends in `_file` contains the path of the file.
+/// Secret that is read from a file of its own. A key whose name ends in `_file` contains the file's path.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret<T>(T);
 
-/// Type of secret that can be parsed from text. Parse errors are not shown, because they may quote the secret.
+/// Type of a secret that can be parsed from text. Parse errors are not shown, because they may quote the secret.
 pub trait SecretText: FromStr {
     /// Description of the expected text, for error messages.
     const EXPECTED: &'static str;
@@ -44,23 +44,24 @@ impl<T> fmt::Debug for Secret<T> {
 /// Maximum size of a secret file, in bytes.
 const MAX_SECRET_BYTES: u64 = 65_536;
 
-/// Whether this process rejects secret files that other users own.
+/// Whether this process rejects secret files that belong to other users.
 static REJECTS_FOREIGN_SECRETS: AtomicBool = AtomicBool::new(false);
 
-/// Makes this process reject secret files that neither its own user nor root owns, because their owners could read and
-/// change them. Only daemons call this function, because commands that root runs must read files of daemons with other
+/// Makes this process reject secret files that belong neither to its own user nor to root, because their owners could
+/// read and change them. Only daemons call this. Commands run by root must read the files of daemons that run as other
 /// users.
 pub fn reject_foreign_secrets() {
     REJECTS_FOREIGN_SECRETS.store(true, Ordering::Relaxed);
 }
 
-/// Returns the trimmed text of a secret file. Fails if others can read it, or own it after [`reject_foreign_secrets`].
+/// Returns the trimmed text of a secret file. Fails if others can read it, or if its owner is rejected
+/// ([`reject_foreign_secrets`]).
 pub fn read_secret(path: &Path) -> Result<String, String> {
     read_secret_checking_owner(path, REJECTS_FOREIGN_SECRETS.load(Ordering::Relaxed))
 }
 
-/// Returns the trimmed text of a secret file. `strict` rejects files that other users own.
-pub(crate) fn read_secret_checking_owner(path: &Path, strict: bool) -> Result<String, String> {
+/// Returns the trimmed text of a secret file. If the flag is set, rejects files that belong to other users.
+pub(crate) fn read_secret_checking_owner(path: &Path, reject_foreign_owner: bool) -> Result<String, String> {
     let displayed_path = path.display();
     let unreadable_message =
         |reason: std::io::Error| format!("{displayed_path}: {reason}: expected a readable file with the secret");
@@ -77,7 +78,7 @@ pub(crate) fn read_secret_checking_owner(path: &Path, strict: bool) -> Result<St
         ));
     }
     let (owner_uid, process_uid) = (metadata.uid(), nix::unistd::geteuid().as_raw());
-    if strict && owner_uid != process_uid && owner_uid != 0 {
+    if reject_foreign_owner && owner_uid != process_uid && owner_uid != 0 {
         return Err(format!(
             "{displayed_path} belongs to user {owner_uid}: expected user {process_uid}, as which this runs, or root \
              (chown)"

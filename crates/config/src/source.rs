@@ -14,34 +14,35 @@ use toml_parser::parser::{RecursionGuard, ValidateWhitespace, parse_document};
 use crate::diagnostic::{Location, MAX_SHOWN_DIAGNOSTICS};
 use crate::{Diagnostic, Diagnostics, FromToml, Reader, Span};
 
-/// Maximum size of a file, in bytes. It equals the API's limit for a fleet document.
+/// Maximum size of a configuration file, in bytes. It equals the limit of the API for a fleet document.
 const MAX_FILE_BYTES: u64 = 8 << 20;
-/// Maximum nesting depth of values, which equals that of the `toml` crate.
+/// Maximum nesting depth of TOML values. It equals the limit of the `toml` crate.
 const MAX_NESTING_DEPTH: u32 = 80;
 
-/// Text of a TOML file, and the path that diagnostics show.
+/// Text of a TOML file, and the path that diagnostics show for it.
 #[derive(Debug, Clone)]
 pub struct Source {
     path: PathBuf,
     text: Arc<str>,
-    /// Byte offset of each line's start, so that a location is computed without a search through the text.
+    /// Byte offset of the start of each line, with which locations are computed without a search through the text.
     line_starts: Arc<[usize]>,
 }
 
-/// Values and syntax errors of a TOML text, of which only the beginning may have been parsed.
+/// Values and syntax errors of a TOML text. If the text has many errors, only its beginning has been parsed.
 pub(crate) struct ParsedToml<'a> {
     pub(crate) table: Spanned<DeTable<'a>>,
-    /// First syntax errors of the text.
+    /// First syntax errors of the text, as many as are shown.
     pub(crate) errors: Vec<toml::de::Error>,
-    /// Minimum number of further syntax errors.
+    /// Minimum number of syntax errors that are not in `errors`.
     pub(crate) omitted_error_count: usize,
 }
 
-/// Size, in bytes, of the part that is parsed first. Each further part is larger by half.
+/// Size in bytes of the prefix that is parsed first. Each further prefix is larger by half.
 const INITIAL_PREFIX_BYTES: usize = 64 << 10;
 
-/// Parses growing parts of a text until one has more errors than are shown. Parsing everything at once would be slow.
-/// Each error (also a duplicate key) takes a hundred times as long as valid text of its size.
+/// Parses ever larger prefixes of a text, until one has more errors than are shown or the text is complete. This is
+/// faster than parsing everything at once, because an error (also a duplicate key) takes a hundred times as long as
+/// valid text.
 fn parse_until_error_limit(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
     let mut prefix_bytes = INITIAL_PREFIX_BYTES;
     loop {
@@ -72,17 +73,18 @@ impl Source {
             return Err(unreadable_diagnostic(&"more than 8 MiB"));
         }
         let text = String::from_utf8(bytes).map_err(|error| {
-            let valid_bytes = error.utf8_error().valid_up_to();
-            let text = String::from_utf8_lossy(&error.as_bytes()[..valid_bytes]).into_owned();
-            let location = Self::new(path.to_owned(), text.into()).location(&(valid_bytes..valid_bytes));
+            let valid_byte_count = error.utf8_error().valid_up_to();
+            let text = String::from_utf8_lossy(&error.as_bytes()[..valid_byte_count]).into_owned();
+            let location = Self::new(path.to_owned(), text.into()).location(&(valid_byte_count..valid_byte_count));
             Diagnostic::new(path, location, String::new(), "bytes that are no text: expected a TOML file in UTF-8")
         })?;
         Ok(Self::new(path.to_owned(), text.into()))
     }
 
     fn new(path: PathBuf, text: Arc<str>) -> Self {
-        let following_line_starts = text.bytes().enumerate().filter(|(_, byte)| *byte == b'\n').map(|(at, _)| at + 1);
-        let line_starts = std::iter::once(0).chain(following_line_starts).collect();
+        let later_line_starts =
+            text.bytes().enumerate().filter(|(_, byte)| *byte == b'\n').map(|(byte_index, _)| byte_index + 1);
+        let line_starts = std::iter::once(0).chain(later_line_starts).collect();
         Self { path, text, line_starts }
     }
 
@@ -101,8 +103,8 @@ impl Source {
         &self.text
     }
 
-    /// Parses the text as a `T`. `check` checks combinations of values and returns the result. The error lists all
-    /// mistakes.
+    /// Reads the text as a `T`, and returns the result of `check`, which checks combinations of values. If there are
+    /// mistakes, the error lists all of them.
     pub fn read_as<T: FromToml, U>(
         &self,
         check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>,
@@ -116,24 +118,24 @@ impl Source {
             .map_err(|error| self.diagnostic_at(error.span().unwrap_or_default(), &join_lines(error.message())))
     }
 
-    /// Parses the text up to the limit of shown errors. Each byte may be a syntax error, which takes a hundred times as
-    /// long as valid text of its size.
+    /// Parses the text, but at most up to the limit of shown errors. Every byte could be a syntax error, and an error
+    /// takes a hundred times as long as valid text.
     pub(crate) fn parse_toml(&self) -> ParsedToml<'_> {
-        let (mut count, mut first_too_many) = (0, self.text.len());
+        let (mut syntax_error_count, mut first_omitted_error_offset) = (0, self.text.len());
         let source = toml_parser::Source::new(&self.text);
         let mut ignored_errors = ();
         let mut whitespace = ValidateWhitespace::new(&mut ignored_errors, source);
-        let mut guard = RecursionGuard::new(&mut whitespace, MAX_NESTING_DEPTH);
-        parse_document(&source.lex().into_vec(), &mut guard, &mut |error: toml_parser::ParseError| {
-            count += 1;
-            if count == MAX_SHOWN_DIAGNOSTICS + 1 {
-                first_too_many = error.unexpected().map_or(self.text.len(), |span| span.start());
+        let mut nesting_guard = RecursionGuard::new(&mut whitespace, MAX_NESTING_DEPTH);
+        parse_document(&source.lex().into_vec(), &mut nesting_guard, &mut |error: toml_parser::ParseError| {
+            syntax_error_count += 1;
+            if syntax_error_count == MAX_SHOWN_DIAGNOSTICS + 1 {
+                first_omitted_error_offset = error.unexpected().map_or(self.text.len(), |span| span.start());
             }
         });
         let parsed_byte_count =
-            (0..=first_too_many).rev().find(|at| self.text.is_char_boundary(*at)).unwrap_or_default();
+            (0..=first_omitted_error_offset).rev().find(|at| self.text.is_char_boundary(*at)).unwrap_or_default();
         let (table, mut errors) = parse_until_error_limit(&self.text[..parsed_byte_count]);
-        let error_count = errors.len().max(count);
+        let error_count = errors.len().max(syntax_error_count);
         errors.truncate(MAX_SHOWN_DIAGNOSTICS);
         ParsedToml { table, omitted_error_count: error_count - errors.len(), errors }
     }
@@ -143,7 +145,7 @@ impl Source {
         self.parse_toml().table.get_ref().keys().map(|key| key.get_ref().to_string()).collect()
     }
 
-    /// Returns the diagnostics of the first syntax errors.
+    /// Returns the diagnostics of the first syntax errors, as many as are shown.
     pub fn syntax_errors(&self) -> Vec<Diagnostic> {
         let to_diagnostic = |error: toml::de::Error| {
             let location = self.location(&error.span().unwrap_or_default());
@@ -152,7 +154,7 @@ impl Source {
         self.parse_toml().errors.into_iter().map(to_diagnostic).collect()
     }
 
-    /// Creates the diagnostic of a mistake at a location, which is a range of bytes such as from [`Spanned::span`].
+    /// Creates the diagnostic of a mistake at a location, which is a byte range such as [`Spanned::span`] returns.
     pub fn diagnostic_at(&self, span: Span, message: &str) -> Diagnostic {
         self.diagnostics_at(&[(span, message.to_owned())]).remove(0)
     }
@@ -167,13 +169,13 @@ impl Source {
     }
 
     pub(crate) fn location(&self, span: &Span) -> Location {
-        let index = self.line_index(span.start);
-        let preceding_text = self.text.get(self.line_starts[index]..span.start).unwrap_or_default();
-        Location { line: index as u32 + 1, column: preceding_text.chars().count() as u32 + 1 }
+        let line_index = self.line_index(span.start);
+        let preceding_text = self.text.get(self.line_starts[line_index]..span.start).unwrap_or_default();
+        Location { line: line_index as u32 + 1, column: preceding_text.chars().count() as u32 + 1 }
     }
 
-    fn line_index(&self, at: usize) -> usize {
-        self.line_starts.partition_point(|start| *start <= at) - 1
+    fn line_index(&self, byte_offset: usize) -> usize {
+        self.line_starts.partition_point(|start| *start <= byte_offset) - 1
     }
 
     /// Returns the text of a line, counted from 1, or an empty text if the file has fewer lines.
@@ -189,20 +191,20 @@ impl Source {
     }
 }
 
-/// Joins the lines of a TOML parser's message with commas.
+/// Returns a TOML parser's message as a single line, with its lines joined by commas.
 pub(crate) fn join_lines(message: &str) -> String {
     message.trim_end().replace('\n', ", ")
 }
 
-/// Returns the full name of the key at `span`, or an empty name if there is none.
+/// Returns the full name of the key at `span`, or an empty name if no key is there.
 pub(crate) fn key_at(table: &DeTable<'_>, span: &Span) -> String {
     let mut keys = Vec::new();
     find_key_in_table(table, span, &mut keys);
     keys.join(".")
 }
 
-/// Appends the names that lead to the innermost key at `span` to `keys`, and returns whether there is one. All tables
-/// are searched, because the span of a `[table]` covers only its header.
+/// Appends the names of the nested keys at `span` to `keys`, and returns whether a key is there. All tables are
+/// searched, because the span of a `[table]` covers only its header.
 fn find_key_in_table<'t>(table: &'t DeTable<'_>, span: &Span, keys: &mut Vec<&'t str>) -> bool {
     table.iter().any(|(key, value)| {
         keys.push(key.get_ref());

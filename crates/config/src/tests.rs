@@ -15,20 +15,20 @@ use crate::{
 };
 
 config_struct! {
-    /// A daemon's file.
+    /// Configuration file of an example daemon.
     #[derive(Debug)]
     struct Daemon {
-        /// Name of the part.
+        /// Name of the daemon.
         name: LocatedValue<Name>,
-        /// How often it looks.
+        /// Interval between two polls.
         interval: Option<BoundedDuration<{ 10 * MILLISECOND_NS }, { SECOND_NS }>>,
-        /// How many.
+        /// Number of workers.
         count: BoundedInteger<1, 9> = BoundedInteger(3),
-        /// Position of the part.
+        /// Position of the daemon.
         place: Option<Position>,
-        /// File of the hash key.
+        /// File that contains the hash key.
         key_file: Option<Secret<RssKey>>,
-        /// Its services.
+        /// Services of the daemon.
         services as "service": Vec<Spanned<Service>>,
     }
     elsewhere {
@@ -39,7 +39,7 @@ config_struct! {
 config_struct! {
     #[derive(Debug)]
     struct Service {
-        /// Its address.
+        /// Address at which the service listens.
         listen: LocatedValue<SocketAddr>,
     }
 }
@@ -47,11 +47,11 @@ config_struct! {
 config_enum! {
     #[derive(Debug, PartialEq)]
     enum Position by "kind" {
-        /// Here.
+        /// Position on this machine.
         Here as "here" {},
-        /// Elsewhere.
+        /// Position in a file.
         There as "there" {
-            /// A file.
+            /// Path of the file.
             path: PathBuf,
         },
     }
@@ -78,7 +78,7 @@ fn diagnostic_lines(text: &str) -> Vec<String> {
 }
 
 #[test]
-fn valid_file_is_read() {
+fn valid_file_yields_its_values() {
     let daemon = parse_daemon("name = \"a\"\n").unwrap();
     assert_eq!((daemon.name.value, daemon.interval, daemon.count.0), (Some(Name("a".into())), None, 3));
     let text = "name = \"a\"\ninterval = \"0.5s\"\ncount = 0x9\nplace = { kind = \"there\", path = \"/p\" }\n\
@@ -90,7 +90,7 @@ fn valid_file_is_read() {
 }
 
 #[test]
-fn all_mistakes_are_reported_at_once() {
+fn all_mistakes_of_a_file_are_reported_together() {
     let text = "nmae = \"a\"\ninterval = \"9ms\"\ncount = 10\n[[service]]\nlisten = \"10.0.0.256:80\"\n[[service]]\n";
     assert_eq!(
         diagnostic_lines(text),
@@ -149,23 +149,23 @@ fn contradictory_values_are_reported_with_other_mistakes() {
 }
 
 #[test]
-fn every_syntax_error_is_reported_with_earlier_mistakes() {
+fn syntax_errors_and_preceding_mistakes_are_all_reported() {
     let lines = diagnostic_lines("name = \ncount = 0\ninterval = 1x\n[[service]\nlisten = 5\n");
     let locations: Vec<&str> = lines.iter().map(|mistake| mistake.split(": ").next().unwrap()).collect();
     assert_eq!(locations, ["daemon.toml:1:8", "daemon.toml:2:9", "daemon.toml:3:12", "daemon.toml:4:11"], "{lines:?}");
 }
 
 #[test]
-fn mistakes_above_the_limit_are_counted() {
+fn mistakes_above_the_limit_are_only_counted() {
     let text = format!("name = \"a\"\n{}", "[[service]]\n".repeat(250));
     let mistakes = parse_daemon(&text).unwrap_err();
     assert_eq!((mistakes.shown_diagnostics.len(), mistakes.omitted_diagnostic_count), (100, 150));
     assert!(mistakes.to_string().ends_with("\nand at least 150 more"));
 }
 
-/// The key of each error must not be found by a search through the whole text, which would take hours here.
+/// Checks that the key of each error is not found by a search through the whole text, which would take hours here.
 #[test]
-fn syntax_errors_above_the_limit_are_counted() {
+fn syntax_errors_above_the_limit_are_only_counted() {
     let mistakes = parse_daemon(&"=\n".repeat(1 << 20)).unwrap_err();
     assert_eq!(mistakes.shown_diagnostics.len(), 100);
     assert!(
@@ -216,7 +216,7 @@ fn binary_and_oversized_files_are_rejected() {
 }
 
 #[test]
-fn device_names_and_absolute_paths_are_checked() {
+fn invalid_interface_names_and_relative_paths_are_rejected() {
     crate::config_struct! {
         struct Host {
             interface: crate::InterfaceName,
@@ -237,9 +237,9 @@ fn device_names_and_absolute_paths_are_checked() {
     }
 }
 
-/// A daemon accepts only secret files that its own user or root owns. (Without root, the test cannot change the owner.)
+/// Checks that a daemon accepts only secret files that belong to its own user or root. Without root, nothing is tested.
 #[test]
-fn daemon_rejects_another_users_secret() {
+fn daemon_rejects_secret_file_of_another_user() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("key");
     std::fs::write(&path, "secret").unwrap();
@@ -254,9 +254,9 @@ fn daemon_rejects_another_users_secret() {
     assert_eq!(read_secret_checking_owner(&path, true).unwrap(), "secret");
 }
 
-/// A secret's path is relative to the file that names it. Messages never contain the secret or the text around it.
+/// Checks that a secret's path is relative to the file that names it, and that no message contains the secret.
 #[test]
-fn secret_readable_by_others_is_rejected() {
+fn secret_file_readable_by_others_is_rejected() {
     let directory = tempfile::tempdir().unwrap();
     let (file, secret) = (directory.path().join("daemon.toml"), directory.path().join("rss.key"));
     std::fs::write(&file, "name = \"a\"\nkey_file = \"rss.key\"\n").unwrap();
@@ -267,7 +267,7 @@ fn secret_readable_by_others_is_rejected() {
         "{}",
         error_message()
     );
-    let key = RssKey::microsoft();
+    let key = RssKey::microsoft_verification_key();
     std::fs::write(&secret, format!("{key}\n")).unwrap();
     let set_mode = |mode: u32| std::fs::set_permissions(&secret, std::fs::Permissions::from_mode(mode)).unwrap();
     set_mode(0o640);
@@ -295,7 +295,7 @@ fn secret_readable_by_others_is_rejected() {
 }
 
 #[test]
-fn schema_accepts_what_the_parser_accepts() {
+fn schema_and_parser_accept_the_same_text() {
     let validator = jsonschema::validator_for(&schema::<Daemon>("daemon.toml")).unwrap();
     let matches_schema = |text: &str| {
         let value: toml::Value = toml::from_str(text).unwrap();

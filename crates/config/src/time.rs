@@ -8,9 +8,9 @@ use toml::de::DeValue;
 
 use crate::{FromToml, Reader};
 
-/// Number of nanoseconds in a microsecond. The limits of [`BoundedDuration`] are in nanoseconds.
+/// One microsecond in nanoseconds, the unit of the limits of [`BoundedDuration`].
 pub const MICROSECOND_NS: u64 = 1_000;
-/// Number of nanoseconds in a millisecond.
+/// One millisecond in nanoseconds.
 pub const MILLISECOND_NS: u64 = 1_000_000;
 /// One second in nanoseconds.
 pub const SECOND_NS: u64 = 1_000_000_000;
@@ -19,7 +19,7 @@ pub const MINUTE_NS: u64 = 60 * SECOND_NS;
 /// One hour in nanoseconds.
 pub const HOUR_NS: u64 = 60 * MINUTE_NS;
 
-/// Duration from `MIN` to `MAX` nanoseconds.
+/// Duration from `MIN` to `MAX` nanoseconds, both inclusive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct BoundedDuration<const MIN: u64, const MAX: u64>(pub Duration);
 
@@ -32,9 +32,9 @@ impl<const MIN: u64, const MAX: u64> From<BoundedDuration<MIN, MAX>> for Duratio
 const TIME_UNITS: [(&str, u64); 6] =
     [("h", HOUR_NS), ("m", MINUTE_NS), ("s", SECOND_NS), ("ms", MILLISECOND_NS), ("us", MICROSECOND_NS), ("ns", 1)];
 
-/// Formats a duration as a whole number of the largest unit that divides it.
-pub fn format_time(time: Duration) -> String {
-    let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+/// Returns a duration as text: a whole number of the largest unit that divides it.
+pub fn format_duration(duration: Duration) -> String {
+    let ns = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
     match TIME_UNITS.iter().find(|(_, unit)| ns != 0 && ns.is_multiple_of(*unit)) {
         Some((name, unit)) => format!("{}{name}", ns / unit),
         None => "0s".to_owned(),
@@ -43,11 +43,11 @@ pub fn format_time(time: Duration) -> String {
 
 impl<const MIN: u64, const MAX: u64> BoundedDuration<MIN, MAX> {
     fn parse(text: &str) -> Result<Self, String> {
-        let time = humantime::parse_duration(text)
+        let duration = humantime::parse_duration(text)
             .map_err(|reason| format!("{text:?} is no time ({reason}): expected {}", Self::expected()))?;
         let allowed_range = Duration::from_nanos(MIN)..=Duration::from_nanos(MAX);
-        if allowed_range.contains(&time) {
-            Ok(Self(time))
+        if allowed_range.contains(&duration) {
+            Ok(Self(duration))
         } else {
             Err(format!("{text:?}: expected {}", Self::expected()))
         }
@@ -68,7 +68,7 @@ impl<const MIN: u64, const MAX: u64> FromToml for BoundedDuration<MIN, MAX> {
     }
 
     fn expected() -> String {
-        let [least, most] = [MIN, MAX].map(|ns| format_time(Duration::from_nanos(ns)));
+        let [least, most] = [MIN, MAX].map(|ns| format_duration(Duration::from_nanos(ns)));
         format!("a time with its unit, from \"{least}\" to \"{most}\"")
     }
 
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn formatted_times_can_be_parsed() {
+    fn formatted_durations_parse_to_the_same_value() {
         for (ns, text) in [
             (0, "0s"),
             (100 * MILLISECOND_NS, "100ms"),
@@ -91,13 +91,13 @@ mod tests {
             (12_500, "12500ns"),
         ] {
             let time = Duration::from_nanos(ns);
-            assert_eq!(format_time(time), text);
+            assert_eq!(format_duration(time), text);
             assert_eq!(BoundedDuration::<0, { 48 * HOUR_NS }>::parse(text), Ok(BoundedDuration(time)));
         }
     }
 
     #[test]
-    fn bounds_are_inclusive() {
+    fn duration_bounds_are_inclusive() {
         type Interval = BoundedDuration<{ 10 * MILLISECOND_NS }, SECOND_NS>;
         assert_eq!(Interval::parse("1s"), Ok(BoundedDuration(Duration::from_secs(1))));
         assert_eq!(Interval::parse("0.01s"), Ok(BoundedDuration(Duration::from_millis(10))));

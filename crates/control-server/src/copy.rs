@@ -16,8 +16,8 @@ use crate::server::leader_election;
 
 /// Copies all records from the store that the controller file `source_file` configures to the store of `target_file`,
 /// and returns a summary. No controller may use either store meanwhile. Fails if a file is invalid, a store is in use
-/// or the source is empty. Also fails if the destination is not empty and `replace` is false.
-pub fn copy_store(source_file: &Path, target_file: &Path, replace: bool) -> anyhow::Result<String> {
+/// or the source is empty. Also fails if the destination is not empty and `may_replace` is false.
+pub fn copy_store(source_file: &Path, target_file: &Path, may_replace: bool) -> anyhow::Result<String> {
     let [source, target] =
         [source_file, target_file].map(|file| ControllerConfig::load(file).map(|config| config.store));
     let (source, target) = (source?, target?);
@@ -32,7 +32,7 @@ pub fn copy_store(source_file: &Path, target_file: &Path, replace: bool) -> anyh
         source.store.load()?.with_context(|| format!("the store of {} has no records", source_file.display()))?;
     if let Some(previous_records) = target.store.load()? {
         ensure!(
-            replace,
+            may_replace,
             "a fleet of generation {} is on record by {} already: expected nothing there, or --replace",
             previous_records.generation,
             target_file.display()
@@ -45,7 +45,7 @@ pub fn copy_store(source_file: &Path, target_file: &Path, replace: bool) -> anyh
     Ok(format!("copied: {servers} servers, {services} services, generation {}", records.generation))
 }
 
-/// A store that is open only during the copy.
+/// Store that is open only during the copy.
 struct OpenedStore {
     store: Store,
     leadership: Option<(Arc<Cluster>, Arc<Leadership>)>,

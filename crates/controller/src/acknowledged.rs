@@ -22,7 +22,8 @@ metrics! {
     );
 }
 
-/// Maximum number of listed peers, and also of listed rejections. Further ones are only counted.
+/// Maximum number of listed peers (load balancers and agents), and also of listed rejections. Further ones are only
+/// counted.
 const MAX_LISTED_PEERS: usize = 100;
 const LOAD_BALANCER_KIND: &str = "lb";
 const AGENT_KIND: &str = "agent";

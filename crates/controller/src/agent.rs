@@ -23,7 +23,8 @@ pub struct Agent {
     /// Traffic to the server, as load balancers counted it until the newest report was accepted.
     pub traffic_at_report: TrafficTotals,
     pub rss_state: RssState,
-    /// Time by which the newest report's wall clock was ahead of the controller's, if above the tolerance.
+    /// Time by which the newest report's wall clock was ahead of the controller's, or `None` if by at most
+    /// [`MAX_CLOCK_LEAD`].
     pub clock_lead: Option<Duration>,
     load_tracker: LoadTracker,
     registration_bucket: Option<TokenBucket>,
@@ -49,7 +50,7 @@ pub struct NewestReport {
     pub received_at: Duration,
     /// Time at which the report expires, since the controller's start.
     pub expires_at: Duration,
-    pub open_connections: u32,
+    pub open_connection_count: u32,
     pub rss_match_count: u64,
     pub rss_mismatch_count: u64,
     pub details: AgentDetails,
@@ -68,7 +69,13 @@ pub struct AgentDetails {
 
 impl AgentDetails {
     fn from_report(details: ReportDetails, now: Now) -> Self {
-        let ReportDetails { counters, warnings, dispatch: dispatched_services, connections, refused_updates } = details;
+        let ReportDetails {
+            counters,
+            warnings,
+            dispatched_services,
+            counted_connections: connections,
+            refused_updates,
+        } = details;
         let connection_count =
             connections.map(|counted_connections| ConnectionCount::from_report(counted_connections, now));
         Self { counters, warnings, dispatched_services, connection_count, refused_updates }
@@ -86,7 +93,7 @@ pub struct ConnectionCount {
 
 impl ConnectionCount {
     fn from_report(reported_connections: CountedConnections, now: Now) -> Self {
-        let CountedConnections { age, configuration_generation, services: connections_by_service } =
+        let CountedConnections { age, configuration_generation, connection_count_by_service: connections_by_service } =
             reported_connections;
         Self { started_at: now.monotonic.saturating_sub(age), configuration_generation, connections_by_service }
     }
@@ -112,7 +119,7 @@ pub struct RssState {
 impl Agent {
     /// Returns the smoothed load of each core of the server, or `None` if the loads are unknown or expired.
     pub fn loads(&self, now: Now) -> Option<&CoreLoads> {
-        if self.is_fresh(now) { self.load_tracker.loads() } else { None }
+        if self.has_fresh_report(now) { self.load_tracker.loads() } else { None }
     }
 
     /// Returns whether the server's loads come from a rack. If so, the agent's own reports are only displayed.
@@ -124,21 +131,21 @@ impl Agent {
         self.load_tracker.loads().map(|loads| loads.len())
     }
 
-    pub fn is_fresh(&self, now: Now) -> bool {
+    pub fn has_fresh_report(&self, now: Now) -> bool {
         self.newest_report.as_ref().is_some_and(|report| now.monotonic <= report.expires_at)
     }
 
     /// Returns the newest count of the server's connections, or `None` if it is unknown or expired.
     pub fn connection_count(&self, now: Now) -> Option<&ConnectionCount> {
-        self.newest_report.as_ref().filter(|_| self.is_fresh(now))?.details.connection_count.as_ref()
+        self.newest_report.as_ref().filter(|_| self.has_fresh_report(now))?.details.connection_count.as_ref()
     }
 
     /// Returns the number of the services' open connections at the last count. An agent of an older version reports the
     /// kernel's number of sockets, including listening ones.
-    pub fn open_connections(&self) -> u32 {
+    pub fn open_connection_count(&self) -> u32 {
         let Some(report) = &self.newest_report else { return 0 };
         let counted_connections = report.details.connection_count.as_ref().map(ConnectionCount::total_connections);
-        counted_connections.map_or(report.open_connections, |sum| u32::try_from(sum).unwrap_or(u32::MAX))
+        counted_connections.map_or(report.open_connection_count, |sum| u32::try_from(sum).unwrap_or(u32::MAX))
     }
 
     pub fn rss_config(&self) -> Option<&RssConfig> {
@@ -148,7 +155,7 @@ impl Agent {
     pub fn report_state(&self, now: Now) -> ReportState {
         match &self.newest_report {
             None => ReportState::None,
-            Some(_) if self.is_fresh(now) => ReportState::Fresh,
+            Some(_) if self.has_fresh_report(now) => ReportState::Fresh,
             Some(_) => ReportState::Stale,
         }
     }
@@ -160,29 +167,30 @@ impl Agent {
             .try_take(REGISTRATION_QUOTA, now.monotonic)
     }
 
-    pub fn take_report_token(&mut self, interval: Duration, now: Now) -> bool {
-        let quota = report_quota(interval);
+    pub fn take_report_token(&mut self, report_interval: Duration, now: Now) -> bool {
+        let quota = report_quota(report_interval);
         self.report_bucket.get_or_insert(quota.from(now.monotonic)).try_take(quota, now.monotonic)
     }
 
     /// Returns the time until the agent may report again. The controller does not read the agent's stream before then.
-    pub fn time_until_next_report(&self, interval: Duration, now: Now) -> Duration {
+    pub fn time_until_next_report(&self, report_interval: Duration, now: Now) -> Duration {
         self.report_bucket
-            .map_or(Duration::ZERO, |reports| reports.time_until_token(report_quota(interval), now.monotonic))
+            .map_or(Duration::ZERO, |reports| reports.time_until_token(report_quota(report_interval), now.monotonic))
     }
 
     /// Starts the session of a newly connected agent, which numbers its reports from the beginning.
     pub fn begin_session(&mut self, session: LiveSession) {
         self.session = Some(session);
-        self.load_tracker.start_stream();
+        self.load_tracker.start_report_stream();
     }
 
-    /// Records a report. The active configuration's `generation` is the highest that the report can confirm.
+    /// Records a report, or its parse error. `active_generation` is that of the active configuration. Reports cannot
+    /// confirm a higher one.
     pub fn record_report(
         &mut self,
         report: Result<AgentReport, ReportError>,
         alpha: SmoothingWeight,
-        generation: u64,
+        active_generation: u64,
         now: Now,
     ) -> Result<(), Rejection> {
         let report = report.inspect_err(|error| {
@@ -194,7 +202,7 @@ impl Agent {
             session.last_message_at = now.monotonic;
             session.time_to_live = report.time_to_live;
         }
-        if report.configuration_generation <= generation {
+        if report.configuration_generation <= active_generation {
             self.confirmed_generation = self.confirmed_generation.max(report.configuration_generation);
         }
         // Reports are ordered by their numbers and the server's monotonic clock, because wall clocks may be wrong.
@@ -207,9 +215,9 @@ impl Agent {
         self.newest_report = Some(NewestReport {
             received_at: now.monotonic,
             expires_at: now.monotonic + report.time_to_live,
-            open_connections: report.open_connections,
-            rss_match_count: report.rss_matched,
-            rss_mismatch_count: report.rss_mismatched,
+            open_connection_count: report.open_connection_count,
+            rss_match_count: report.rss_matched_syn_count,
+            rss_mismatch_count: report.rss_mismatched_syn_count,
             details: details.unwrap_or_default(),
         });
         Ok(())
@@ -217,8 +225,8 @@ impl Agent {
 }
 
 /// Returns the rate limit of reports. It is twice the configured rate, because intervals change and clocks differ.
-fn report_quota(interval: Duration) -> Quota {
-    Quota { interval: interval / 2, burst: REPORT_BURST }
+fn report_quota(report_interval: Duration) -> Quota {
+    Quota { token_interval: report_interval / 2, burst: REPORT_BURST }
 }
 
 impl RssState {

@@ -11,8 +11,8 @@ use coreward_fleet::fleet::Fleet;
 pub struct Agents {
     agents: Vec<Agent>,
     positions_by_name: HashMap<String, usize>,
-    /// Positions of the agents by server id, because every table looks up all servers. If the operator has replaced an
-    /// id by another one, the old id has no agent.
+    /// Positions in `agents` by server id, because every table looks up all servers. If the operator has replaced an id
+    /// by another one, the old id has no agent.
     positions_by_id: Vec<Option<usize>>,
 }
 
@@ -39,7 +39,7 @@ impl Agents {
         self.agents.push(agent);
     }
 
-    /// Returns the agent of the server with this name and id. Creates it if it is missing.
+    /// Returns the agent of the server with this name and id. Adds an agent if there is none.
     pub fn get_or_insert(&mut self, name: &str, id: ServerId) -> &mut Agent {
         let position = match self.positions_by_name.get(name) {
             Some(position) => *position,

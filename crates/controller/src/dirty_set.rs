@@ -2,7 +2,7 @@
 
 use coreward_model::ServerId;
 
-/// Changes of one server since the newest table.
+/// Changes of one server's inputs since the newest table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct ServerChanges {
     /// Whether the server's agent or rack has reported a new load, or load balancers have counted one.
@@ -46,17 +46,17 @@ impl DirtySet {
         }
     }
 
-    /// Returns the servers with changes since the newest table or contained in it.
+    /// Returns the servers that have changed since the newest table, or whose changes that table contains.
     pub fn changed_servers(&self) -> impl Iterator<Item = ServerId> {
         self.previously_changed_servers.iter().chain(&self.changed_servers).copied()
     }
 
-    /// Returns whether a load of the server arrived after the newest table was made.
+    /// Returns whether a new load of the server has arrived since the newest table was made.
     pub fn has_new_load(&self, id: ServerId) -> bool {
         self.changes_of(id).has_new_load
     }
 
-    /// Returns whether other inputs of the server than its rack's summary may have changed.
+    /// Returns whether inputs of the server may have changed that are not in its rack's summary.
     pub fn needs_refresh(&self, id: ServerId) -> bool {
         self.changes_of(id).needs_refresh
     }

@@ -14,13 +14,13 @@ use super::{Controller, Now};
 use coreward_fleet::drains::{DrainError, DrainRequest};
 use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
-/// Maximum delay of a report. The start of a count is derived from the report's arrival, so a delayed report makes the
-/// count seem more recent than it is.
+/// Maximum delay of an agent's report. The start time of a connection count is derived from the report's arrival, so a
+/// delay makes the count seem more recent than it is.
 const MAX_MESSAGE_DELAY: Duration = Duration::from_secs(1);
 
 impl Controller {
     /// Checks that each of the drain's services still has healthy servers other than the drained one.
-    pub fn check_drain(&self, request: &DrainRequest, now: Now) -> Result<(), DrainError> {
+    pub fn check_drain_is_possible(&self, request: &DrainRequest, now: Now) -> Result<(), DrainError> {
         request.check(&self.fleet, |service, id| self.eligibility(service, id, now) == Eligibility::Eligible)
     }
 
@@ -65,7 +65,7 @@ impl Controller {
             return None;
         }
         if let Some(drain) = &server.drain {
-            let drain_duration = now.record.saturating_sub(drain.changed_at);
+            let drain_duration = now.record_time.saturating_sub(drain.changed_at);
             return Some(Drained {
                 by: DrainedBy::Command,
                 since_unix_ms: Some(now.wall.saturating_sub(drain_duration).as_millis() as u64),
@@ -76,7 +76,7 @@ impl Controller {
         is_drained_by_document.then_some(Drained { by: DrainedBy::Document, since_unix_ms: None, services: Vec::new() })
     }
 
-    /// Returns the services, present and past ones, in which the server currently takes no new connections.
+    /// Returns the present and past services of the server in which it currently takes no new connections.
     fn drained_services(&self, id: ServerId) -> impl Iterator<Item = &FleetService> {
         let services = self.fleet.services.iter().filter(move |service| service.members.contains_key(&id));
         services.filter(move |service| !self.fleet.is_eligible(service, id))
@@ -122,7 +122,7 @@ impl Controller {
     }
 }
 
-/// Returns the agent's newest count of connections, or what a drain waits for instead.
+/// Returns the agent's newest count of connections, or a description of what the drain waits for.
 fn newest_connection_count(agent: &Agent, now: Now) -> Result<&ConnectionCount, String> {
     match (agent.report_state(now), agent.connection_count(now)) {
         (ReportState::None | ReportState::Stale, _) => Err("its agent, which does not report".to_owned()),

@@ -18,7 +18,7 @@ use coreward_fleet::records::FleetRecords;
 fn at(seconds: u64) -> Now {
     let monotonic = Duration::from_secs(seconds);
     let wall = Duration::from_secs(1_700_000_000) + monotonic;
-    Now { monotonic, wall, record: wall }
+    Now { monotonic, wall, record_time: wall }
 }
 
 const TWO_SERVER_FLEET: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n[[server]]\nname = \"s2\"\naddress \
@@ -32,7 +32,7 @@ struct Harness {
     config: FleetConfig,
     records: FleetRecords,
     controller: Controller,
-    sequence: u64,
+    report_sequence: u64,
 }
 
 impl Harness {
@@ -42,30 +42,37 @@ impl Harness {
         let mut records = FleetRecords::generate(at(0).wall, random_source);
         records.apply_document(&config, at(0).wall, random_source).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
-        Self { config, records, controller, sequence: 0 }
+        Self { config, records, controller, report_sequence: 0 }
     }
 
     fn drain_s1(&mut self, services: &[&str], now: Now) -> u64 {
         let services = (!services.is_empty()).then(|| services.iter().map(|service| (*service).to_owned()).collect());
         let request = DrainRequest { server_name: "s1".into(), services, force: false };
-        self.controller.check_drain(&request, now).unwrap();
-        assert!(self.records.drain(&request, self.records.generation + 1, now.record));
+        self.controller.check_drain_is_possible(&request, now).unwrap();
+        assert!(self.records.drain(&request, self.records.generation + 1, now.record_time));
         self.records.generation += 1;
         self.controller.configure(Fleet::new(&self.config, &self.records));
         self.records.generation
     }
 
-    /// Reports a count of connections: its age in seconds, the configuration generation at its start, and the number.
+    /// Sends a report of the session's agent. `connection_count` is the count's age in seconds, the configuration
+    /// generation at its start, and the number of connections.
     fn send_report(&mut self, session: &Session, connection_count: Option<(u64, u64, u32)>, now: Now) {
-        self.sequence += 1;
+        self.report_sequence += 1;
         let connections = connection_count.map(|(age, configuration_generation, connections)| CountedConnections {
             age: Duration::from_secs(age),
             configuration_generation,
-            services: [("web".to_owned(), connections), ("api".to_owned(), 100)].into(),
+            connection_count_by_service: [("web".to_owned(), connections), ("api".to_owned(), 100)].into(),
         });
-        let readings = CoreReadings { report_sequence: self.sequence, measured_ns: self.sequence, busy_ns: vec![0] };
-        let details = Some(ReportDetails { connections, ..ReportDetails::default() });
-        let report = AgentReport { details, readings, open_connections: 11, ..plain_report(self.sequence, now, &[0]) };
+        let readings =
+            CoreReadings { report_sequence: self.report_sequence, measured_ns: self.report_sequence, busy_ns: vec![0] };
+        let details = Some(ReportDetails { counted_connections: connections, ..ReportDetails::default() });
+        let report = AgentReport {
+            details,
+            readings,
+            open_connection_count: 11,
+            ..plain_report(self.report_sequence, now, &[0])
+        };
         self.controller.record_report(session, Ok(report), now).unwrap();
     }
 
@@ -96,7 +103,7 @@ impl Harness {
 fn drained_connections_are_counted_after_all_load_balancers_confirmed() {
     let mut harness = Harness::new();
     let balancer_sessions = ["lb1", "lb2"].map(|name| harness.controller.register_load_balancer(name, at(10)).unwrap());
-    let session = harness.controller.register("s1", "test", at(10)).unwrap();
+    let session = harness.controller.register_agent("s1", "test", at(10)).unwrap();
     let generation_before_drain = harness.records.generation;
     harness.send_report(&session, Some((0, generation_before_drain, 7)), at(10));
     assert_eq!(
@@ -140,7 +147,7 @@ fn drain_waits_for_missing_confirmations() {
     let balancer_session = harness.controller.register_load_balancer("lb1", at(10)).unwrap();
     harness.confirm_configuration(balancer_session, harness.records.generation, at(10));
     assert_eq!(harness.drain_wait_reasons(at(10)), ["its agent, which does not report"]);
-    let session = harness.controller.register("s1", "test", at(10)).unwrap();
+    let session = harness.controller.register_agent("s1", "test", at(10)).unwrap();
     harness.send_report(&session, None, at(11));
     let expected_first_count_reason = "its agent's first count of connections (those before this version do not count)";
     assert_eq!(harness.drain_wait_reasons(at(11)), [expected_first_count_reason]);

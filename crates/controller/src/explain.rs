@@ -41,24 +41,25 @@ pub struct ServiceView {
     /// Names and VLANs of all servers, because a table may contain a server that has left the pool.
     names_and_vlans: HashMap<ServerId, (String, Vlan)>,
     cookie_keys: FleetCookieKeys,
-    /// Fraction of packets that load balancers place by the cookie, if they stamp the service's cookies.
+    /// Fraction of packets that load balancers place by a cookie, or `None` if load balancers do not stamp the
+    /// service's cookies.
     cookie_fraction: Option<f64>,
-    /// Names of load balancers by the owner number that cookies contain for their connection tables.
+    /// Names of load balancers, with the owner number by which a cookie identifies a load balancer's connection table.
     owner_names: Vec<(TableOwnerNumber, String)>,
 }
 
-/// A server, as it is in the view of a service.
+/// Server as copied into a [`ServiceView`].
 #[derive(Debug, Clone)]
 pub struct ViewedServer {
     id: ServerId,
     name: String,
     vlan: Vlan,
-    /// Values by which the policy judges this server, if the server is in the service.
+    /// Inputs of the policy for this server, or `None` if the server is not in the service.
     pool_server: Option<PoolServer>,
 }
 
 impl Controller {
-    /// Returns a view of the service without servers. Callers add them one by one with [`Controller::viewed_server`].
+    /// Returns a view of the service without servers. Callers obtain each server from [`Controller::viewed_server`].
     /// Fails if no service has this address.
     pub fn service_view(&self, address: ServiceAddress, now: Now) -> Result<ServiceView, ExplainError> {
         let service = self.services.iter().find(|service| service.configuration().address == address);
@@ -116,9 +117,9 @@ impl ServiceView {
         self
     }
 
-    /// Explains where a packet from `client` to the service goes. A first packet follows the newest table. For other
-    /// packets, the explanation contains all that the controller can know. Fails if client and VIP are of different
-    /// address families.
+    /// Explains to which server a packet from `client` to the service is sent. A first packet is placed by the newest
+    /// table. For other packets, the explanation contains all that the controller can derive. Fails if client and VIP
+    /// are of different address families.
     pub fn explain(&self, client: SocketAddr, packet: ExplainedPacket) -> Result<Explanation, ExplainError> {
         Ok(self.connection_explainer(client)?.explain_packet(packet))
     }
@@ -136,7 +137,7 @@ struct ConnectionExplainer<'a> {
     four_tuple: FourTuple,
 }
 
-/// Server to which the packet goes, if the controller can know it, and the reason in one sentence.
+/// Server to which the packet is sent, or `None` if the controller cannot determine it, and the reason in one sentence.
 type PacketVerdict = (Option<ServerId>, String);
 
 impl ConnectionExplainer<'_> {
@@ -181,7 +182,7 @@ impl ConnectionExplainer<'_> {
     /// Returns the RSS hash, the bucket, the core and the core's load that the connection would have at this server.
     fn explained_server(&self, server: &PoolServer) -> ExplainedServer {
         let rss_hash = server.rss.as_ref().map(|rss| rss.key.toeplitz_hash(&self.four_tuple.bytes()));
-        let core = server.rss.as_ref().zip(rss_hash).map(|(rss, hash)| rss.indirection_table.queue_of_hash(hash));
+        let core = server.rss.as_ref().zip(rss_hash).map(|(rss, hash)| rss.indirection_table.queue_for_hash(hash));
         let core_loads = server.loads.as_ref().and_then(ServerLoads::cores);
         let load_of_core = |core: u16| core_loads.and_then(|loads| loads.get(usize::from(core))).copied();
         ExplainedServer {
@@ -189,7 +190,7 @@ impl ConnectionExplainer<'_> {
             id: server.id.get().into(),
             vlan: self.service_view.names_and_vlans.get(&server.id).and_then(|(_, vlan)| vlan.id()),
             hash: rss_hash,
-            bucket: rss_hash.map(|hash| self.service_view.service.buckets.bucket(hash)),
+            bucket: rss_hash.map(|hash| self.service_view.service.buckets.bucket_of_hash(hash)),
             core: core.map(u32::from),
             core_load: core.and_then(load_of_core),
             eligible: server.is_eligible,
@@ -208,7 +209,7 @@ impl ConnectionExplainer<'_> {
             PlacementRule::Table => self.verdict_by_table(table),
             PlacementRule::LeastAssigned => self.verdict_by_assignments(table),
             PlacementRule::RoundRobin => self.verdict_by_round_robin(table),
-            PlacementRule::PowerOfTwo => self.verdict_by_two_draws(table),
+            PlacementRule::PowerOfTwo => self.verdict_by_two_random_choices(table),
         }
     }
 
@@ -292,8 +293,8 @@ impl ConnectionExplainer<'_> {
         (None, reason)
     }
 
-    fn verdict_by_two_draws(&self, table: &PlacementTable) -> PacketVerdict {
-        let hash = table.groups.first().map_or(0, |key| key.toeplitz_hash(&self.four_tuple.bytes()));
+    fn verdict_by_two_random_choices(&self, table: &PlacementTable) -> PacketVerdict {
+        let hash = table.rss_key_by_group.first().map_or(0, |key| key.toeplitz_hash(&self.four_tuple.bytes()));
         let (first_position, second_position) = draw_two_below(mix_hash(hash), table.members.len() as u32);
         let drawn_members = [first_position, second_position].map(|position| table.members[position as usize]);
         let chosen_server = table.select_server(&mut PlacementState::for_table(table), &self.four_tuple);
@@ -321,21 +322,21 @@ impl ConnectionExplainer<'_> {
     /// Returns the candidates for the connection, which are those of its bucket in every RSS group.
     fn connection_candidates(&self, table: &PlacementTable) -> Vec<CandidateCore> {
         let tuple_bytes = self.four_tuple.bytes();
-        let candidates_per_group = table.groups.iter().enumerate().flat_map(|(group, key)| {
-            let bucket = table.bucket_count.bucket(key.toeplitz_hash(&tuple_bytes));
+        let candidates_per_group = table.rss_key_by_group.iter().enumerate().flat_map(|(group, key)| {
+            let bucket = table.bucket_count.bucket_of_hash(key.toeplitz_hash(&tuple_bytes));
             table.bucket_candidates(group, bucket).to_vec()
         });
         candidates_per_group.collect()
     }
 
-    /// Returns a text like "bucket 17 of 128". The bucket follows from the key of the chosen server's RSS group.
+    /// Returns a text like "bucket 17 of 128". The bucket depends on the key of the chosen server's RSS group.
     fn describe_bucket(&self, table: &PlacementTable, chosen_id: ServerId) -> String {
-        let group_key = self.rss_key_of(chosen_id).filter(|key| table.groups.contains(key));
+        let group_key = self.rss_key_of(chosen_id).filter(|key| table.rss_key_by_group.contains(key));
         let (key, hash_suffix) = match group_key {
             Some(key) => (key, ""),
-            None => (&table.groups[0], " by a hash that only load balancers use"),
+            None => (&table.rss_key_by_group[0], " by a hash that only load balancers use"),
         };
-        let bucket = table.bucket_count.bucket(key.toeplitz_hash(&self.four_tuple.bytes()));
+        let bucket = table.bucket_count.bucket_of_hash(key.toeplitz_hash(&self.four_tuple.bytes()));
         format!("bucket {bucket} of {}{hash_suffix}", table.bucket_count.get())
     }
 
@@ -346,7 +347,7 @@ impl ConnectionExplainer<'_> {
 
     /// Returns whether the candidate is a single core and not a whole server.
     fn is_single_core(&self, table: &PlacementTable, candidate: CandidateCore) -> bool {
-        self.rss_key_of(candidate.server).is_some_and(|key| table.groups.contains(key))
+        self.rss_key_of(candidate.server).is_some_and(|key| table.rss_key_by_group.contains(key))
     }
 
     fn describe_core(&self, table: &PlacementTable, candidate: CandidateCore) -> String {
@@ -368,6 +369,6 @@ fn is_load_independent(table: &PlacementTable) -> bool {
 }
 
 /// Converts a load in the fixed-point format of the data plane to a fraction of a core's capacity.
-fn load_fraction(fixed_point: u32) -> f64 {
-    f64::from(fixed_point) / f64::from(load::load_to_fixed_point(1.0))
+fn load_fraction(fixed_point_load: u32) -> f64 {
+    f64::from(fixed_point_load) / f64::from(load::load_to_fixed_point(1.0))
 }

@@ -17,8 +17,8 @@ pub struct HealthState {
     /// Verdicts by service and server. A server without a verdict counts as up.
     verdicts: BTreeMap<HealthTarget, HealthVerdict>,
     agent_checks: BTreeMap<HealthTarget, AgentCheck>,
-    /// Inputs from which the newest verdicts follow, which are the configuration's generation and the versions of the
-    /// load balancers' verdicts.
+    /// Inputs of the newest verdicts: the configuration's generation, and the name and verdict version of each load
+    /// balancer.
     verdict_inputs: Option<(u64, Vec<(String, u64)>)>,
 }
 
@@ -30,7 +30,7 @@ struct AgentCheck {
 }
 
 impl HealthState {
-    /// Updates the verdicts. `has_reporting_agent` returns whether a server's agent reports.
+    /// Updates the health verdicts of all servers. `has_reporting_agent` returns whether a server's agent reports.
     pub fn update_verdicts(
         &mut self,
         fleet: &Fleet,
@@ -45,7 +45,7 @@ impl HealthState {
             return;
         }
         self.verdict_inputs = verdict_inputs;
-        let checked_targets = load_balancer_targets(fleet);
+        let checked_targets = lb_checked_targets(fleet);
         let previous_verdicts = std::mem::take(&mut self.verdicts);
         let previous_verdict =
             |target: &HealthTarget| previous_verdicts.get(target).copied().unwrap_or(HealthVerdict::Up);
@@ -56,8 +56,8 @@ impl HealthState {
         }
     }
 
-    /// Performs the checks by agents' reports, each at its own interval. After the controller's start, agents have time
-    /// to reconnect before they count as missing.
+    /// Performs the health checks that agents pass by reporting, each at its own interval. After the start of the
+    /// controller, agents have time to reconnect before they count as missing.
     fn check_agents(&mut self, fleet: &Fleet, now: Now, has_reporting_agent: impl Fn(ServerId) -> bool) {
         let mut required_checks: BTreeMap<HealthTarget, &Arc<HealthCheck>> = BTreeMap::new();
         for service in &fleet.services {
@@ -90,7 +90,7 @@ impl HealthState {
     }
 }
 
-fn load_balancer_targets(fleet: &Fleet) -> BTreeSet<HealthTarget> {
+fn lb_checked_targets(fleet: &Fleet) -> BTreeSet<HealthTarget> {
     let is_checked_by_load_balancers =
         |service: &&FleetService| service.health_check.as_ref().is_some_and(|check| check.probe != Probe::Agent);
     let checked_services = fleet.services.iter().filter(is_checked_by_load_balancers);

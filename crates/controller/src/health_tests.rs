@@ -19,16 +19,16 @@ use coreward_fleet::records::FleetRecords;
 fn at(milliseconds: u64) -> Now {
     let monotonic = Duration::from_millis(milliseconds);
     let wall = Duration::from_secs(1_700_000_000) + monotonic;
-    Now { monotonic, wall, record: wall }
+    Now { monotonic, wall, record_time: wall }
 }
 
-/// Returns a fleet of servers s0, s1, s2 with ids 0, 1, 2, and one service with the keys `service`.
-fn three_server_config(service: &str) -> FleetConfig {
+/// Returns a fleet of servers s0, s1, s2 with ids 0, 1, 2, and one service with the TOML keys `service_keys`.
+fn three_server_config(service_keys: &str) -> FleetConfig {
     let mut text = String::new();
     for n in 0..3 {
         text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n", n + 1);
     }
-    text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n{service}");
+    text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n{service_keys}");
     FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
 }
 
@@ -39,8 +39,8 @@ struct Harness {
 }
 
 impl Harness {
-    fn new(service: &str, load_balancers: &[&'static str]) -> Self {
-        let config = three_server_config(service);
+    fn new(service_keys: &str, load_balancers: &[&'static str]) -> Self {
+        let config = three_server_config(service_keys);
         let mut records = FleetRecords::generate(at(0).wall, &mut seeded_rng(5, 0));
         records.apply_document(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
@@ -96,8 +96,8 @@ impl Harness {
         servers.into_iter().map(|server| (server.state.to_string(), server.state_reason)).collect()
     }
 
-    fn server_state(&self, number: usize, now: Now) -> String {
-        self.server_states(now).remove(number).0
+    fn server_state(&self, server_number: usize, now: Now) -> String {
+        self.server_states(now).remove(server_number).0
     }
 }
 
@@ -117,7 +117,7 @@ fn only_listed_load_balancers_may_connect() {
     harness.controller.register_load_balancer("lb1", at(10_000)).unwrap();
 }
 
-/// A controller that has just become the leader makes no table before load balancers have reported verdicts.
+/// Asserts that a new leader makes no table before load balancers have reported health verdicts.
 #[test]
 fn first_tables_wait_for_health_verdicts() {
     let mut harness = Harness::new(TCP_CHECK, &["lb1", "lb2"]);
@@ -190,7 +190,7 @@ fn service_without_healthy_servers_fails_open_or_drops() {
     }
 }
 
-/// While all servers are down, those that drain or are not on the network still get no connections.
+/// Asserts that draining and unreachable servers get no connections even while all servers are down.
 #[test]
 fn fail_open_excludes_draining_servers() {
     let mut harness = Harness::new(TCP_CHECK, &["lb1"]);
@@ -248,9 +248,9 @@ fn agent_check_marks_silent_agents_down() {
     let agent_check = "[service.health]\ncheck = \"agent\"\ninterval = \"1s\"\nrise = 2\nfall = 3\n";
     let mut harness = Harness::new(agent_check, &[]);
     let fleet_configuration = harness.controller.fleet_configuration(at(0));
-    assert!(fleet_configuration.services[0].check.is_none(), "load balancers have nothing to do with it");
+    assert!(fleet_configuration.services[0].health_check.is_none(), "load balancers have nothing to do with it");
     let mut sessions: Vec<_> =
-        (0..3).map(|n| harness.controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
+        (0..3).map(|n| harness.controller.register_agent(&format!("s{n}"), "test", at(0)).unwrap()).collect();
     let mut down_servers = Vec::new();
     for second in 0..30u64 {
         let now = at(second * 1000);

@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use coreward_model::ServerId;
 
-/// Number of server ids in a shard, which is polled in about a millisecond. A service of ten thousand servers has five
-/// shards, of which one is polled per report interval.
+/// Number of server ids in a shard. Polling a shard takes about a millisecond. A service of ten thousand servers has
+/// five shards, of which one is polled per report interval.
 const SHARD_SIZE: u64 = 2048;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -29,7 +29,8 @@ impl Shard {
     }
 }
 
-/// Fingerprints of the inputs of a service's tables. Each shard of its servers has one, and the service itself has one.
+/// Fingerprints (hashes) of the inputs of a service's tables: one of each shard of its servers, and one of the service
+/// itself.
 #[derive(Debug, Default)]
 pub struct InputFingerprints {
     service_fingerprint: Option<u64>,
@@ -38,7 +39,7 @@ pub struct InputFingerprints {
 }
 
 impl InputFingerprints {
-    /// Returns the shards to poll, which are the next one, or all shards if `is_full_poll` is set or in the first call.
+    /// Returns the shards to poll: the next shard, or all shards in the first call or if `is_full_poll` is set.
     pub fn next_shards<T>(&mut self, members: &BTreeMap<ServerId, T>, is_full_poll: bool) -> Vec<Shard> {
         let first_shard_from = |lowest_number: u64| {
             let first_id = ServerId::try_from(lowest_number).ok()?;
@@ -55,7 +56,7 @@ impl InputFingerprints {
         self.last_polled_shard.into_iter().collect()
     }
 
-    /// Stores new fingerprints. Returns whether any differs from the previous one.
+    /// Stores new fingerprints. Returns whether any fingerprint differs from the previous one.
     pub fn update(&mut self, service_fingerprint: u64, fingerprints_by_shard: &[(Shard, u64)]) -> bool {
         let mut has_changed = self.service_fingerprint.replace(service_fingerprint) != Some(service_fingerprint);
         for (shard, fingerprint) in fingerprints_by_shard {
@@ -77,20 +78,24 @@ mod tests {
     fn first_poll_returns_all_shards_and_later_polls_one_each() {
         let members = members_with_ids(&[3, 2047, 9_000, 16_383]);
         let mut fingerprints = InputFingerprints::default();
-        let first_poll = fingerprints.next_shards(&members, false);
-        assert_eq!(first_poll, [Shard(0), Shard(4), Shard(7)]);
+        let first_polled_shards = fingerprints.next_shards(&members, false);
+        assert_eq!(first_polled_shards, [Shard(0), Shard(4), Shard(7)]);
         let member_ids_of = |shard: Shard| shard.members_in_shard(&members).map(|id| id.get()).collect::<Vec<_>>();
         assert_eq!(
-            [member_ids_of(first_poll[0]), member_ids_of(first_poll[1]), member_ids_of(first_poll[2])],
+            [
+                member_ids_of(first_polled_shards[0]),
+                member_ids_of(first_polled_shards[1]),
+                member_ids_of(first_polled_shards[2])
+            ],
             [vec![3, 2047], vec![9_000], vec![16_383]]
         );
         assert!(fingerprints.update(1, &[(Shard(0), 5), (Shard(4), 6), (Shard(7), 7)]));
-        let mut next_poll = || fingerprints.next_shards(&members, false);
+        let mut next_polled_shards = || fingerprints.next_shards(&members, false);
         assert_eq!(
-            [next_poll(), next_poll(), next_poll(), next_poll()],
+            [next_polled_shards(), next_polled_shards(), next_polled_shards(), next_polled_shards()],
             [[Shard(0)], [Shard(4)], [Shard(7)], [Shard(0)]]
         );
-        assert_eq!(fingerprints.next_shards(&members, true), first_poll);
+        assert_eq!(fingerprints.next_shards(&members, true), first_polled_shards);
         assert!(!fingerprints.update(1, &[(Shard(4), 6)]));
         assert!(fingerprints.update(1, &[(Shard(4), 8)]));
         assert!(fingerprints.update(2, &[(Shard(4), 8)]));

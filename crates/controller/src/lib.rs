@@ -84,7 +84,7 @@ use service::{PreviousService, Service, TableTrigger};
 use share_limiter::ShareLimiter;
 use table_acks::TableAcks;
 
-/// The present time by three clocks.
+/// Present time on three clocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Now {
     /// Time since the controller's start, on a clock that never goes back.
@@ -92,7 +92,7 @@ pub struct Now {
     /// Wall-clock time since 1970, which may jump.
     pub wall: Duration,
     /// Time since 1970 by the clock of the records ([`coreward_fleet::clock`]), which never goes back.
-    pub record: Duration,
+    pub record_time: Duration,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -126,7 +126,7 @@ pub struct ServiceIndexes {
 }
 
 impl ServiceIndexes {
-    pub fn of(fleet: &Fleet) -> Self {
+    pub fn for_fleet(fleet: &Fleet) -> Self {
         let positions_by_index = fleet.services.iter().enumerate().map(|(position, service)| (service.index, position));
         let mut positions_by_server: HashMap<ServerId, Vec<usize>> = HashMap::new();
         for (position, service) in fleet.services.iter().enumerate() {
@@ -156,7 +156,8 @@ pub struct Controller {
     racks: Racks,
     accepted_report_count: u64,
     rejection_counts: BTreeMap<&'static str, u64>,
-    /// Number of accepted reports whose wall clock was ahead of this host's by more than the tolerance.
+    /// Number of accepted reports whose wall clock was ahead of this host's by more than
+    /// [`MAX_CLOCK_LEAD`](rejection::MAX_CLOCK_LEAD).
     pub clock_ahead_report_count: u64,
     last_session_number: u64,
     positions_by_index: HashMap<ServiceIndex, usize>,
@@ -196,11 +197,12 @@ impl Controller {
 
     /// Activates a new configuration. Servers that are in both configurations keep their state.
     pub fn configure(&mut self, fleet: Fleet) {
-        let indexed_services = ServiceIndexes::of(&fleet);
-        drop(self.configure_with_indexes(fleet, indexed_services));
+        let service_indexes = ServiceIndexes::for_fleet(&fleet);
+        drop(self.configure_with_indexes(fleet, service_indexes));
     }
 
-    /// Activates a configuration with computed indexes. Returns the previous one, which can be dropped later.
+    /// Activates a configuration whose `indexes` are already computed. Returns the previous configuration, which can be
+    /// dropped later.
     pub fn configure_with_indexes(&mut self, fleet: Fleet, indexes: ServiceIndexes) -> RetiredConfiguration {
         self.agents.retain_fleet_agents(&fleet);
         self.load_balancers.set_known_names(fleet.load_balancer_records.keys());
@@ -237,23 +239,23 @@ impl Controller {
     }
 
     /// Registers an agent for its server and returns its session. Fails if the server is unknown or has a live agent.
-    pub fn register(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Rejection> {
-        self.register_with_relay(server, version, None, now)
+    pub fn register_agent(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Rejection> {
+        self.register_agent_with_relay(server, version, None, now)
     }
 
-    /// Registers an agent, like [`Controller::register`], which may be connected through a rack.
-    pub fn register_with_relay(
+    /// Registers an agent like [`Controller::register`]. If `relay` is given, the agent is connected through a rack.
+    pub fn register_agent_with_relay(
         &mut self,
         server: &str,
         version: &str,
         relay: Option<RackRelay>,
         now: Now,
     ) -> Result<Session, Rejection> {
-        let registration = self.try_register(server, version, relay, now);
+        let registration = self.try_register_agent(server, version, relay, now);
         self.count_rejection(registration)
     }
 
-    fn try_register(
+    fn try_register_agent(
         &mut self,
         server: &str,
         version: &str,
@@ -351,7 +353,8 @@ impl Controller {
         Some(self.agent(id)?.session.as_ref()?.number)
     }
 
-    /// Returns the bucket histories that have changed since the last call and must be stored, by service name.
+    /// Returns the bucket histories that have changed since the last call, with their services' names. The caller
+    /// stores them.
     pub fn take_changed_bucket_histories(&mut self) -> Vec<(String, BucketHistory)> {
         self.services.iter_mut().filter_map(Service::take_changed_bucket_history).collect()
     }
@@ -405,8 +408,8 @@ impl Controller {
         Ok(())
     }
 
-    /// Returns the time until the session's next message may be read, or zero if it may be read at once. Racks delay
-    /// their own agents' messages.
+    /// Returns the time until the session's next message may be read, or zero if it may be read at once. It is
+    /// always zero for agents behind racks, whose messages the racks delay.
     pub fn time_until_next_message(&mut self, session: &Session, now: Now) -> Duration {
         if session.relay.is_some() {
             return Duration::ZERO;
@@ -416,7 +419,7 @@ impl Controller {
         agent.map_or(Duration::ZERO, |agent| agent.time_until_next_report(report_interval, now))
     }
 
-    /// Counts that the controller paused reading the session's stream because the agent exceeded its rate limit.
+    /// Counts a message that the controller did not read at once, because the agent exceeded its rate limit.
     pub fn count_delayed_message(&mut self, session: &Session) {
         let _ = self.count_rejection::<()>(Err(Rejection::TooManyReports(session.server().to_owned())));
     }
@@ -461,11 +464,11 @@ impl Controller {
             .all(|service| service.members.keys().all(|id| !is_eligible(service, *id) || is_load_known(*id)))
     }
 
-    /// Returns whether all expected load balancers have reported results of health checks, if there are any checks.
-    /// After a change of the leader, a server that was down thus remains down.
+    /// Returns whether all expected load balancers have reported results of health checks, or no checks are configured.
+    /// Waiting for the results keeps a server down after a change of the leader.
     pub fn has_all_check_results(&self, now: Now) -> bool {
         let has_checks = self.fleet.services.iter().any(|service| service.health_check.is_some());
-        !has_checks || self.load_balancers.have_all_checked(now)
+        !has_checks || self.load_balancers.have_all_reported_health(now)
     }
 
     /// Computes all services' tables at the end of a report interval, and resets the counts of assigned connections.
@@ -475,7 +478,7 @@ impl Controller {
         self.update_health(now);
         self.update_share_limiter(now);
         for position in 0..self.services.len() {
-            self.begin_interval(position);
+            self.begin_report_interval(position);
             self.services[position].mark_all_loads_changed();
             self.services[position].drop_cached_pool();
         }
@@ -485,19 +488,19 @@ impl Controller {
     fn update_health(&mut self, now: Now) {
         let mut health_state = std::mem::take(&mut self.health);
         health_state.update_verdicts(&self.fleet, &self.load_balancers, now, |id| {
-            self.agent(id).is_some_and(|agent| agent.is_fresh(now))
+            self.agent(id).is_some_and(|agent| agent.has_fresh_report(now))
         });
         self.health = health_state;
     }
 
-    fn begin_interval(&mut self, position: usize) {
+    fn begin_report_interval(&mut self, service_position: usize) {
         let opened_connection_count =
-            self.load_balancers.take_opened_connection_count(self.services[position].configuration().index);
-        self.services[position].begin_interval(opened_connection_count);
+            self.load_balancers.take_opened_connection_count(self.services[service_position].configuration().index);
+        self.services[service_position].begin_report_interval(opened_connection_count);
     }
 
     /// Returns the arrival times of the servers' newest reports that are later than `lower_bound` (monotonic clock).
-    pub fn report_times_after(&self, lower_bound: Duration) -> impl Iterator<Item = Duration> {
+    pub fn report_arrival_times_after(&self, lower_bound: Duration) -> impl Iterator<Item = Duration> {
         let newest_reports = self.agents.iter().filter_map(|agent| agent.newest_report.as_ref());
         newest_reports.map(|report| report.received_at).filter(move |received_at| *received_at > lower_bound)
     }

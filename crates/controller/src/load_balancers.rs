@@ -8,7 +8,7 @@ use coreward_model::ServerId;
 use coreward_model::health::HealthVerdict;
 use coreward_model::load::SmoothingWeight;
 use coreward_model::policy::TrafficRates;
-use coreward_wire::sanitize::{sanitize_state, sanitize_str};
+use coreward_wire::sanitize::{sanitize_load_balancer_state, sanitize_str};
 use coreward_wire::{HealthMessage, LOAD_BALANCER_TIMEOUT, ServerCheckResult, ServiceIndex, TrafficMessage, v1};
 
 use super::Now;
@@ -27,7 +27,7 @@ pub const UNREACHABLE_TIMEOUT: Duration = Duration::from_secs(3);
 /// retry at least every two seconds.
 pub const START_GRACE_PERIOD: Duration = Duration::from_secs(5);
 
-/// Load balancers by name, including connected ones and those in the records.
+/// Load balancers by name: connected ones, and those in the fleet records.
 #[derive(Debug, Default)]
 pub struct LoadBalancers {
     by_name: BTreeMap<String, LoadBalancer>,
@@ -45,18 +45,19 @@ pub struct LoadBalancer {
     /// Generation of the newest configuration that the load balancer has confirmed. Its data plane keeps the state
     /// after the session has ended.
     pub confirmed_generation: u64,
-    /// Time at which that configuration was first confirmed, since the controller's start.
+    /// Time at which `confirmed_generation` was first confirmed, since the controller's start.
     pub confirmed_at: Duration,
-    /// Configuration that was active at the load balancer when its session began, if the store had an older one.
+    /// Configuration that was active at the load balancer when its session began, or `None` if the store's was not
+    /// older.
     newer_configuration: Option<NewerConfiguration>,
-    /// Times since which the MAC addresses of unreachable servers have been unknown, by server name.
+    /// Time from which on each unreachable server's MAC address has been unknown, by server name.
     unresolved_since: HashMap<String, Duration>,
     traffic: Traffic,
     reported_health: ReportedHealth,
     registration_bucket: Option<TokenBucket>,
 }
 
-/// A load balancer's configuration that is newer than the newest one in the controller's store.
+/// Configuration of a load balancer that is newer than the configuration in the controller's store.
 #[derive(Debug, Clone, Copy)]
 struct NewerConfiguration {
     generation: u64,
@@ -68,7 +69,7 @@ struct NewerConfiguration {
 struct ReportedHealth {
     check_results: BTreeMap<HealthTarget, ServerCheckResult>,
     verdicts: BTreeMap<HealthTarget, HealthVerdict>,
-    /// Time at which the last message about health arrived, since the controller's start.
+    /// Time at which the last message with health check results arrived, since the controller's start.
     received_at: Duration,
     verdict_version: u64,
     has_reported: bool,
@@ -82,7 +83,7 @@ struct LiveSession {
 }
 
 impl LoadBalancers {
-    /// Adds load balancers with these names, and removes others that are not connected.
+    /// Adds load balancers with these names, and removes other load balancers that are not connected.
     pub fn set_known_names<'a>(&mut self, names: impl Iterator<Item = &'a String>) {
         let known_names: BTreeSet<&String> = names.collect();
         self.by_name.retain(|name, balancer| known_names.contains(name) || balancer.session.is_some());
@@ -122,14 +123,14 @@ impl LoadBalancers {
     /// balancer's name if the store has an older configuration.
     pub fn record_configuration_in_force(&mut self, session: u64, generation: u64, fleet: &Fleet) -> Option<&str> {
         let (name, balancer) = self.by_name.iter_mut().find(|(_, balancer)| balancer.has_session(session))?;
-        let is_ahead = generation > fleet.generation;
-        balancer.newer_configuration =
-            is_ahead.then_some(NewerConfiguration { generation, document_generation: fleet.document.generation });
-        is_ahead.then_some(name)
+        let is_ahead_of_store = generation > fleet.generation;
+        balancer.newer_configuration = is_ahead_of_store
+            .then_some(NewerConfiguration { generation, document_generation: fleet.document.generation });
+        is_ahead_of_store.then_some(name)
     }
 
-    /// Returns the name and the generation of each load balancer whose configuration is newer than the store's. A load
-    /// balancer is listed while `document_generation`, that of the stored document, is the same as at its connection.
+    /// Returns the name and the generation of each load balancer whose configuration is newer than the store's. It is
+    /// listed until `document_generation`, that of the stored fleet document, differs from that at its connection.
     pub fn newer_configurations(&self, document_generation: u64) -> impl Iterator<Item = (&str, u64)> {
         self.by_name.iter().filter_map(move |(name, balancer)| {
             let newer_configuration = balancer
@@ -146,11 +147,11 @@ impl LoadBalancers {
         Some(balancer)
     }
 
-    /// Records the load balancer's state. The active configuration has the `newest_generation`, which is the highest
-    /// one that a load balancer can confirm.
+    /// Records the load balancer's state. `newest_generation` is that of the active configuration, the highest one that
+    /// a load balancer can confirm.
     pub fn record_state(&mut self, session: u64, state: v1::LoadBalancerState, newest_generation: u64, now: Now) {
         if let Some(balancer) = self.record_message_time(session, now) {
-            let sanitized_state = sanitize_state(state);
+            let sanitized_state = sanitize_load_balancer_state(state);
             let unresolved_since =
                 |server: &String| balancer.unresolved_since.get(server).copied().unwrap_or(now.monotonic);
             balancer.unresolved_since = sanitized_state
@@ -187,11 +188,11 @@ impl LoadBalancers {
     }
 
     /// Returns whether all live load balancers have reported results of health checks to this leader.
-    pub fn have_all_checked(&self, now: Now) -> bool {
+    pub fn have_all_reported_health(&self, now: Now) -> bool {
         self.live_load_balancers(now).all(|(_, balancer)| balancer.reported_health.has_reported)
     }
 
-    /// Returns the name of each live load balancer with its verdicts' version, which changes with them.
+    /// Returns the name of each live load balancer and the version of its verdicts, which changes when they do.
     pub fn verdict_versions(&self, now: Now) -> Vec<(String, u64)> {
         self.live_load_balancers(now)
             .map(|(name, balancer)| (name.clone(), balancer.reported_health.verdict_version))
@@ -202,7 +203,8 @@ impl LoadBalancers {
         self.live_load_balancers(now).map(|(_, balancer)| &balancer.reported_health.verdicts).collect()
     }
 
-    /// Returns the results of all live load balancers' checks of one server, with the load balancer's name and the age.
+    /// Returns the results of all live load balancers' checks of one server, each with the load balancer's name
+    /// and the result's age.
     pub fn check_results(&self, target: HealthTarget, now: Now) -> Vec<(&str, &ServerCheckResult, Duration)> {
         let mut check_results = Vec::new();
         for (name, LoadBalancer { reported_health: health, .. }) in self.live_load_balancers(now) {
@@ -214,8 +216,8 @@ impl LoadBalancers {
         check_results
     }
 
-    /// Returns the time since which all live load balancers have used this or a newer configuration, since the
-    /// controller's start. The error lists those that have not confirmed it, and is empty if no load balancer is live.
+    /// Returns the time, since the controller's start, at which the last live load balancer confirmed this or a newer
+    /// configuration. The error lists those that have not confirmed it, and is empty if no load balancer is live.
     pub fn confirmation_time(&self, generation: u64, now: Now) -> Result<Duration, Vec<&str>> {
         let unconfirmed_balancers =
             self.live_load_balancers(now).filter(|(_, balancer)| balancer.confirmed_generation < generation);
@@ -228,8 +230,8 @@ impl LoadBalancers {
         self.by_name.iter().filter(move |(_, balancer)| balancer.is_alive(now))
     }
 
-    /// Records a load balancer's traffic counts, and returns the increases since the previous ones. `alpha` is the
-    /// weight of the newest rate in the moving average.
+    /// Records a load balancer's traffic counts. Returns the numbers of connections opened since its previous message.
+    /// `alpha` is the weight of the newest rate in the moving average.
     pub fn record_traffic(
         &mut self,
         session: u64,
@@ -244,28 +246,31 @@ impl LoadBalancers {
     }
 
     pub fn traffic_totals(&self, server: ServerId) -> TrafficTotals {
-        let name_and_traffic =
-            |(name, balancer): (&String, &LoadBalancer)| Some((name.clone(), balancer.traffic.server_total(server)?));
+        let name_and_traffic = |(name, balancer): (&String, &LoadBalancer)| {
+            Some((name.clone(), balancer.traffic.server_traffic_total(server)?))
+        };
         TrafficTotals(self.by_name.iter().filter_map(name_and_traffic).collect())
     }
 
-    /// Returns the sum of all load balancers' traffic rates to the server, or `None` before any has sent two messages.
+    /// Returns the sum of all load balancers' traffic rates to the server, or `None` before any load balancer has sent
+    /// two messages.
     pub fn traffic_rates(&self, server: ServerId) -> Option<TrafficRates> {
-        let balancer_rates = self.by_name.values().filter_map(|balancer| balancer.traffic.server_rates(server));
+        let balancer_rates = self.by_name.values().filter_map(|balancer| balancer.traffic.server_traffic_rates(server));
         balancer_rates.reduce(|a, b| TrafficRates {
             packets_per_second: a.packets_per_second + b.packets_per_second,
             bytes_per_second: a.bytes_per_second + b.bytes_per_second,
         })
     }
 
-    /// Returns how many connections to the service were opened since the last call, or `None` if it is not known yet.
+    /// Returns the number of connections to the service opened since the last call, or `None` if it is not known yet.
     pub fn take_opened_connection_count(&mut self, service: ServiceIndex) -> Option<u64> {
-        let opened_per_balancer =
+        let opened_counts =
             self.by_name.values_mut().filter_map(|balancer| balancer.traffic.take_opened_connection_count(service));
-        opened_per_balancer.reduce(u64::saturating_add)
+        opened_counts.reduce(u64::saturating_add)
     }
 
-    /// Returns the sums of all load balancers' packet counts for an LB-stamped service, by cookie and by flow table.
+    /// Returns the numbers of packets of an LB-stamped service that all load balancers placed by cookie and by flow
+    /// table.
     pub fn stamped_packets(&self, service: &str) -> StampedService {
         let reported_states = self.by_name.values().filter_map(|balancer| balancer.reported_state.as_ref());
         let stamped_services = reported_states.flat_map(|(state, _)| &state.stamped_services);
@@ -280,7 +285,7 @@ impl LoadBalancers {
         )
     }
 
-    /// Ends a session. Returns whether the load balancer is disconnected because it has no newer session.
+    /// Ends a session. Returns whether the load balancer is now disconnected. It is not if it has a newer session.
     pub fn disconnect(&mut self, session: u64, now: Now) -> bool {
         let balancer = self.by_name.values_mut().find(|balancer| balancer.has_session(session));
         let has_ended = balancer.map(|balancer| {
@@ -350,7 +355,7 @@ impl LoadBalancer {
     }
 
     /// Returns whether the load balancer sent a message recently. After a power failure, its stream stays open until
-    /// the keep-alive fails, which is too long for clients.
+    /// the keep-alive fails, which is too late for clients.
     pub fn is_alive(&self, now: Now) -> bool {
         let last_message_at =
             self.session.as_ref().map_or(self.session_ended_at, |live_session| live_session.last_message_at);

@@ -84,7 +84,7 @@ fn to_seconds(milliseconds: u32) -> f64 {
     f64::from(milliseconds) / 1000.0
 }
 
-/// Adds the metrics that follow from `status` at this wall-clock time.
+/// Adds the metrics that are computed from `status` and the wall-clock time.
 pub fn add_status_metrics(snapshot: &mut Snapshot, status: &Status, wall_time: Duration) {
     snapshot.add_value(&CONFIGURATION_GENERATION, [], status.configuration_generation as f64);
     snapshot.add_value(&REPORTS_ACCEPTED_TOTAL, [], status.accepted_reports as f64);
@@ -116,7 +116,7 @@ pub fn add_status_metrics(snapshot: &mut Snapshot, status: &Status, wall_time: D
 }
 
 impl Controller {
-    /// Adds the metrics that the status does not contain.
+    /// Adds the metrics that cannot be computed from the status.
     pub fn add_metrics(&self, snapshot: &mut Snapshot, now: Now) {
         self.add_acknowledgement_metrics(snapshot, now);
         snapshot.add_value(&STORE_BEHIND, [], self.is_store_outdated().into());

@@ -18,21 +18,22 @@ use super::service::{Service, TableTrigger};
 use super::{Controller, NewTable, Now};
 use coreward_fleet::config::TableTiming;
 
-/// Number of servers and services that are polled without interruption, plus at most one shard, in a few milliseconds.
+/// Number of servers and services, exceeded by at most one shard, that are polled without interruption. Polling them
+/// takes a few milliseconds.
 const MEMBERS_PER_POLL: usize = 512;
 
 /// Position at which [`Controller::poll_inputs_from`] continues. The default is the first service.
 #[derive(Debug, Default)]
 pub struct InputCursor {
     service_position: usize,
-    /// Shards of this service that are still to be polled.
+    /// Shards of the service at `service_position` that have not been polled yet.
     remaining_shards: VecDeque<Shard>,
 }
 
 #[derive(Debug, Clone)]
 pub struct DueTable {
     pub new_table: NewTable,
-    /// The oldest change that the table contains.
+    /// Oldest change that the table contains.
     pub trigger: TableTrigger,
 }
 
@@ -57,7 +58,8 @@ impl Controller {
         }
     }
 
-    /// Makes the server's services read all inputs again, because its agent has connected or disconnected.
+    /// Makes the server's services read all of their inputs again, because the server's agent has connected or
+    /// disconnected.
     pub(super) fn on_load_source_changed(&mut self, id: ServerId) {
         for position in self.positions_by_server.get(&id).into_iter().flatten() {
             self.services[*position].drop_cached_pool();
@@ -84,58 +86,59 @@ impl Controller {
     }
 
     /// Polls the inputs of tables that change with time. It is called once per report interval, and after a change of
-    /// the configuration or of check results. `interval_ended` is whether a report interval has ended.
-    pub fn poll_inputs(&mut self, now: Now, interval_ended: bool) {
+    /// the configuration or of check results. `has_interval_ended` is whether a report interval has ended.
+    pub fn poll_inputs(&mut self, now: Now, has_interval_ended: bool) {
         let mut next_cursor = Some(InputCursor::default());
         while let Some(cursor) = next_cursor {
-            next_cursor = self.poll_inputs_from(cursor, now, interval_ended);
+            next_cursor = self.poll_inputs_from(cursor, now, has_interval_ended);
         }
     }
 
     /// Polls the next [`MEMBERS_PER_POLL`] servers. Returns the position at which to continue, or `None` at the end.
-    pub fn poll_inputs_from(&mut self, cursor: InputCursor, now: Now, interval_ended: bool) -> Option<InputCursor> {
+    pub fn poll_inputs_from(&mut self, cursor: InputCursor, now: Now, has_interval_ended: bool) -> Option<InputCursor> {
         let InputCursor { service_position: mut position, remaining_shards: mut shards } = cursor;
         if position == 0 && shards.is_empty() {
             self.update_health(now);
             self.update_share_limiter(now);
         }
         // Each service counts as one more server, because thousands of services may have no servers.
-        let mut polled_count = 0;
-        while position < self.services.len() && polled_count < MEMBERS_PER_POLL {
+        let mut polled_member_count = 0;
+        while position < self.services.len() && polled_member_count < MEMBERS_PER_POLL {
             if shards.is_empty() {
-                shards = self.due_shards(position, now, interval_ended);
+                shards = self.due_shards(position, now, has_interval_ended);
             }
-            while polled_count < MEMBERS_PER_POLL
+            while polled_member_count < MEMBERS_PER_POLL
                 && let Some(shard) = shards.pop_front()
             {
-                polled_count += shard.members_in_shard(&self.services[position].configuration().members).count();
+                polled_member_count += shard.members_in_shard(&self.services[position].configuration().members).count();
                 self.poll_shard(position, Some(shard), now);
             }
             if shards.is_empty() {
-                (position, polled_count) = (position + 1, polled_count + 1);
+                (position, polled_member_count) = (position + 1, polled_member_count + 1);
             }
         }
         (position < self.services.len()).then_some(InputCursor { service_position: position, remaining_shards: shards })
     }
 
-    /// Returns the shards of the service at this position that are to be polled.
-    fn due_shards(&mut self, position: usize, now: Now, interval_ended: bool) -> VecDeque<Shard> {
-        if interval_ended {
-            self.begin_interval(position);
-            self.restart_counts_of_silent_servers(position, now);
+    /// Returns the shards of the service at `service_position` that must be polled.
+    fn due_shards(&mut self, service_position: usize, now: Now, has_interval_ended: bool) -> VecDeque<Shard> {
+        if has_interval_ended {
+            self.begin_report_interval(service_position);
+            self.restart_counts_of_silent_servers(service_position, now);
         }
-        let shards = self.services[position].next_shards(!interval_ended);
+        let shards = self.services[service_position].next_shards(!has_interval_ended);
         if shards.is_empty() {
-            self.poll_shard(position, None, now);
+            self.poll_shard(service_position, None, now);
         }
         shards.into()
     }
 
     /// Polls a shard of the service's servers, or only the service's own inputs if it has no servers (`None`).
-    fn poll_shard(&mut self, position: usize, shard: Option<Shard>, now: Now) {
-        let shard_fingerprint = shard.map(|shard| (shard, self.server_inputs_fingerprint(position, shard, now)));
-        let service_fingerprint = self.service_inputs_fingerprint(position, now);
-        let service = &mut self.services[position];
+    fn poll_shard(&mut self, service_position: usize, shard: Option<Shard>, now: Now) {
+        let shard_fingerprint =
+            shard.map(|shard| (shard, self.server_inputs_fingerprint(service_position, shard, now)));
+        let service_fingerprint = self.service_inputs_fingerprint(service_position, now);
+        let service = &mut self.services[service_position];
         if !service.update_fingerprints(service_fingerprint, shard_fingerprint.as_slice()) {
             return;
         }
@@ -145,22 +148,23 @@ impl Controller {
         queue_table(&mut self.due_services, service, trigger, self.fleet.table_updates);
     }
 
-    /// Restarts the counts of connections assigned to servers that do not report, at the end of the interval. No report
-    /// of their load will restart these counts.
-    fn restart_counts_of_silent_servers(&mut self, position: usize, now: Now) {
-        let is_relayed_by_id = self.racks.is_relayed_by_id(self.services[position].configuration().index, now);
-        let member_ids = self.services[position].configuration().members.keys().copied();
+    /// At the end of the report interval, restarts the counts of connections assigned to servers that do not report. No
+    /// report of their load will restart these counts.
+    fn restart_counts_of_silent_servers(&mut self, service_position: usize, now: Now) {
+        let is_relayed_by_id =
+            self.racks.relay_flags_by_server_id(self.services[service_position].configuration().index, now);
+        let member_ids = self.services[service_position].configuration().members.keys().copied();
         let is_silent = |id: &ServerId| {
             let is_relayed = is_relayed_by_id.get(usize::from(id.get())).copied().unwrap_or(false);
             !is_relayed && self.agent(*id).and_then(|agent| direct_loads(agent, now)).is_none()
         };
         let silent_servers: Vec<ServerId> = member_ids.filter(is_silent).collect();
-        silent_servers.into_iter().for_each(|id| self.services[position].mark_load_changed(id));
+        silent_servers.into_iter().for_each(|id| self.services[service_position].mark_load_changed(id));
     }
 
     /// Returns a hash of the service's inputs, except loads, counts, and the inputs of its servers.
-    fn service_inputs_fingerprint(&self, position: usize, now: Now) -> u64 {
-        let service = &self.services[position];
+    fn service_inputs_fingerprint(&self, service_position: usize, now: Now) -> u64 {
+        let service = &self.services[service_position];
         let fleet_service = service.configuration();
         let mut hasher = foldhash::fast::FixedState::default().build_hasher();
         (fleet_service.buckets.get(), fleet_service.policy, fleet_service.hash_seed).hash(&mut hasher);
@@ -173,8 +177,8 @@ impl Controller {
         hasher.finish()
     }
 
-    fn server_inputs_fingerprint(&self, position: usize, shard: Shard, now: Now) -> u64 {
-        let service = &self.services[position];
+    fn server_inputs_fingerprint(&self, service_position: usize, shard: Shard, now: Now) -> u64 {
+        let service = &self.services[service_position];
         let fleet_service = service.configuration();
         let mut hasher = foldhash::fast::FixedState::default().build_hasher();
         for id in shard.members_in_shard(&fleet_service.members) {
@@ -182,7 +186,8 @@ impl Controller {
             // The loads from an agent behind a rack are only displayed.
             let reporting_agent = agent.filter(|agent| !agent.is_behind_rack());
             let core_count = reporting_agent.and_then(Agent::core_count);
-            let has_fresh_loads = service.reads_loads() && reporting_agent.is_some_and(|agent| agent.is_fresh(now));
+            let has_fresh_loads =
+                service.reads_loads() && reporting_agent.is_some_and(|agent| agent.has_fresh_report(now));
             let eligibility = self.eligibility(fleet_service, id, now);
             (id, eligibility, has_fresh_loads, core_count, reporting_agent.is_some()).hash(&mut hasher);
             (service.next_slow_start_fraction(id, eligibility, now).to_bits(), server.weight.get()).hash(&mut hasher);
@@ -209,7 +214,8 @@ impl Controller {
     }
 }
 
-/// Queues a service's table unless it is queued, so that the first trigger counts. Interval tables are not queued.
+/// Queues a service's table unless it is already queued, so that the first trigger is kept. Tables that are made once
+/// per report interval are not queued.
 fn queue_table(
     due_services: &mut VecDeque<ServiceIndex>,
     service: &mut Service,

@@ -16,10 +16,11 @@ use coreward_fleet::records::FleetRecords;
 fn at(milliseconds: u64) -> Now {
     let monotonic = Duration::from_millis(milliseconds);
     let wall = Duration::from_secs(1_700_000_000) + monotonic;
-    Now { monotonic, wall, record: wall }
+    Now { monotonic, wall, record_time: wall }
 }
 
-/// Returns a fleet of servers s0 to s3. `web` is on the first two, `api` on the last two, and `old` (by hash) on all.
+/// Returns a fleet of servers s0 to s3. Service `web` has the first two servers, `api` the last two, and `old` (policy
+/// `hash`) all.
 fn four_server_fleet(fleet_keys: &str) -> FleetConfig {
     let mut text = fleet_keys.to_owned();
     for n in 0..4 {
@@ -41,7 +42,7 @@ struct Harness {
     controller: Controller,
     records: FleetRecords,
     sessions: Vec<Session>,
-    sequence: u64,
+    report_sequence: u64,
 }
 
 impl Harness {
@@ -54,14 +55,14 @@ impl Harness {
         let mut records = FleetRecords::generate(at(0).wall, &mut seeded_rng(5, 0));
         records.apply_document(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
-        let sessions = (0..4).map(|n| controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
-        Self { controller, records, sessions, sequence: 0 }
+        let sessions = (0..4).map(|n| controller.register_agent(&format!("s{n}"), "test", at(0)).unwrap()).collect();
+        Self { controller, records, sessions, report_sequence: 0 }
     }
 
-    fn send_report(&mut self, server: usize, now: Now) {
-        self.sequence += 1;
-        let report = plain_report(self.sequence, now, &[self.sequence * 1_000; 4]);
-        self.controller.record_report(&self.sessions[server], Ok(report), now).unwrap();
+    fn send_report(&mut self, server_number: usize, now: Now) {
+        self.report_sequence += 1;
+        let report = plain_report(self.report_sequence, now, &[self.report_sequence * 1_000; 4]);
+        self.controller.record_report(&self.sessions[server_number], Ok(report), now).unwrap();
     }
 
     fn make_due_tables(&mut self, now: Now) -> Vec<DueTable> {
@@ -127,12 +128,12 @@ fn oldest_change_is_the_trigger_of_a_table() {
     let web_index = harness.service_index("web");
     harness.controller.table_acks.record_confirmation(7, web_index, 1, at(16));
     harness.controller.table_acks.record_confirmation(7, web_index, 2, at(18));
-    assert_eq!(harness.controller.table_acks.latency_since_receipt.count(), 1);
-    assert!((harness.controller.table_acks.latency_since_receipt.sum_s() - 0.008).abs() < 1e-9);
+    assert_eq!(harness.controller.table_acks.latency_since_receipt.observed_count(), 1);
+    assert!((harness.controller.table_acks.latency_since_receipt.total_duration_s() - 0.008).abs() < 1e-9);
 }
 
 #[test]
-fn counts_continue_until_a_newer_load_arrives() {
+fn assigned_connection_counts_continue_until_a_newer_load_arrives() {
     let mut harness = Harness::new();
     for now in [0, 100] {
         (0..4).for_each(|server| harness.send_report(server, at(now)));
@@ -161,7 +162,7 @@ fn counts_continue_until_a_newer_load_arrives() {
 }
 
 #[test]
-fn traffic_makes_tables_of_traffic_policies_due() {
+fn traffic_message_makes_traffic_based_tables_due() {
     let mut harness = Harness::new();
     harness.controller.poll_inputs(at(0), true);
     harness.make_and_list_due_tables(at(0));
@@ -171,15 +172,15 @@ fn traffic_makes_tables_of_traffic_policies_due() {
     let api_index = harness.service_index("api");
     let server_traffic = ServerTraffic { opened_connection_count: 5, ..Default::default() };
     let traffic_message = TrafficMessage {
-        opened_connections: [(api_index, 5)].into(),
-        servers: [(2u64.try_into().unwrap(), server_traffic)].into(),
+        opened_connection_count_by_service: [(api_index, 5)].into(),
+        traffic_by_server: [(2u64.try_into().unwrap(), server_traffic)].into(),
     };
     harness.controller.record_load_balancer_traffic(session, &traffic_message, at(3));
     assert_eq!(harness.make_and_list_due_tables(at(3)).iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["api"]);
 }
 
 #[test]
-fn new_configuration_makes_no_other_table_due() {
+fn unrelated_configuration_change_makes_no_table_due() {
     let mut harness = Harness::new();
     harness.controller.poll_inputs(at(0), true);
     harness.make_and_list_due_tables(at(0));
@@ -203,7 +204,7 @@ fn reports_make_no_table_due_in_interval_mode() {
     assert_eq!(harness.controller.end_report_interval(at(200)).len(), 3);
 }
 
-/// All servers are polled in several steps, and reports wait for one step only.
+/// Asserts that all servers are polled in several steps, so that a report waits for at most one step.
 #[test]
 fn inputs_of_many_servers_are_polled_shard_by_shard() {
     let mut text = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n".to_owned();

@@ -17,15 +17,15 @@ use super::{Controller, NewTable, Now};
 use coreward_fleet::fleet::FleetService;
 
 impl Controller {
-    pub(super) fn make_table(&mut self, position: usize, now: Now) -> NewTable {
-        let pool = match self.services[position].take_cached_pool() {
-            Some(cached_pool) => self.refresh_pool(position, cached_pool, now),
+    pub(super) fn make_table(&mut self, service_position: usize, now: Now) -> NewTable {
+        let pool = match self.services[service_position].take_cached_pool() {
+            Some(cached_pool) => self.refresh_pool(service_position, cached_pool, now),
             None => {
-                self.update_eligibilities(position, now);
-                self.compute_pool(&self.services[position], now)
+                self.update_eligibilities(service_position, now);
+                self.compute_pool(&self.services[service_position], now)
             }
         };
-        let service = &mut self.services[position];
+        let service = &mut self.services[service_position];
         service.due_trigger = None;
         let pool = service.with_interval_inputs(pool);
         let table = service.make_table(&pool, now);
@@ -42,31 +42,38 @@ impl Controller {
         service.cached_pool().map_or_else(|| Cow::Owned(self.compute_pool(service, now)), Cow::Borrowed)
     }
 
-    /// Returns whether no pool is cached for the service at this position, or `None` if there is no such service.
-    pub fn needs_pool(&self, position: usize) -> Option<bool> {
-        Some(self.services.get(position)?.cached_pool().is_none())
+    /// Returns whether the service at `service_position` has no cached pool, or `None` if there is no such service.
+    pub fn needs_pool(&self, service_position: usize) -> Option<bool> {
+        Some(self.services.get(service_position)?.cached_pool().is_none())
     }
 
-    /// Appends the next servers by id, at most `count`, to `servers`. Returns whether `servers` is complete.
-    pub fn add_pool_servers(&self, position: usize, servers: &mut Vec<PoolServer>, count: usize, now: Now) -> bool {
-        let Some(service) = self.services.get(position) else { return true };
+    /// Appends the service's servers with the next higher ids, at most `max_count`, to `servers`. Returns whether
+    /// `servers` then contains all servers of the service.
+    pub fn add_pool_servers(
+        &self,
+        service_position: usize,
+        servers: &mut Vec<PoolServer>,
+        max_count: usize,
+        now: Now,
+    ) -> bool {
+        let Some(service) = self.services.get(service_position) else { return true };
         let lower_bound = servers.last().map_or(Bound::Unbounded, |last| Bound::Excluded(last.id));
-        let previous_count = servers.len();
-        let next_ids =
-            service.configuration().members.range((lower_bound, Bound::Unbounded)).map(|(id, _)| *id).take(count);
-        servers.extend(next_ids.map(|id| self.pool_server(service, id, now)));
-        servers.len() < previous_count + count
+        let previous_server_count = servers.len();
+        let next_server_ids =
+            service.configuration().members.range((lower_bound, Bound::Unbounded)).map(|(id, _)| *id).take(max_count);
+        servers.extend(next_server_ids.map(|id| self.pool_server(service, id, now)));
+        servers.len() < previous_server_count + max_count
     }
 
-    pub fn pool_of_servers(&self, position: usize, servers: Vec<PoolServer>, now: Now) -> Option<Pool> {
-        Some(self.with_common_inputs(self.services.get(position)?, Pool::new(servers, 1), now))
+    pub fn pool_of_servers(&self, service_position: usize, servers: Vec<PoolServer>, now: Now) -> Option<Pool> {
+        Some(self.with_common_inputs(self.services.get(service_position)?, Pool::new(servers, 1), now))
     }
 
     fn pool_servers(&self, service: &Service, now: Now) -> Vec<PoolServer> {
         service.configuration().members.keys().map(|id| self.pool_server(service, *id, now)).collect()
     }
 
-    /// Adds to the pool those inputs that do not belong to a single server.
+    /// Returns `pool` with those inputs of the table that do not belong to a single server.
     pub(super) fn with_common_inputs(&self, service: &Service, pool: Pool, now: Now) -> Pool {
         let fleet_service = service.configuration();
         let pool = pool.for_next_table(self.load_balancers.connected_count() as u32);
@@ -75,9 +82,9 @@ impl Controller {
         if places_each_datagram(fleet_service) { pool.counting_placements_as_requests() } else { pool }
     }
 
-    /// Returns the pool of the newest table after its changed servers have been read again.
-    fn refresh_pool(&self, position: usize, mut pool: Pool, now: Now) -> Pool {
-        let service = &self.services[position];
+    /// Returns `pool`, from which the newest table was made, after reading its changed servers again.
+    fn refresh_pool(&self, service_position: usize, mut pool: Pool, now: Now) -> Pool {
+        let service = &self.services[service_position];
         for id in service.dirty_servers() {
             if service.needs_refresh(id) {
                 pool.replace_server(self.pool_server(service, id, now));
@@ -88,12 +95,12 @@ impl Controller {
         self.with_common_inputs(service, pool, now)
     }
 
-    /// Updates for each server of the service whether and why it takes new connections.
-    fn update_eligibilities(&mut self, position: usize, now: Now) {
-        let fleet_service = self.services[position].configuration();
+    /// Updates whether each server of the service takes new connections, and the reason if it does not.
+    fn update_eligibilities(&mut self, service_position: usize, now: Now) {
+        let fleet_service = self.services[service_position].configuration();
         let eligibility_by_id = |id: &ServerId| (*id, self.eligibility(fleet_service, *id, now));
         let eligibilities = fleet_service.members.keys().map(eligibility_by_id).collect();
-        self.services[position].update_eligibilities(eligibilities, now);
+        self.services[service_position].update_eligibilities(eligibilities, now);
         self.racks.change_count += 1;
     }
 
@@ -111,8 +118,8 @@ impl Controller {
         }
     }
 
-    pub(super) fn takes_connections(&self, service: &Service, id: ServerId, now: Now) -> bool {
-        let takes_connections = service.takes_connections(id);
+    pub(super) fn takes_new_connections(&self, service: &Service, id: ServerId, now: Now) -> bool {
+        let takes_connections = service.takes_new_connections(id);
         takes_connections.unwrap_or_else(|| self.eligibility(service.configuration(), id, now) == Eligibility::Eligible)
     }
 
@@ -120,12 +127,12 @@ impl Controller {
         let (agent, server) = (self.agent(id), &self.fleet.servers[&id]);
         PoolServer {
             id,
-            is_eligible: self.takes_connections(service, id, now),
+            is_eligible: self.takes_new_connections(service, id, now),
             loads: agent
                 .and_then(|agent| direct_loads(agent, now))
                 .map(|loads| loads_for_service(service.configuration(), loads)),
             rss: agent.and_then(Agent::rss_config).cloned(),
-            open_connections: self.open_connections(id, agent),
+            open_connection_count: self.open_connection_count(id, agent),
             weight: server.weight,
             slow_start_fraction: self.share_fraction(service, id, now),
             capacity: server.capacity,
@@ -134,15 +141,15 @@ impl Controller {
         }
     }
 
-    /// Returns the number of open connections, which is the agent's last count plus the changes that load balancers
+    /// Returns the number of the server's open connections: the agent's last count plus the changes that load balancers
     /// have counted since. Load balancers count a retransmitted FIN twice, until the next report corrects it.
-    fn open_connections(&self, id: ServerId, agent: Option<&Agent>) -> u32 {
+    fn open_connection_count(&self, id: ServerId, agent: Option<&Agent>) -> u32 {
         let Some(report) = agent.and_then(|agent| agent.newest_report.as_ref()) else { return 0 };
         let traffic_at_report = agent.map(|agent| &agent.traffic_at_report);
         let increase_since_report = traffic_at_report.map_or(0, |earlier_totals| {
-            self.load_balancers.traffic_totals(id).connection_increase_since(earlier_totals)
+            self.load_balancers.traffic_totals(id).open_connection_increase_since(earlier_totals)
         });
-        u32::try_from((i64::from(report.open_connections) + increase_since_report).max(0)).unwrap_or(u32::MAX)
+        u32::try_from((i64::from(report.open_connection_count) + increase_since_report).max(0)).unwrap_or(u32::MAX)
     }
 }
 
@@ -163,7 +170,8 @@ fn loads_for_service(service: &FleetService, loads: &CoreLoads) -> ServerLoads {
     relayed_loads(places_each_datagram(service), loads)
 }
 
-/// Returns loads like [`loads_for_service`] for use by a rack. `places_each_datagram` replaces the service.
+/// Returns loads as [`loads_for_service`] does, for use by a rack. The only property of the service that matters is
+/// `places_each_datagram`.
 pub fn relayed_loads(places_each_datagram: bool, loads: &CoreLoads) -> ServerLoads {
     ServerLoads::Local(if places_each_datagram {
         vec![mean(loads).unwrap_or(0.0); loads.len()].into()

@@ -20,16 +20,17 @@ use coreward_fleet::records::FleetRecords;
 fn at(seconds: u64) -> Now {
     let monotonic = Duration::from_secs(seconds);
     let wall = Duration::from_secs(1_700_000_000) + monotonic;
-    Now { monotonic, wall, record: wall }
+    Now { monotonic, wall, record_time: wall }
 }
 
-/// Returns a fleet of servers s0, s1 ... with ids 0, 1 ... and keys `servers`, and one service with the keys `service`.
-fn fleet_config(servers: &[&str], service: &str) -> FleetConfig {
+/// Returns a fleet of servers s0, s1 ... with ids 0, 1 ... and the TOML keys `server_keys`, and one
+/// service with the keys `service_keys`.
+fn fleet_config(server_keys: &[&str], service_keys: &str) -> FleetConfig {
     let mut text = String::new();
-    for (n, keys) in servers.iter().enumerate() {
+    for (n, keys) in server_keys.iter().enumerate() {
         text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n{keys}\n", n + 1);
     }
-    text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{service}");
+    text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{service_keys}");
     FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
 }
 
@@ -39,16 +40,16 @@ struct Harness {
 }
 
 impl Harness {
-    fn new(servers: &[&str], service: &str) -> Self {
-        let config = fleet_config(servers, service);
+    fn new(server_keys: &[&str], service_keys: &str) -> Self {
+        let config = fleet_config(server_keys, service_keys);
         let mut records = FleetRecords::generate(at(0).wall, &mut seeded_rng(5, 0));
         records.apply_document(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
         Self { records, controller }
     }
 
-    fn configure(&mut self, servers: &[&str], service: &str, now: Now) {
-        let config = fleet_config(servers, service);
+    fn configure(&mut self, server_keys: &[&str], service_keys: &str, now: Now) {
+        let config = fleet_config(server_keys, service_keys);
         self.records.apply_document(&config, now.wall, &mut seeded_rng(7, 0)).unwrap();
         self.controller.configure(Fleet::new(&config, &self.records));
     }
@@ -58,19 +59,19 @@ impl Harness {
     }
 
     fn connect_agent(&mut self, server_number: usize, open_connections: u32, now: Now) -> Session {
-        let session = self.controller.register(&format!("s{server_number}"), "test", now).unwrap();
+        let session = self.controller.register_agent(&format!("s{server_number}"), "test", now).unwrap();
         self.send_report(&session, 1, open_connections, now);
         session
     }
 
     fn send_report(&mut self, session: &Session, sequence: u64, open_connections: u32, now: Now) {
-        let report = AgentReport { open_connections, ..plain_report(sequence, now, &[0; 2]) };
+        let report = AgentReport { open_connection_count: open_connections, ..plain_report(sequence, now, &[0; 2]) };
         self.controller.record_report(session, Ok(report), now).unwrap();
     }
 
-    fn open_connections(&self, now: Now) -> Vec<u32> {
+    fn open_connection_counts(&self, now: Now) -> Vec<u32> {
         let pool = self.controller.compute_pool(&self.controller.services[0], now);
-        pool.servers().iter().map(|server| server.open_connections).collect()
+        pool.servers().iter().map(|server| server.open_connection_count).collect()
     }
 }
 
@@ -78,7 +79,7 @@ fn id(number: u64) -> ServerId {
     number.try_into().unwrap()
 }
 
-fn traffic_message(counts: &[(u64, u64, u64)]) -> TrafficMessage {
+fn traffic_message(opened_and_closed_by_server: &[(u64, u64, u64)]) -> TrafficMessage {
     let to_server_traffic = |(server, opened_count, closed_count): &(u64, u64, u64)| {
         let server_traffic = ServerTraffic {
             opened_connection_count: *opened_count,
@@ -88,10 +89,10 @@ fn traffic_message(counts: &[(u64, u64, u64)]) -> TrafficMessage {
         };
         (id(*server), server_traffic)
     };
-    let opened_count = counts.iter().map(|(_, count, _)| count).sum();
+    let opened_count = opened_and_closed_by_server.iter().map(|(_, count, _)| count).sum();
     TrafficMessage {
-        opened_connections: [(ServiceIndex::FIRST, opened_count)].into(),
-        servers: counts.iter().map(to_server_traffic).collect(),
+        opened_connection_count_by_service: [(ServiceIndex::FIRST, opened_count)].into(),
+        traffic_by_server: opened_and_closed_by_server.iter().map(to_server_traffic).collect(),
     }
 }
 
@@ -104,7 +105,7 @@ fn bucket_counts_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
 }
 
 #[test]
-fn weights_divide_buckets_and_weight_0_gets_none() {
+fn servers_get_buckets_in_proportion_to_their_weights() {
     let mut harness = Harness::new(&["weight = 3", "", "weight = 0"], "policy = \"maglev\"\n");
     let table = harness.make_table(at(0));
     assert_eq!(bucket_counts_by_server(&table), BTreeMap::from([(0, 96), (1, 32)]));
@@ -145,7 +146,7 @@ fn new_server_has_a_slow_start_but_initial_servers_have_none() {
 }
 
 #[test]
-fn open_connections_are_reported_plus_new_ones() {
+fn open_connection_count_is_reported_count_plus_later_changes() {
     let mut harness = Harness::new(&["", ""], "policy = \"least\"\n");
     let lb1_session = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
     let lb2_session = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
@@ -157,7 +158,7 @@ fn open_connections_are_reported_plus_new_ones() {
     harness.controller.record_load_balancer_traffic(lb2_session, &traffic_message(&[(0, 10, 0)]), at(0));
     let session = harness.connect_agent(0, 100, at(1));
     harness.connect_agent(1, 7, at(1));
-    assert_eq!(harness.open_connections(at(1)), [100, 7]);
+    assert_eq!(harness.open_connection_counts(at(1)), [100, 7]);
     harness.controller.record_load_balancer_traffic(
         lb1_session,
         &traffic_message(&[(0, 1030, 910), (1, 500, 520)]),
@@ -165,9 +166,9 @@ fn open_connections_are_reported_plus_new_ones() {
     );
     harness.controller.record_load_balancer_traffic(lb2_session, &traffic_message(&[(0, 15, 0)]), at(2));
     // More connections were closed than were open, because of a retransmitted FIN.
-    assert_eq!(harness.open_connections(at(2)), [125, 0]);
+    assert_eq!(harness.open_connection_counts(at(2)), [125, 0]);
     harness.send_report(&session, 2, 124, at(3));
-    assert_eq!(harness.open_connections(at(3)), [124, 0]);
+    assert_eq!(harness.open_connection_counts(at(3)), [124, 0]);
     // Both load balancers report rates of 30 and 5 connections in two seconds, with ten packets each.
     let pool = harness.controller.compute_pool(&harness.controller.services[0], at(3));
     assert_eq!(pool.servers()[0].traffic.unwrap().packets_per_second, 175.0);
@@ -205,7 +206,7 @@ fn packet_placement_uses_the_mean_load_of_cores() {
     let core_loads_in_table = |service: &str| {
         let mut harness = Harness::new(&["", ""], &format!("policy = \"crossrss\"\n{service}"));
         for (n, busy_ns) in [unequal_busy_ns, [60_000_000; 2]].iter().enumerate() {
-            let session = harness.controller.register(&format!("s{n}"), "test", at(0)).unwrap();
+            let session = harness.controller.register_agent(&format!("s{n}"), "test", at(0)).unwrap();
             harness.controller.record_report(&session, Ok(plain_report(1, at(0), &[0; 2])), at(0)).unwrap();
             harness.controller.record_report(&session, Ok(plain_report(2, at(1), busy_ns)), at(1)).unwrap();
         }
@@ -252,7 +253,7 @@ fn previous_servers_of_buckets_are_sent_to_agents() {
 }
 
 #[test]
-fn silent_load_balancers_are_lost() {
+fn silent_load_balancers_count_as_lost() {
     let mut harness = Harness::new(&[""], "");
     let session = harness.controller.register_load_balancer("lb1", at(10)).unwrap();
     let rejection = harness.controller.register_load_balancer("lb1", at(12)).unwrap_err();
@@ -265,7 +266,7 @@ fn silent_load_balancers_are_lost() {
     assert!(!harness.controller.load_balancers.disconnect(session, at(20)), "it is another's by now");
     assert!(harness.controller.load_balancers.disconnect(newer_session, at(21)));
     let is_alive = |harness: &Harness, now: Duration| {
-        !harness.controller.live_load_balancers(Now { monotonic: now, wall: now, record: now }).is_empty()
+        !harness.controller.live_load_balancers(Now { monotonic: now, wall: now, record_time: now }).is_empty()
     };
     let session_end_time = Duration::from_secs(21);
     assert!(
@@ -289,8 +290,8 @@ fn silent_load_balancers_are_lost() {
     assert_eq!((controller.live_load_balancers(at(4)).len(), controller.live_load_balancers(at(5)).len()), (1, 0));
 }
 
-/// Servers with LB-side stamping need no agents. Without any agent, there is a table, and all load balancers have the
-/// same time key over any rotation. No rotation waits for servers that do not stamp.
+/// Asserts that servers with LB-side stamping need no agents. Without any agent, there is a table, and all load
+/// balancers have the same time key over any rotation. No rotation waits for servers that do not stamp.
 #[test]
 fn servers_with_lb_stamping_need_no_agent() {
     let mut harness = Harness::new(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n");

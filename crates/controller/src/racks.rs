@@ -10,7 +10,7 @@ use std::time::Duration;
 use coreward_api::types::Rack as RackStatus;
 use coreward_model::ServerId;
 use coreward_model::policy::RackSummary;
-use coreward_wire::rack::parse_summary;
+use coreward_wire::rack::parse_rack_summary;
 use coreward_wire::{
     LOAD_BALANCER_TIMEOUT, RackConfiguration, RackMember, RackServer, RackService, ServiceIndex, WireError, v1,
 };
@@ -20,22 +20,23 @@ use super::rejection::Rejection;
 use super::service::Service;
 use super::{Controller, Now, Session};
 
-/// Maximum rate of full reports from all agents behind racks, a tenth of what a controller without racks can process.
+/// Maximum rate of full reports from all agents behind racks. It is a tenth of what a controller without racks can
+/// process.
 const MAX_FULL_REPORTS_PER_SECOND: usize = 2_000;
 
-/// Number of report intervals after which a rack's summaries expire, which is the default for agents' reports.
+/// Number of report intervals after which a rack's summaries expire. Agents' reports have the same default.
 const SUMMARY_VALIDITY_INTERVALS: u32 = 3;
 
-/// Racks that are connected, and the valid summaries of disconnected ones.
+/// Connected racks, and disconnected racks whose summaries are still valid.
 #[derive(Debug, Default)]
 pub struct Racks {
     by_name: BTreeMap<String, Rack>,
     last_session_number: u64,
-    /// Number of changes that may affect the configurations of all racks.
+    /// Number of changes so far that may affect the configurations of all racks.
     pub change_count: u64,
 }
 
-/// Version of one rack's configuration, by which changes are detected.
+/// Version of one rack's configuration. The configuration is sent again when its version has changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RackConfigVersion {
     all_racks_version: u64,
@@ -51,8 +52,8 @@ struct Rack {
     /// Time of the rack's last message, since the controller's start.
     last_message_at: Duration,
     sessions_by_stream: BTreeMap<u64, Session>,
-    /// Number of changes of this rack's agents. If all racks shared one number, every change would be sent to all
-    /// racks. With hundreds of racks, that would take a quarter of a CPU.
+    /// Number of changes of this rack's agents so far. If all racks shared one number, every change would be sent to
+    /// all racks. With hundreds of racks, that would take a quarter of a CPU.
     agent_change_count: u64,
     summaries_by_service: BTreeMap<ServiceIndex, ReceivedSummary>,
 }
@@ -118,13 +119,13 @@ impl Racks {
             .map(|relayed| &relayed.summary)
     }
 
-    /// Returns the servers that are in any valid summary.
+    /// Returns the servers that at least one valid summary contains.
     pub fn summarized_servers(&self, now: Now) -> HashSet<ServerId> {
         let valid_summaries = self.by_name.values().flat_map(|rack| rack.valid_summaries(now));
         valid_summaries.flat_map(|summary| &summary.servers).map(|server| server.id).collect()
     }
 
-    pub fn is_relayed_by_id(&self, service: ServiceIndex, now: Now) -> Vec<bool> {
+    pub fn relay_flags_by_server_id(&self, service: ServiceIndex, now: Now) -> Vec<bool> {
         let mut is_relayed_by_id = Vec::new();
         for server in self.valid_summaries_of_service(service, now).flat_map(|summary| &summary.servers) {
             let id = usize::from(server.id.get());
@@ -156,7 +157,8 @@ impl Racks {
         }
     }
 
-    /// Returns the interval between full reports of an agent at which all agents together keep within the rate limit.
+    /// Returns the interval between an agent's full reports at which the reports of all agents keep within the rate
+    /// limit.
     fn detail_interval(&self) -> Duration {
         let agent_count: usize = self.by_name.values().map(|rack| rack.sessions_by_stream.len()).sum();
         Duration::from_secs((agent_count / MAX_FULL_REPORTS_PER_SECOND) as u64)
@@ -164,12 +166,12 @@ impl Racks {
 }
 
 impl Controller {
-    pub(super) fn rack_status(&self, now: Now) -> Vec<RackStatus> {
+    pub(super) fn rack_statuses(&self, now: Now) -> Vec<RackStatus> {
         let mut connected_racks = self.racks.by_name.iter().filter(|(_, rack)| rack.session.is_some()).peekable();
         if connected_racks.peek().is_none() {
             return Vec::new();
         }
-        let permitted_servers = self.fleet.rack_server_counts();
+        let permitted_server_counts = self.fleet.rack_server_counts();
         let status_of_rack = |(name, rack): (&String, &Rack)| {
             let mut server_names: Vec<String> =
                 rack.sessions_by_stream.values().map(|session| session.server().to_owned()).collect();
@@ -180,20 +182,21 @@ impl Controller {
                 version: rack.version.clone(),
                 age_ms: now.monotonic.saturating_sub(rack.last_message_at).as_millis() as u32,
                 servers: server_names,
-                permitted_servers: permitted_servers.server_count(name),
+                permitted_servers: permitted_server_counts.server_count(name),
             }
         };
         connected_racks.map(status_of_rack).collect()
     }
 
-    /// Fails if the fleet document does not allow a rack with this name.
+    /// Checks that the fleet document allows a rack with this name. Fails if it does not.
     fn require_allowed_rack(&self, name: &str) -> Result<(), Rejection> {
         let is_allowed = self.fleet.allowed_racks.as_ref().is_none_or(|racks| racks.contains(name));
         if is_allowed { Ok(()) } else { Err(Rejection::UnknownRack(name.to_owned())) }
     }
 
-    /// Fails if the agent may not report for the server through its rack. A direct agent proves its identity by its
-    /// certificate. A rack has authenticated its agents, so the fleet document limits the servers that it may report.
+    /// Checks that the agent may report for the server through its rack. Fails if it may not. An agent without a rack
+    /// proves its identity by its certificate. A rack authenticates its agents itself, so the fleet document limits the
+    /// servers for which it may report.
     pub(super) fn require_allowed_relay(&self, id: ServerId, relay: Option<&RackRelay>) -> Result<(), Rejection> {
         let Some(RackRelay { rack_name: name, .. }) =
             relay.filter(|relay| !self.fleet.may_connect_through_rack(id, &relay.rack_name))
@@ -211,8 +214,8 @@ impl Controller {
     /// Registers a rack and returns its session. Fails if a rack with this name is connected and has reported recently,
     /// or if the fleet document does not list the rack.
     pub fn register_rack(&mut self, name: &str, version: &str, now: Now) -> Result<u64, Rejection> {
-        let rack_check = self.require_allowed_rack(name);
-        self.count_rejection(rack_check)?;
+        let rack_check_result = self.require_allowed_rack(name);
+        self.count_rejection(rack_check_result)?;
         let racks = &mut self.racks;
         if let Some(connected_rack) = racks.by_name.get(name).filter(|rack| rack.session.is_some()) {
             let since_last_message = now.monotonic.saturating_sub(connected_rack.last_message_at);
@@ -260,12 +263,12 @@ impl Controller {
         now: Now,
     ) -> Result<(), SummaryRejection> {
         let Some((_, rack)) = self.racks.connected_rack(session) else { return Ok(()) };
-        let mut own_servers: Vec<ServerId> = self.agent_streams(rack).map(|(_, id)| id).collect();
-        own_servers.sort_unstable();
+        let mut rack_servers: Vec<ServerId> = self.agent_streams(rack).map(|(_, id)| id).collect();
+        rack_servers.sort_unstable();
         let mut new_summaries = BTreeMap::new();
         for message in messages {
-            let (service, mut summary) = parse_summary(message)?;
-            // The rack does not know yet that this service has left the fleet.
+            let (service, mut summary) = parse_rack_summary(message)?;
+            // The rack has not yet received the configuration without this service.
             if !self.positions_by_index.contains_key(&service) {
                 continue;
             }
@@ -273,7 +276,7 @@ impl Controller {
                 list.key = self.rss_keys.intern(list.key.clone());
             }
             if let Some(foreign_server) =
-                summary.servers.iter().find(|server| own_servers.binary_search(&server.id).is_err())
+                summary.servers.iter().find(|server| rack_servers.binary_search(&server.id).is_err())
             {
                 return Err(SummaryRejection::ForeignServer(foreign_server.id));
             }
@@ -322,7 +325,8 @@ impl Controller {
         }))
     }
 
-    /// Returns the stream and the server of each agent in a rack, except servers that have a newer agent elsewhere.
+    /// Returns the stream number and the server of each agent in a rack, except servers that have a newer agent
+    /// elsewhere.
     fn agent_streams<'a>(&'a self, rack: &'a Rack) -> impl Iterator<Item = (u64, ServerId)> + 'a {
         rack.sessions_by_stream.iter().filter_map(|(stream, session)| {
             let id = self.fleet.server_id(session.server())?;
@@ -334,13 +338,13 @@ impl Controller {
         let fleet_service = service.configuration();
         let rack_member = |server: &RackServer| RackMember {
             id: server.id,
-            is_eligible: self.takes_connections(service, server.id, now),
+            is_eligible: self.takes_new_connections(service, server.id, now),
             has_full_share: service.slow_start_fraction(server.id, now) >= 1.0
                 && !self.share_limiter.is_limited(server.id),
         };
         RackService {
             index: fleet_service.index,
-            policy: fleet_service.policy.to_owned(),
+            policy_name: fleet_service.policy.to_owned(),
             bucket_count: fleet_service.buckets,
             places_each_datagram: places_each_datagram(fleet_service),
             members: servers

@@ -17,7 +17,7 @@ const START_TIME: Duration = Duration::from_secs(1_700_000_000);
 
 fn at(milliseconds: u64) -> Now {
     let monotonic = Duration::from_millis(milliseconds);
-    Now { monotonic, wall: START_TIME + monotonic, record: START_TIME + monotonic }
+    Now { monotonic, wall: START_TIME + monotonic, record_time: START_TIME + monotonic }
 }
 
 struct Harness {
@@ -26,18 +26,18 @@ struct Harness {
 }
 
 impl Harness {
-    /// Creates a harness with the document's keys (`fleet`), and one server for each line in `servers`.
-    fn new(fleet: &str, servers: &[&str]) -> Self {
+    /// Returns a harness whose fleet document has the TOML keys `fleet_keys`, and one server for each of `server_keys`.
+    fn new(fleet_keys: &str, server_keys: &[&str]) -> Self {
         let records = FleetRecords::generate(START_TIME, &mut seeded_rng(5, 0));
         let empty_config = FleetConfig::parse_stored(&Source::from_text("fleet.toml", "")).unwrap();
         let mut harness = Self { controller: Controller::new(Fleet::new(&empty_config, &records)), records };
-        harness.configure(fleet, servers);
+        harness.configure(fleet_keys, server_keys);
         harness
     }
 
-    fn configure(&mut self, fleet: &str, servers: &[&str]) {
-        let mut text = format!("{fleet}\n");
-        for (n, line) in servers.iter().enumerate().filter(|(_, line)| **line != "gone") {
+    fn configure(&mut self, fleet_keys: &str, server_keys: &[&str]) {
+        let mut text = format!("{fleet_keys}\n");
+        for (n, line) in server_keys.iter().enumerate().filter(|(_, line)| **line != "gone") {
             text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n{line}\n", n + 1);
         }
         text += "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
@@ -55,15 +55,15 @@ impl Harness {
         rack_session: u64,
         name: &str,
         server: &str,
-        stream: u64,
+        stream_number: u64,
     ) -> Result<Session, Rejection> {
-        let rack_relay = RackRelay { rack_session, rack_name: name.into(), stream_number: stream };
-        self.controller.register_with_relay(server, "test", Some(rack_relay), at(0))
+        let rack_relay = RackRelay { rack_session, rack_name: name.into(), stream_number };
+        self.controller.register_agent_with_relay(server, "test", Some(rack_relay), at(0))
     }
 
     /// Returns the stream numbers and server ids in the rack's configuration.
-    fn configured_streams(&self, rack: u64) -> Vec<(u64, u16)> {
-        let configuration = self.controller.rack_configuration(rack, at(0)).unwrap().unwrap();
+    fn configured_streams(&self, rack_session: u64) -> Vec<(u64, u16)> {
+        let configuration = self.controller.rack_configuration(rack_session, at(0)).unwrap().unwrap();
         configuration.servers.iter().map(|server| (server.stream_number, server.id.get())).collect()
     }
 }
@@ -97,7 +97,7 @@ fn rack_reports_only_for_servers_that_name_it() {
     assert_eq!(harness.connect_agent_through_rack(first, "r1", "s1", 1), Err(foreign_rack_rejection("s1", "r1", &[])));
     harness.connect_agent_through_rack(first, "r1", "s0", 2).unwrap();
     harness.connect_agent_through_rack(second, "r2", "s2", 2).unwrap();
-    harness.controller.register("s1", "test", at(0)).unwrap();
+    harness.controller.register_agent("s1", "test", at(0)).unwrap();
     assert_eq!((harness.configured_streams(first), harness.configured_streams(second)), (vec![(2, 0)], vec![(2, 2)]));
     let status = harness.controller.status(at(0));
     let permitted_server_counts: Vec<u32> = status.racks.iter().map(|rack| rack.permitted_servers).collect();
@@ -125,7 +125,7 @@ fn new_document_disconnects_forbidden_peers() {
 }
 
 #[test]
-fn rack_assignment_of_a_departed_server_still_holds() {
+fn departed_server_keeps_its_rack_assignment() {
     let mut harness = Harness::new("", &["racks = [\"r1\"]", ""]);
     harness.configure("", &["gone", ""]);
     let rack_session = harness.register_rack("r2");
@@ -148,7 +148,7 @@ fn agent_that_reconnects_through_another_rack_leaves_the_old_rack() {
     let config_versions =
         |harness: &Harness| [first_rack, second_rack].map(|rack| harness.controller.rack_config_version(rack));
     let (later_time, versions_before) = (at(10_000), config_versions(&harness));
-    harness.controller.register("s0", "test", later_time).unwrap();
+    harness.controller.register_agent("s0", "test", later_time).unwrap();
     assert_ne!(config_versions(&harness)[0], versions_before[0], "the rack gets an update");
     assert_eq!(config_versions(&harness)[1], versions_before[1], "the other one is not");
     assert_eq!(harness.configured_streams(first_rack), [(2, 1)]);
@@ -158,15 +158,15 @@ fn agent_that_reconnects_through_another_rack_leaves_the_old_rack() {
 #[test]
 fn rejections_name_the_required_role() {
     let message = foreign_rack_rejection("s0", "r3", &["r1", "r2"]).to_string();
-    let expected = "rack \"r3\" may not report for server \"s0\": expected rack \"r1\", rack \"r2\", or its agent \
+    let expected_message = "rack \"r3\" may not report for server \"s0\": expected rack \"r1\", rack \"r2\", or its agent \
                     itself (`racks` in the fleet's document)";
-    assert_eq!(message, expected);
+    assert_eq!(message, expected_message);
     let message = foreign_rack_rejection("s0", "r3", &[]).to_string();
     assert!(message.contains("server \"s0\": expected its agent itself"), "{message}");
 }
 
 #[test]
-fn summaries_are_accepted_per_service() {
+fn rack_summaries_are_accepted_per_service() {
     let mut harness = Harness::new("", &["", ""]);
     let rack_session = harness.register_rack("r1");
     harness.connect_agent_through_rack(rack_session, "r1", "s0", 1).unwrap();

@@ -10,13 +10,13 @@ use super::token_bucket::Quota;
 /// Maximum time by which a report may be ahead of the controller's wall clock without a warning, the worst case of NTP.
 pub const MAX_CLOCK_LEAD: Duration = Duration::from_secs(1);
 
-/// Rate limit of registrations under one name, because a daemon may restart again and again.
-pub const REGISTRATION_QUOTA: Quota = Quota { interval: Duration::from_secs(1), burst: 30 };
+/// Rate limit of registrations under one name, because a failing daemon may restart repeatedly.
+pub const REGISTRATION_QUOTA: Quota = Quota { token_interval: Duration::from_secs(1), burst: 30 };
 /// Maximum number of reports that may arrive together after an interruption of the network.
 pub const REPORT_BURST: u32 = 64;
 pub const MAX_LOAD_BALANCERS: usize = 1024;
 
-/// Reason why a report or a registration is rejected. Components that are already running continue.
+/// Reason why the controller rejects a report or a registration. Components that are already running continue.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Rejection {
     #[error("server {0:?} is not known: expected the name of a [[server]] in the fleet's file")]
@@ -85,7 +85,7 @@ pub enum Rejection {
 }
 
 impl Rejection {
-    /// All results of [`Rejection::reason`], which are names of counters in `coreward status`.
+    /// All results of [`Rejection::counter_name`], which are names of counters in `coreward status`.
     pub const COUNTER_NAMES: [&'static str; 18] = [
         "unknown_server",
         "duplicate_session",

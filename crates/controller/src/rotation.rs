@@ -68,8 +68,8 @@ impl KeyStep {
 }
 
 impl Controller {
-    /// Returns the step that is due without a command. It is the switch once all peers have the next key, or the
-    /// beginning of a scheduled rotation. The error is the reason why the scheduled rotation cannot begin.
+    /// Returns the rotation step that is due without an operator's command: the switch once all peers have the next
+    /// key, or the first step of a scheduled rotation. The error is the reason why the scheduled rotation cannot begin.
     pub fn due_key_step(&self, now: Now) -> Result<Option<KeyStep>, RotationError> {
         let key_ring = &self.fleet.key_ring;
         match key_ring.phase {
@@ -77,8 +77,8 @@ impl Controller {
                 Ok(self.unconfirmed_peers(is_forced, now).is_empty().then_some(KeyStep::Switch))
             }
             KeyPhase::Steady => {
-                let key_age = now.record.saturating_sub(key_ring.current_since);
-                let is_rotation_due = self.fleet.key_rotation.is_some_and(|interval| key_age >= interval);
+                let key_age = now.record_time.saturating_sub(key_ring.current_key_since);
+                let is_rotation_due = self.fleet.key_rotation_interval.is_some_and(|interval| key_age >= interval);
                 if is_rotation_due { self.announcement_step(false, now).map(Some) } else { Ok(None) }
             }
         }
@@ -104,10 +104,10 @@ impl Controller {
 
     fn announcement_step(&self, is_forced: bool, now: Now) -> Result<KeyStep, RotationError> {
         let key_ring = &self.fleet.key_ring;
-        let key_age = now.record.saturating_sub(key_ring.current_since);
-        let required_age = self.fleet.max_connection_lifetime;
-        if key_age < required_age && !is_forced {
-            return Err(RotationError::KeyTooYoung { age: key_age, expected: required_age });
+        let key_age = now.record_time.saturating_sub(key_ring.current_key_since);
+        let required_key_age = self.fleet.max_connection_lifetime;
+        if key_age < required_key_age && !is_forced {
+            return Err(RotationError::KeyTooYoung { age: key_age, expected: required_key_age });
         }
         let unconfirmed_peers = self.unconfirmed_peers(is_forced, now);
         if unconfirmed_peers.is_empty() {
@@ -119,16 +119,16 @@ impl Controller {
 
     /// Returns the peers that have not confirmed the present keys. Load balancers on record come first, followed by
     /// agents of servers that stamp cookies.
-    fn unconfirmed_peers(&self, connected_only: bool, now: Now) -> Vec<String> {
-        let unconfirmed_agent = |(id, server)| self.unconfirmed_agent(id, server, connected_only, now);
+    fn unconfirmed_peers(&self, ignores_disconnected_peers: bool, now: Now) -> Vec<String> {
+        let unconfirmed_agent = |(id, server)| self.unconfirmed_agent(id, server, ignores_disconnected_peers, now);
         let unconfirmed_agents = self.servers_after(None).filter_map(unconfirmed_agent);
-        self.unconfirmed_load_balancers(connected_only, now).chain(unconfirmed_agents).collect()
+        self.unconfirmed_load_balancers(ignores_disconnected_peers, now).chain(unconfirmed_agents).collect()
     }
 
-    fn unconfirmed_load_balancers(&self, connected_only: bool, now: Now) -> impl Iterator<Item = String> {
+    fn unconfirmed_load_balancers(&self, ignores_disconnected_peers: bool, now: Now) -> impl Iterator<Item = String> {
         let key_generation = self.fleet.key_ring.generation;
         let is_waited_for = move |balancer: &LoadBalancer| {
-            balancer.confirmed_generation < key_generation && (balancer.is_alive(now) || !connected_only)
+            balancer.confirmed_generation < key_generation && (balancer.is_alive(now) || !ignores_disconnected_peers)
         };
         let unconfirmed_balancers = self.load_balancers.iter().filter(move |(_, balancer)| is_waited_for(balancer));
         unconfirmed_balancers.map(|(name, _)| format!("load balancer {name}"))
@@ -137,7 +137,13 @@ impl Controller {
     /// Returns a description of the server's agent if it has not confirmed the keys. After the controller's start,
     /// every agent counts as connected. If the server has left, it may be switched off, so its agent counts only if
     /// connected.
-    fn unconfirmed_agent(&self, id: ServerId, server: &FleetServer, connected_only: bool, now: Now) -> Option<String> {
+    fn unconfirmed_agent(
+        &self,
+        id: ServerId,
+        server: &FleetServer,
+        ignores_disconnected_peers: bool,
+        now: Now,
+    ) -> Option<String> {
         let agent = self.agent(id);
         if agent.map_or(0, |agent| agent.confirmed_generation) >= self.fleet.key_ring.generation
             || !self.fleet.is_stamping_server(id)
@@ -146,22 +152,22 @@ impl Controller {
         }
         let is_starting = now.monotonic < START_GRACE_PERIOD;
         let is_connected = agent.is_some_and(|agent| agent.session.is_some()) || is_starting;
-        let is_waited_for = is_connected || !(connected_only || server.admin_state == AdminState::Left);
+        let is_waited_for = is_connected || !(ignores_disconnected_peers || server.admin_state == AdminState::Left);
         is_waited_for.then(|| format!("the agent of {}", server.name))
     }
 
-    /// Returns the time since which the present key has been used, by the wall clock (s since 1970), for display.
+    /// Returns the wall-clock time (s since 1970) at which the present key came into use, for display.
     fn key_start_unix_s(&self, now: Now) -> u64 {
-        let key_age = now.record.saturating_sub(self.fleet.key_ring.current_since);
+        let key_age = now.record_time.saturating_sub(self.fleet.key_ring.current_key_since);
         now.wall.saturating_sub(key_age).as_secs()
     }
 
-    /// Returns the state of the keys. Its `waiting_for` lists only load balancers, while
-    /// [`Controller::agent_delaying_keys`] returns agents.
+    /// Returns the state of the keys. Its `waiting_for` lists only load balancers. [`Controller::agent_delaying_keys`]
+    /// returns the agents that are waited for.
     pub fn keys_summary(&self, now: Now) -> Keys {
         let key_ring = &self.fleet.key_ring;
         Keys {
-            current: key_ring.keys.current.get() as u32,
+            current: key_ring.keys.current_key_index.get() as u32,
             current_since_unix_s: self.key_start_unix_s(now),
             phase: match key_ring.phase {
                 KeyPhase::Steady => ShownPhase::Steady,
@@ -170,7 +176,7 @@ impl Controller {
             generation: key_ring.generation,
             waiting_for: self.unconfirmed_load_balancers(self.is_announcement_forced(), now).collect(),
             shortest_life_s: self.fleet.max_connection_lifetime.as_secs(),
-            rotation_interval_s: self.fleet.key_rotation.map_or(0, |interval| interval.as_secs()),
+            rotation_interval_s: self.fleet.key_rotation_interval.map_or(0, |interval| interval.as_secs()),
         }
     }
 

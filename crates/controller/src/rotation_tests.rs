@@ -1,5 +1,5 @@
 //! Tests in virtual time of the order in which a key rotation is rolled out. Load balancers, agents and the controller
-//! come, go and are late in any order. No server ever stamps with a key that some load balancer lacks.
+//! connect, disconnect and are late in any order. No server ever stamps with a key that some load balancer lacks.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -22,16 +22,16 @@ use coreward_fleet::records::FleetRecords;
 const SERVER_COUNT: usize = 3;
 const MAX_CONNECTION_LIFETIME: Duration = Duration::from_secs(1000);
 
-fn fleet_config(additional_keys: &str, service: &str) -> FleetConfig {
-    let mut text = format!("max_connection_lifetime = \"1000s\"\n{additional_keys}");
+fn fleet_config(additional_toml: &str, service_toml: &str) -> FleetConfig {
+    let mut text = format!("max_connection_lifetime = \"1000s\"\n{additional_toml}");
     for n in 0..SERVER_COUNT {
         text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n", n + 1);
     }
-    text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{service}");
+    text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{service_toml}");
     FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
 }
 
-/// A load balancer or agent. The state of its data plane outlives its stream.
+/// Load balancer or agent. The state of its data plane outlives its stream to the controller.
 struct Peer<S> {
     keys_in_force: Option<FleetCookieKeys>,
     stream: Option<Stream<S>>,
@@ -72,7 +72,7 @@ struct Harness {
     now: Duration,
     load_balancers: Vec<Peer<u64>>,
     agents: Vec<Peer<Session>>,
-    sequence: u64,
+    report_sequence: u64,
     rotation_count: u64,
 }
 
@@ -90,13 +90,13 @@ impl Harness {
             now: Duration::ZERO,
             load_balancers,
             agents,
-            sequence: 0,
+            report_sequence: 0,
             rotation_count: 0,
         }
     }
 
     fn now(&self) -> Now {
-        Now { monotonic: self.now, wall: self.now, record: self.now }
+        Now { monotonic: self.now, wall: self.now, record_time: self.now }
     }
 
     fn newest_keys(&self) -> (u64, FleetCookieKeys) {
@@ -151,7 +151,7 @@ impl Harness {
         if self.agents[n].stream.is_some() {
             return;
         }
-        let session = self.controller.register(&format!("s{n}"), "test", self.now()).unwrap();
+        let session = self.controller.register_agent(&format!("s{n}"), "test", self.now()).unwrap();
         let undelivered_configurations = VecDeque::from([self.newest_keys()]);
         self.agents[n].stream = Some(Stream { session, undelivered_configurations, confirmed_generation: 0 });
     }
@@ -164,7 +164,7 @@ impl Harness {
 
     fn confirm_all_configurations(&mut self) {
         self.now += Duration::from_millis(100);
-        self.sequence += 1;
+        self.report_sequence += 1;
         let now = self.now();
         for balancer in &self.load_balancers {
             if let Some(stream) = &balancer.stream {
@@ -177,13 +177,13 @@ impl Harness {
         }
         for agent in &self.agents {
             if let Some(stream) = &agent.stream {
-                let report = report_with_generation(self.sequence, now, stream.confirmed_generation);
+                let report = report_with_generation(self.report_sequence, now, stream.confirmed_generation);
                 self.controller.record_report(&stream.session, Ok(report), now).unwrap();
             }
         }
     }
 
-    /// Replaces the controller by a new one with the same records, and without connections.
+    /// Replaces the controller by a new one with the same records, and disconnects all peers.
     fn restart_controller(&mut self) {
         (0..self.load_balancers.len()).for_each(|n| self.disconnect_balancer(n));
         (0..SERVER_COUNT).for_each(|n| self.disconnect_agent(n));
@@ -208,8 +208,9 @@ impl Harness {
 
     /// Returns whether every load balancer that was ever configured has each key that a server stamps with.
     fn are_all_stamps_readable(&self) -> bool {
-        let stamping_slots = self.agents.iter().filter_map(|agent| agent.keys_in_force).map(|keys| keys.current.get());
-        let stamping_keys = self.agents.iter().filter_map(|agent| agent.keys_in_force).zip(stamping_slots);
+        let stamping_key_slots =
+            self.agents.iter().filter_map(|agent| agent.keys_in_force).map(|keys| keys.current_key_index.get());
+        let stamping_keys = self.agents.iter().filter_map(|agent| agent.keys_in_force).zip(stamping_key_slots);
         let has_key = |balancer: &Peer<u64>, slot: usize, keys: &FleetCookieKeys| {
             balancer.keys_in_force.is_none_or(|balancer_keys| balancer_keys.keys[slot] == keys.keys[slot])
         };
@@ -251,17 +252,18 @@ fn report_with_generation(sequence: u64, now: Now, configuration_generation: u64
     AgentReport { time_to_live, configuration_generation, ..plain_report(sequence, now, &[0]) }
 }
 
-/// Returns a harness in which all peers are connected and have confirmed, and the key is old enough to rotate.
-fn settled_harness(additional_keys: &str, service: &str) -> Harness {
-    let mut harness = Harness::new(fleet_config(additional_keys, service));
+/// Returns a harness in which all peers are connected and have confirmed the configuration, and the key is old enough
+/// to rotate.
+fn settled_harness(additional_toml: &str, service_toml: &str) -> Harness {
+    let mut harness = Harness::new(fleet_config(additional_toml, service_toml));
     harness.deliver_and_confirm_all_configurations();
     harness.now += MAX_CONNECTION_LIFETIME;
     harness
 }
 
 /// Returns a settled harness after a first rotation, because a fleet's first keys need no confirmation.
-fn harness_after_rotation(additional_keys: &str) -> Harness {
-    let mut harness = settled_harness(additional_keys, "");
+fn harness_after_rotation(additional_toml: &str) -> Harness {
+    let mut harness = settled_harness(additional_toml, "");
     harness.take_key_step(KeyStep::Announce { is_forced: false });
     harness.deliver_and_confirm_all_configurations();
     harness.take_key_step(KeyStep::Switch);
@@ -297,30 +299,33 @@ proptest! {
 }
 
 #[test]
-fn rotation_has_two_phases_and_changes_the_stamping_key() {
+fn key_rotation_has_two_phases_and_changes_the_stamping_key() {
     let mut harness = settled_harness("", "");
-    let first_ring = harness.records.key_ring.clone();
+    let first_key_ring = harness.records.key_ring.clone();
     let key_step = harness.controller.requested_key_step(false, harness.now()).unwrap();
     assert_eq!(key_step, KeyStep::Announce { is_forced: false });
     harness.take_key_step(key_step);
-    let announced_ring = harness.records.key_ring.clone();
-    assert_eq!(announced_ring.keys.keys[0], first_ring.keys.keys[0]);
-    assert_ne!(announced_ring.keys.keys[1], first_ring.keys.keys[1]);
-    assert_eq!(announced_ring.keys.current, first_ring.keys.current);
+    let announced_key_ring = harness.records.key_ring.clone();
+    assert_eq!(announced_key_ring.keys.keys[0], first_key_ring.keys.keys[0]);
+    assert_ne!(announced_key_ring.keys.keys[1], first_key_ring.keys.keys[1]);
+    assert_eq!(announced_key_ring.keys.current_key_index, first_key_ring.keys.current_key_index);
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None), "no daemon has confirmed it");
     let keys_status = harness.controller.keys(harness.now());
     assert_eq!((keys_status.phase, keys_status.waiting_for.len()), (ShownPhase::Announced, 2 + SERVER_COUNT));
     harness.deliver_and_confirm_all_configurations();
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(Some(KeyStep::Switch)));
     harness.take_key_step(KeyStep::Switch);
-    let switched_ring = harness.records.key_ring.clone();
-    assert_eq!((switched_ring.keys.keys, switched_ring.keys.current.get()), (announced_ring.keys.keys, 1));
+    let switched_key_ring = harness.records.key_ring.clone();
+    assert_eq!(
+        (switched_key_ring.keys.keys, switched_key_ring.keys.current_key_index.get()),
+        (announced_key_ring.keys.keys, 1)
+    );
     assert_eq!(harness.controller.keys(harness.now()).phase, ShownPhase::Steady);
     assert!(harness.are_all_stamps_readable());
 }
 
 #[test]
-fn rotation_survives_a_restart_in_both_phases() {
+fn key_rotation_survives_a_restart_in_both_phases() {
     let mut harness = settled_harness("", "");
     harness.take_key_step(KeyStep::Announce { is_forced: false });
     let announced_keys = harness.records.key_ring.keys;
@@ -328,7 +333,7 @@ fn rotation_survives_a_restart_in_both_phases() {
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
     harness.deliver_and_confirm_all_configurations();
     harness.restart_controller();
-    // This process does not have the confirmations that the previous one received.
+    // The restarted controller does not have the confirmations that the previous process received.
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
     harness.deliver_and_confirm_all_configurations();
     let key_step = harness.controller.due_key_step(harness.now()).unwrap().unwrap();
@@ -393,7 +398,7 @@ fn young_key_is_not_rotated_without_force() {
 }
 
 #[test]
-fn scheduled_rotation_begins_when_due() {
+fn scheduled_key_rotation_begins_when_due() {
     let mut harness = harness_after_rotation("key_rotation = \"1h\"\n");
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None), "1000 s are no hour");
     harness.now += Duration::from_secs(2600);
@@ -403,7 +408,7 @@ fn scheduled_rotation_begins_when_due() {
 }
 
 #[test]
-fn rotation_does_not_wait_for_servers_that_do_not_stamp() {
+fn key_rotation_does_not_wait_for_servers_that_do_not_stamp() {
     let mut harness = Harness::new(fleet_config("", "timestamps = \"off\"\n"));
     harness.connect_balancer(0);
     harness.load_balancers[0].receive_configuration();
@@ -413,12 +418,12 @@ fn rotation_does_not_wait_for_servers_that_do_not_stamp() {
 }
 
 #[test]
-fn forced_rotation_waits_for_daemons_of_a_new_controller() {
+fn forced_rotation_waits_for_reconnections_after_controller_start() {
     let mut harness = harness_after_rotation("");
     harness.take_key_step(KeyStep::Announce { is_forced: true });
     harness.restart_controller();
     let now_after_start =
-        |seconds: u64| Now { monotonic: Duration::from_secs(seconds), wall: harness.now, record: harness.now };
+        |seconds: u64| Now { monotonic: Duration::from_secs(seconds), wall: harness.now, record_time: harness.now };
     assert_eq!(harness.controller.due_key_step(now_after_start(4)), Ok(None));
     assert_eq!(harness.controller.due_key_step(now_after_start(5)), Ok(Some(KeyStep::Switch)));
 }

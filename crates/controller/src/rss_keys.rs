@@ -4,7 +4,8 @@ use std::collections::HashSet;
 
 use coreward_model::rss::RssKey;
 
-/// Maximum number of keys. A fleet has few keys, but an agent that always reports new ones must not exhaust the memory.
+/// Maximum number of stored RSS keys. A fleet has few keys, but an agent that always reports new keys must not exhaust
+/// the memory.
 const MAX_INTERNED_KEYS: usize = 256;
 
 /// RSS keys that were reported recently. Equal keys share their memory.

@@ -32,20 +32,20 @@ impl StateReason {
 }
 
 impl Controller {
-    /// Returns the status of at most `count` members of the service whose ids follow `last_id`, sorted by id. Returns
-    /// none if another service has taken this position.
+    /// Returns the status of at most `max_count` members of the service whose ids follow `last_id`, sorted by id.
+    /// Returns no members if another service has taken this position.
     pub fn members_after(
         &self,
         (position, address): (usize, ServiceAddress),
         last_id: Option<ServerId>,
-        count: usize,
+        max_count: usize,
         now: Now,
     ) -> Vec<(ServerId, ServiceMember)> {
         let service = self.services.get(position).filter(|service| service.configuration().address == address);
         let Some(service) = service else { return Vec::new() };
         let lower_bound = last_id.map_or(Bound::Unbounded, Bound::Excluded);
         let member_ids = service.configuration().members.range((lower_bound, Bound::Unbounded)).map(|(id, _)| *id);
-        member_ids.take(count).map(|id| (id, self.service_member(service, id, now))).collect()
+        member_ids.take(max_count).map(|id| (id, self.service_member(service, id, now))).collect()
     }
 
     fn service_member(&self, service: &Service, id: ServerId, now: Now) -> ServiceMember {
@@ -57,8 +57,8 @@ impl Controller {
             since_ms: (check_result.verdict_duration + age).as_millis() as u64,
             error: (!check_result.error.is_empty()).then(|| check_result.error.clone()),
             latency_us: u32::try_from(check_result.latency.as_micros()).unwrap_or(u32::MAX),
-            checks: check_result.completed_checks,
-            failures: check_result.failed_checks,
+            checks: check_result.completed_check_count,
+            failures: check_result.failed_check_count,
         });
         ServiceMember {
             server: self.fleet.servers[&id].name.clone(),
@@ -69,7 +69,8 @@ impl Controller {
         }
     }
 
-    /// Returns the best of the server's states in its services, with the services in which the server is down.
+    /// Returns the best of the server's states in its services. The reason also lists the services in which the server
+    /// is down.
     pub(super) fn state_reason(&self, id: ServerId, server: &FleetServer, now: Now) -> StateReason {
         let states_by_service =
             self.positions_by_server.get(&id).into_iter().flatten().map(|position| &self.services[*position]);
@@ -148,7 +149,8 @@ impl Controller {
         self.down_reason(service, id, now).unwrap_or_else(|| "no load balancer has checked it since".to_owned())
     }
 
-    /// Returns which checks found a server down, and why. Returns `None` if the server is not down.
+    /// Returns a text that names the checks that found a server down and their errors, or `None` if the server is not
+    /// down.
     fn down_reason(&self, service: &FleetService, id: ServerId, now: Now) -> Option<String> {
         let check_results = self.load_balancers.check_results((service.index, id), now);
         let down_results: Vec<_> = check_results

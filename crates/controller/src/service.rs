@@ -18,11 +18,11 @@ use super::input_fingerprints::{InputFingerprints, Shard};
 use super::{NewTable, Now, create_policy};
 use coreward_fleet::fleet::FleetService;
 
-/// Fraction of its full share that a server has at the beginning of a slow start. With 0, a pool of new servers would
-/// have no share at all.
+/// Fraction of its full share of new connections that a server gets at the beginning of a slow start. With 0, a pool of
+/// new servers would have no share at all.
 const MIN_SLOW_START_FRACTION: f64 = 1.0 / 64.0;
 
-/// Whether a server may take a service's new connections, and if not, why.
+/// Permission of a server to take a service's new connections, or the reason why it may not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Eligibility {
     Eligible,
@@ -52,7 +52,8 @@ pub struct ServerStatus {
     /// Time of the last change of the state, since the controller's start, or `None` if it was before this process.
     pub state_since: Option<Duration>,
     pub eligibility: Eligibility,
-    /// Time since which the server has been eligible, in the same form as `state_since`.
+    /// Time from which on the server has been eligible, since the controller's start, or `None` if it was before this
+    /// process.
     eligible_since: Option<Duration>,
 }
 
@@ -80,7 +81,7 @@ pub struct Service {
     cached_pool: Option<Pool>,
     /// Number of connections opened in the last full report interval, if known.
     connections_opened_in_interval: Option<u64>,
-    is_new_interval: bool,
+    is_first_table_of_interval: bool,
     /// Fingerprints of the newest table's inputs, except loads.
     input_fingerprints: InputFingerprints,
 }
@@ -91,7 +92,7 @@ pub struct PreviousService {
     _pool: Option<Pool>,
 }
 
-/// The oldest change that no table contains yet.
+/// Oldest change that no table contains yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableTrigger {
     /// Time at which the change arrived, since the controller's start.
@@ -113,13 +114,13 @@ impl Service {
             has_table: false,
             bucket_history: configuration.bucket_history.clone(),
             is_bucket_history_changed: false,
-            predecessors: configuration.bucket_history.previous_servers_by_current(),
+            predecessors: configuration.bucket_history.previous_servers_by_current_server(),
             predecessor_change_count: 0,
             due_trigger: None,
             dirty_servers: DirtySet::default(),
             cached_pool: None,
             connections_opened_in_interval: None,
-            is_new_interval: true,
+            is_first_table_of_interval: true,
             input_fingerprints: InputFingerprints::default(),
             configuration,
         }
@@ -167,7 +168,7 @@ impl Service {
                     .filter(|status| status.eligibility == Eligibility::Eligible)
                     .map(|status| status.eligible_since);
                 let eligible_from = eligible_since.unwrap_or(change_time);
-                let state = self.state_of(eligibility, eligible_from, now);
+                let state = self.state_with_eligibility(eligibility, eligible_from, now);
                 let state_since =
                     previous_status.as_ref().filter(|status| status.state == state).map(|status| status.state_since);
                 (
@@ -184,7 +185,12 @@ impl Service {
         self.has_table = true;
     }
 
-    fn state_of(&self, eligibility: Eligibility, eligible_from: Option<Duration>, now: Now) -> ServerState {
+    fn state_with_eligibility(
+        &self,
+        eligibility: Eligibility,
+        eligible_from: Option<Duration>,
+        now: Now,
+    ) -> ServerState {
         match eligibility {
             Eligibility::Eligible if self.slow_start_fraction_since(eligible_from, now) < 1.0 => ServerState::Joining,
             other => other.to_state(),
@@ -201,11 +207,11 @@ impl Service {
     }
 
     /// Returns whether the server takes new connections, or `None` until the next table is made.
-    pub fn takes_connections(&self, server: ServerId) -> Option<bool> {
-        self.server_statuses.get(&server).map(|status| self.admits_eligibility(status.eligibility))
+    pub fn takes_new_connections(&self, server: ServerId) -> Option<bool> {
+        self.server_statuses.get(&server).map(|status| self.allows_new_connections(status.eligibility))
     }
 
-    fn admits_eligibility(&self, eligibility: Eligibility) -> bool {
+    fn allows_new_connections(&self, eligibility: Eligibility) -> bool {
         match eligibility {
             Eligibility::Eligible => true,
             Eligibility::Unhealthy => self.is_failing_open,
@@ -213,7 +219,8 @@ impl Service {
         }
     }
 
-    /// Returns the fraction of its full share that the server gets, from nearly 0 to 1 during the slow start, then 1.
+    /// Returns the fraction of its full share that the server gets. It increases from nearly 0 to 1 during the slow
+    /// start, and then remains 1.
     pub fn slow_start_fraction(&self, server: ServerId, now: Now) -> f64 {
         self.server_statuses
             .get(&server)
@@ -245,7 +252,8 @@ impl Service {
         self.policy.reads_loads()
     }
 
-    /// Returns each server's fair fraction of the service's new connections, by capacity if the policy considers it.
+    /// Returns each server's fair fraction of the service's new connections. Fractions are proportional to capacity if
+    /// the policy considers it.
     pub fn fair_shares(&self, pool: &Pool) -> Vec<(ServerId, f64)> {
         pool.fair_shares(self.policy.depends_on_capacity())
     }
@@ -286,26 +294,27 @@ impl Service {
         self.cached_pool = None;
     }
 
-    /// Returns the servers that changed since the newest table or just before it. A server may occur twice.
+    /// Returns the servers that have changed since the newest table, or whose changes that table contains. A server may
+    /// occur twice.
     pub fn dirty_servers(&self) -> impl Iterator<Item = ServerId> {
         self.dirty_servers.changed_servers()
     }
 
-    /// Returns whether a load of the server arrived after the newest table was made.
+    /// Returns whether a new load of the server has arrived since the newest table was made.
     pub fn has_new_load(&self, server: ServerId) -> bool {
         self.dirty_servers.has_new_load(server)
     }
 
-    /// Returns whether other inputs of the server than its rack's summary may have changed.
+    /// Returns whether inputs of the server may have changed that are not in its rack's summary.
     pub fn needs_refresh(&self, server: ServerId) -> bool {
         self.dirty_servers.needs_refresh(server)
     }
 
-    /// Begins a report interval. `opened_count` is the number of connections opened in the previous interval, if it is
-    /// known.
-    pub fn begin_interval(&mut self, opened_count: Option<u64>) {
-        self.connections_opened_in_interval = opened_count;
-        self.is_new_interval = true;
+    /// Begins a report interval. `opened_connection_count` is the number of connections opened in the previous
+    /// interval, or `None` if it is unknown.
+    pub fn begin_report_interval(&mut self, opened_connection_count: Option<u64>) {
+        self.connections_opened_in_interval = opened_connection_count;
+        self.is_first_table_of_interval = true;
     }
 
     pub fn with_interval_inputs(&self, pool: Pool) -> Pool {
@@ -313,12 +322,12 @@ impl Service {
             Some(opened_count) => pool.with_opened_connections(opened_count),
             None => pool,
         };
-        if self.is_new_interval { pool } else { pool.for_same_interval() }
+        if self.is_first_table_of_interval { pool } else { pool.for_another_table_in_interval() }
     }
 
     /// Stores the fingerprints of the next table's inputs, except loads. Returns whether they have changed.
-    pub fn update_fingerprints(&mut self, inputs: u64, servers: &[(Shard, u64)]) -> bool {
-        self.input_fingerprints.update(inputs, servers)
+    pub fn update_fingerprints(&mut self, service_fingerprint: u64, fingerprints_by_shard: &[(Shard, u64)]) -> bool {
+        self.input_fingerprints.update(service_fingerprint, fingerprints_by_shard)
     }
 
     /// Returns the shards of servers to poll next, or all shards if `is_full_poll` is set.
@@ -337,7 +346,7 @@ impl Service {
             table.previous_consistent_servers = self.bucket_history.previous_servers_if_moved();
         }
         table.down_servers = self.down_servers().collect();
-        self.is_new_interval = false;
+        self.is_first_table_of_interval = false;
         table.core_slot_ages = self.record_and_compute_slot_ages(&table);
         let table = Arc::new(table);
         self.newest_table_and_time = Some((table.clone(), now.monotonic));
@@ -349,11 +358,11 @@ impl Service {
         let down_servers = self
             .server_statuses
             .iter()
-            .filter(move |(_, status)| is_down(status) && !self.admits_eligibility(status.eligibility));
+            .filter(move |(_, status)| is_down(status) && !self.allows_new_connections(status.eligibility));
         down_servers.map(|(id, _)| *id)
     }
 
-    /// Records which servers' loads a new table contains. Returns its [`PlacementTable::core_slot_ages`].
+    /// Records the servers whose loads a new table contains. Returns the table's [`PlacementTable::core_slot_ages`].
     fn record_and_compute_slot_ages(&mut self, table: &PlacementTable) -> Vec<u32> {
         self.dirty_servers.record_table(table.generation);
         if table.rule != PlacementRule::LeastAssigned {
@@ -367,11 +376,11 @@ impl Service {
     }
 
     fn add_predecessors(&mut self) {
-        for (server, previous_servers) in self.bucket_history.previous_servers_by_current() {
+        for (server, previous_servers) in self.bucket_history.previous_servers_by_current_server() {
             let known_predecessors = self.predecessors.entry(server).or_default();
-            let previous_count = known_predecessors.len();
+            let previous_predecessor_count = known_predecessors.len();
             known_predecessors.extend(previous_servers);
-            self.predecessor_change_count += u64::from(known_predecessors.len() > previous_count);
+            self.predecessor_change_count += u64::from(known_predecessors.len() > previous_predecessor_count);
         }
     }
 
@@ -384,7 +393,8 @@ impl Service {
         if self.forwards_unknown_packets() { self.predecessor_change_count } else { 0 }
     }
 
-    /// Returns whether servers forward packets of unknown connections. They do so if the bucket selects the server.
+    /// Returns whether the service's servers forward packets of unknown connections to each other. They do so for TCP,
+    /// unless the service has no consistency or consistency by hash table.
     fn forwards_unknown_packets(&self) -> bool {
         self.configuration.address.protocol == Protocol::Tcp
             && !matches!(self.configuration.mode.consistency, Consistency::None | Consistency::HashTable)

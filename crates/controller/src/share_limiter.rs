@@ -16,12 +16,13 @@ use super::service::Service;
 use super::traffic::OpenedConnections;
 use super::{Controller, Now};
 
-/// Interval at which the allowances are updated. Within an interval a server can exceed its allowance.
+/// Interval at which servers' allowances of new connections are updated. Within an interval, a server can exceed its
+/// allowance.
 const UPDATE_INTERVAL: Duration = Duration::from_millis(250);
-/// Maximum time between two updates for which servers gain allowance.
+/// Maximum time since the last update for which an update adds to a server's allowance.
 const MAX_ALLOWANCE_GAIN_TIME: Duration = Duration::from_secs(1);
 
-/// Limiter of the share that each server gets of the new connections.
+/// Limiter of each server's share of the new connections.
 #[derive(Debug, Default)]
 pub struct ShareLimiter {
     opened_connections_by_service: HashMap<ServiceIndex, u64>,
@@ -34,13 +35,13 @@ pub struct ShareLimiter {
 
 impl ShareLimiter {
     pub fn add_opened_connections(&mut self, newly_opened: &OpenedConnections) {
-        for (service, count) in &newly_opened.opened_by_service {
-            let service_count = self.opened_connections_by_service.entry(*service).or_default();
-            *service_count = service_count.saturating_add(*count);
+        for (service, count) in &newly_opened.opened_count_by_service {
+            let service_opened_count = self.opened_connections_by_service.entry(*service).or_default();
+            *service_opened_count = service_opened_count.saturating_add(*count);
         }
-        for (server, count) in &newly_opened.opened_by_server {
-            let server_count = self.opened_connections_by_server.entry(*server).or_default();
-            *server_count = server_count.saturating_add(*count);
+        for (server, count) in &newly_opened.opened_count_by_server {
+            let server_opened_count = self.opened_connections_by_server.entry(*server).or_default();
+            *server_opened_count = server_opened_count.saturating_add(*count);
         }
     }
 
@@ -61,7 +62,8 @@ impl ShareLimiter {
         self.allowances.get(&id).is_some_and(ConnectionAllowance::is_spent)
     }
 
-    /// Updates the allowances. `fair_counts` has each server's fair number of connections opened in `elapsed`.
+    /// Updates the allowances. `fair_counts` has the number of connections opened in `elapsed`
+    /// that would have been each server's fair share.
     fn update_allowances(&mut self, fair_counts: &HashMap<ServerId, f64>, elapsed: Duration) {
         let opened_connections_by_server = std::mem::take(&mut self.opened_connections_by_server);
         for id in fair_counts.keys().chain(opened_connections_by_server.keys()) {
@@ -70,9 +72,9 @@ impl ShareLimiter {
             self.allowances.entry(*id).or_insert_with(|| ConnectionAllowance::full(fair_rate_per_second));
         }
         for (id, allowance) in &mut self.allowances {
-            let fair_count = fair_counts.get(id).copied().unwrap_or(0.0);
+            let fair_connection_count = fair_counts.get(id).copied().unwrap_or(0.0);
             allowance.update(
-                fair_count,
+                fair_connection_count,
                 opened_connections_by_server.get(id).copied().unwrap_or(0) as f64,
                 elapsed.as_secs_f64(),
             );
@@ -114,17 +116,19 @@ impl Controller {
         self.exclude_limited_servers(&limited_servers, now);
     }
 
-    fn fair_shares(&self, position: usize, now: Now) -> Vec<(ServerId, f64)> {
-        let service = &self.services[position];
+    fn fair_shares(&self, service_position: usize, now: Now) -> Vec<(ServerId, f64)> {
+        let service = &self.services[service_position];
         service.fair_shares(&self.cached_or_computed_pool(service, now))
     }
 
-    /// Excludes servers without allowance from services whose policy reads loads, if other servers remain.
+    /// Excludes servers that have used up their allowance from services whose policy reads loads, if other servers
+    /// remain.
     fn exclude_limited_servers(&mut self, limited_servers: &HashSet<ServerId>, now: Now) {
         let mut excluded_servers = HashSet::new();
         let positions_of_server = |id: &ServerId| self.positions_by_server.get(id).into_iter().flatten().copied();
-        let positions: HashSet<usize> = limited_servers.iter().flat_map(positions_of_server).collect();
-        for position in positions.into_iter().filter(|position| self.services[*position].reads_loads()) {
+        let affected_service_positions: HashSet<usize> = limited_servers.iter().flat_map(positions_of_server).collect();
+        for position in affected_service_positions.into_iter().filter(|position| self.services[*position].reads_loads())
+        {
             let service_index = self.services[position].configuration().index;
             let pool_servers = self.fair_shares(position, now).into_iter().map(|(id, _)| id);
             let (spent_ids, unspent_ids): (Vec<_>, Vec<_>) =

@@ -25,7 +25,7 @@ const BYZANTINE_SERVER: usize = 0;
 fn at(interval: u64) -> Now {
     let monotonic = Duration::from_millis(100 * interval);
     let wall = Duration::from_secs(1_700_000_000) + monotonic;
-    Now { monotonic, wall, record: wall }
+    Now { monotonic, wall, record_time: wall }
 }
 
 struct Harness {
@@ -38,7 +38,8 @@ struct Harness {
     core_busy_ns: Vec<[u64; CORE_COUNT]>,
     opened_counts: Vec<u64>,
     has_byzantine_server: bool,
-    /// RSS key that the false server reports, and every connection's hash with it, or `None` for the others' key.
+    /// RSS key that the Byzantine server reports, and every connection's hash with it, or `None` if it reports
+    /// the other servers' key.
     byzantine_key_and_hash: Option<(RssKey, u32)>,
 }
 
@@ -54,7 +55,7 @@ impl Harness {
         records.apply_document(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
         let sessions =
-            (0..SERVER_COUNT).map(|n| controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
+            (0..SERVER_COUNT).map(|n| controller.register_agent(&format!("s{n}"), "test", at(0)).unwrap()).collect();
         let balancer_session = controller.register_load_balancer("lb1", at(0)).unwrap();
         Self {
             controller,
@@ -69,28 +70,28 @@ impl Harness {
         }
     }
 
-    fn report_all_servers(&mut self, interval: u64) {
+    fn report_all_servers(&mut self, interval_number: u64) {
         for (server, core) in self.open_connections.iter().flatten() {
             if !self.has_byzantine_server || *server != BYZANTINE_SERVER {
                 self.core_busy_ns[*server][*core] += BUSY_NS_PER_CONNECTION;
             }
         }
         for (n, session) in self.sessions.iter().enumerate() {
-            let mut rss = (interval == 0).then(|| uniform_rss(128, CORE_COUNT as u32));
+            let mut rss = (interval_number == 0).then(|| uniform_rss(128, CORE_COUNT as u32));
             if let Some((key, _)) = self.byzantine_key_and_hash.as_ref().filter(|_| n == BYZANTINE_SERVER)
                 && let Some(rss) = rss.as_mut().and_then(|reported_rss| reported_rss.rss.as_mut())
             {
                 rss.key = key.clone();
             }
-            let report = plain_report(interval + 1, at(interval), &self.core_busy_ns[n]);
+            let report = plain_report(interval_number + 1, at(interval_number), &self.core_busy_ns[n]);
             let report = AgentReport { rss, rss_generation: 1, ..report };
-            self.controller.record_report(session, Ok(report), at(interval)).unwrap();
+            self.controller.record_report(session, Ok(report), at(interval_number)).unwrap();
         }
     }
 
-    fn simulate_interval(&mut self, interval: u64) {
-        self.report_all_servers(interval);
-        let table = self.controller.end_report_interval(at(interval)).remove(0).table;
+    fn simulate_interval(&mut self, interval_number: u64) {
+        self.report_all_servers(interval_number);
+        let table = self.controller.end_report_interval(at(interval_number)).remove(0).table;
         let service_index = self.controller.fleet().services[0].index;
         let mut placement_state = PlacementState::for_table(&table);
         let mut new_connections = Vec::new();
@@ -101,7 +102,7 @@ impl Harness {
                 self.byzantine_key_and_hash.as_ref().filter(|(false_key, _)| false_key == key).map(|(_, hash)| *hash)
             };
             let chosen_server = table.select_server_by_hash(&mut placement_state, |group| {
-                byzantine_key_hash(&table.groups[group]).unwrap_or(connection_hash)
+                byzantine_key_hash(&table.rss_key_by_group[group]).unwrap_or(connection_hash)
             });
             let server_number = usize::from(chosen_server.unwrap().get());
             self.opened_counts[server_number] += 1;
@@ -111,8 +112,8 @@ impl Harness {
         if self.open_connections.len() > CONNECTION_LIFETIME_INTERVALS {
             self.open_connections.pop_front();
         }
-        let numbered_counts = self.opened_counts.iter().enumerate();
-        let server_traffic = numbered_counts.map(|(id, opened_count)| {
+        let numbered_opened_counts = self.opened_counts.iter().enumerate();
+        let server_traffic = numbered_opened_counts.map(|(id, opened_count)| {
             (
                 (id as u64).try_into().unwrap(),
                 ServerTraffic { opened_connection_count: *opened_count, ..Default::default() },
@@ -120,22 +121,26 @@ impl Harness {
         });
         let server_traffic = server_traffic.collect();
         let opened_connections = [(service_index, self.opened_counts.iter().sum())].into();
-        let traffic_message = TrafficMessage { servers: server_traffic, opened_connections };
-        self.controller.record_load_balancer_traffic(self.balancer_session, &traffic_message, at(interval));
+        let traffic_message = TrafficMessage {
+            traffic_by_server: server_traffic,
+            opened_connection_count_by_service: opened_connections,
+        };
+        self.controller.record_load_balancer_traffic(self.balancer_session, &traffic_message, at(interval_number));
     }
 
-    /// Returns the false server's share of the connections that are opened during the second minute.
+    /// Returns the Byzantine server's share of the connections that are opened during the second minute.
     fn byzantine_server_share(&mut self) -> f64 {
         (0..600).for_each(|interval| self.simulate_interval(interval));
         let previous_opened_counts = self.opened_counts.clone();
         (600..1200).for_each(|interval| self.simulate_interval(interval));
-        let opened_sum: u64 = self
+        let total_opened_count: u64 = self
             .opened_counts
             .iter()
             .zip(&previous_opened_counts)
             .map(|(count_after, count_before)| count_after - count_before)
             .sum();
-        (self.opened_counts[BYZANTINE_SERVER] - previous_opened_counts[BYZANTINE_SERVER]) as f64 / opened_sum as f64
+        (self.opened_counts[BYZANTINE_SERVER] - previous_opened_counts[BYZANTINE_SERVER]) as f64
+            / total_opened_count as f64
     }
 }
 
@@ -149,7 +154,7 @@ fn byzantine_server_gets_at_most_twice_its_fair_share() {
     }
 }
 
-/// If the false server is excluded too late, it gets connections in a burst.
+/// Asserts that the Byzantine server gets no burst of connections, as it would if it were excluded too late.
 #[test]
 fn byzantine_server_gets_at_most_twice_its_share_in_ten_seconds() {
     let mut harness = Harness::new("least:cpu", true);
@@ -169,7 +174,8 @@ fn byzantine_server_gets_at_most_twice_its_share_in_ten_seconds() {
     assert!(maximum_share < 0.2 + 0.25 / 10.0, "{maximum_share}");
 }
 
-/// A key that gives every connection the same hash, such as one of zeros, puts all connections into one bucket.
+/// Asserts that a server gets no larger share by an RSS key with which every connection has the same hash, such as one
+/// of zeros. Such a key puts all connections into one bucket.
 #[test]
 fn byzantine_server_with_a_degenerate_key_gets_no_larger_share() {
     for hash in 0..16 {

@@ -44,7 +44,7 @@ impl Controller {
             servers: Vec::new(),
             load_balancers: self.load_balancer_statuses(now),
             keys: self.keys_summary(now),
-            racks: self.rack_status(now),
+            racks: self.rack_statuses(now),
             warnings: self.store_warnings(),
         }
     }
@@ -85,7 +85,7 @@ impl Controller {
         ServerLoads {
             name: server.name.clone(),
             cores: core_loads.map(|load| (load * 1000.0).round() / 1000.0).collect(),
-            open_connections: agent.open_connections(),
+            open_connections: agent.open_connection_count(),
             service_connections: agent.connection_count(now).map(ConnectionCount::total_connections),
             new_connections: newest_report
                 .map_or(0, |report| report.rss_match_count.saturating_add(report.rss_mismatch_count)),
@@ -117,15 +117,16 @@ impl Controller {
         }
     }
 
-    /// Returns the overview of the service at this position, or `None` if there is no such service. It has server ids,
-    /// because looking up thousands of names takes milliseconds. `pool` is as for [`Controller::service_status`].
+    /// Returns the overview of the service at `service_position`, or `None` if there is no such service. Also returns
+    /// the ids of its servers instead of their names, because looking up thousands of names takes milliseconds. `pool`
+    /// is as for [`Controller::service_status`].
     pub fn overview_service(
         &self,
-        position: usize,
+        service_position: usize,
         pool: Option<&Pool>,
         now: Now,
     ) -> Option<(OverviewService, Vec<ServerId>)> {
-        let service = self.services.get(position)?;
+        let service = self.services.get(service_position)?;
         let pool = pool.map_or_else(|| self.cached_or_computed_pool(service, now), Cow::Borrowed);
         let service_overview = OverviewService {
             name: service.configuration().name.clone(),
@@ -177,16 +178,16 @@ impl Controller {
     }
 
     /// Returns the status of the service at this position, or `None` if there is no such service. Its members are left
-    /// out ([`Controller::members_after`]). `rss_keys` is whether it includes full RSS keys. `pool` is the service's
-    /// pool if none is cached ([`Controller::needs_pool`]).
+    /// out ([`Controller::members_after`]). `includes_rss_keys` is whether the status has full RSS keys. `pool` is
+    /// the service's pool if none is cached ([`Controller::needs_pool`]).
     pub fn service_status(
         &self,
-        position: usize,
+        service_position: usize,
         pool: Option<&Pool>,
-        rss_keys: bool,
+        includes_rss_keys: bool,
         now: Now,
     ) -> Option<ShownService> {
-        let service = self.services.get(position)?;
+        let service = self.services.get(service_position)?;
         let fleet_service = service.configuration();
         let pool = pool.map_or_else(|| self.cached_or_computed_pool(service, now), Cow::Borrowed);
         let table_and_age = service.table_and_age(now);
@@ -201,7 +202,7 @@ impl Controller {
             table_generation: table_and_age.map_or(0, |(table, _)| table.generation),
             table_age_ms: table_and_age.map_or(0, |(_, age)| age.as_millis() as u32),
             servers: Vec::new(),
-            rss_groups: rss_groups.iter().filter_map(|group| self.displayed_group(group, rss_keys)).collect(),
+            rss_groups: rss_groups.iter().filter_map(|group| self.displayed_group(group, includes_rss_keys)).collect(),
             warnings: self.service_warnings(service, &pool),
             members: Vec::new(),
             check: fleet_service.health_check.as_ref().map(|check| check.probe.name().to_owned()),
@@ -216,12 +217,12 @@ impl Controller {
 
     /// Returns a pool's RSS groups. A group of servers with unknown RSS is not displayed, so its key is irrelevant.
     pub(super) fn rss_groups<'a>(&self, pool: &'a Pool) -> Vec<RssGroup<'a>> {
-        rss_groups(pool, &RssKey::microsoft())
+        rss_groups(pool, &RssKey::microsoft_verification_key())
     }
 
-    fn displayed_group(&self, group: &RssGroup<'_>, rss_keys: bool) -> Option<ShownGroup> {
+    fn displayed_group(&self, group: &RssGroup<'_>, includes_rss_keys: bool) -> Option<ShownGroup> {
         let server_names = self.server_names(group.servers.iter().map(|server| server.id));
-        let (key, key_fingerprint) = (rss_keys.then(|| group.key.to_string()), group.key.fingerprint());
+        let (key, key_fingerprint) = (includes_rss_keys.then(|| group.key.to_string()), group.key.fingerprint());
         (!server_names.is_empty()).then_some(ShownGroup { key, key_fingerprint, servers: server_names })
     }
 
@@ -250,7 +251,7 @@ impl Controller {
 
     /// Returns a warning if the pool has more RSS keys than the data plane supports.
     fn rss_key_warning(&self, pool: &Pool) -> Option<String> {
-        // This is done at most once a second, because grouping ten thousand servers takes milliseconds.
+        // Servers are grouped at most once a second, because grouping ten thousand servers takes milliseconds.
         if rss_key_count(pool) <= intf::MAX_RSS_GROUPS as usize {
             return None;
         }
@@ -282,8 +283,8 @@ impl Controller {
         })
     }
 
-    /// Returns a server's status, which includes the full RSS key only if `rss_keys` is set.
-    pub fn server_status(&self, id: ServerId, server: &FleetServer, rss_keys: bool, now: Now) -> Server {
+    /// Returns a server's status, which includes the full RSS key only if `includes_rss_keys` is set.
+    pub fn server_status(&self, id: ServerId, server: &FleetServer, includes_rss_keys: bool, now: Now) -> Server {
         let empty_agent = Agent::default();
         let agent = self.agent(id).unwrap_or(&empty_agent);
         let state_reason = self.state_reason(id, server, now);
@@ -299,8 +300,8 @@ impl Controller {
             reports: agent.report_state(now),
             core_load: agent.loads(now).map(|loads| loads.to_vec()).unwrap_or_default(),
             report_age_ms: newest_report.map_or(0, |report| milliseconds_since(report.received_at, now)),
-            open_connections: agent.open_connections(),
-            rss: displayed_rss(agent, rss_keys),
+            open_connections: agent.open_connection_count(),
+            rss: displayed_rss(agent, includes_rss_keys),
             rss_matched: newest_report.map_or(0, |report| report.rss_match_count),
             rss_mismatched: newest_report.map_or(0, |report| report.rss_mismatch_count),
             warnings: self.server_warnings(server, agent, now),
@@ -346,24 +347,24 @@ impl Controller {
     }
 }
 
-/// Returns a server's RSS configuration as displayed. It includes the full key only if `rss_keys` is set.
-fn displayed_rss(agent: &Agent, rss_keys: bool) -> Option<ServerRss> {
+/// Returns a server's RSS configuration as displayed. It includes the full key only if `includes_rss_keys` is set.
+fn displayed_rss(agent: &Agent, includes_rss_keys: bool) -> Option<ServerRss> {
     let reported_rss = agent.rss_state.reported_rss.as_ref()?;
     let rss_config = agent.rss_config();
     Some(ServerRss {
         source: reported_rss.source.clone(),
-        key: rss_config.filter(|_| rss_keys).map(|rss| rss.key.to_string()),
+        key: rss_config.filter(|_| includes_rss_keys).map(|rss| rss.key.to_string()),
         key_fingerprint: rss_config.map(|rss| rss.key.fingerprint()).unwrap_or_default(),
         input_transform: rss_config.map(|rss| rss.key.input_transform().name().to_owned()).unwrap_or_default(),
         indirection_table: rss_config
             .iter()
-            .flat_map(|rss| rss.indirection_table.queues())
+            .flat_map(|rss| rss.indirection_table.queue_by_entry())
             .map(|q| (*q).into())
             .collect(),
     })
 }
 
-/// Returns a warning about packets that are sent to another load balancer.
+/// Returns a warning that packets of a service are sent to another load balancer (migration).
 fn migration_warning(other: OtherBalancer) -> String {
     match other.takes_new_connections {
         true => format!("new connections are sent to {} (migrate_to)", other.address),
@@ -374,11 +375,11 @@ fn migration_warning(other: OtherBalancer) -> String {
     }
 }
 
-/// Returns a warning if there are more receive queues than cores. Loads of queues without a core count as average.
-fn queue_count_warning(rss: &RssConfig, cores: usize) -> Option<String> {
-    let highest_queue = usize::from(*rss.indirection_table.queues().iter().max()?);
-    (highest_queue >= cores)
-        .then(|| format!("its indirection table names receive queue {highest_queue}, but {cores} cores report"))
+/// Returns a warning if there are more receive queues than cores. Queues without a core count with the average load.
+fn queue_count_warning(rss: &RssConfig, core_count: usize) -> Option<String> {
+    let highest_queue = usize::from(*rss.indirection_table.queue_by_entry().iter().max()?);
+    (highest_queue >= core_count)
+        .then(|| format!("its indirection table names receive queue {highest_queue}, but {core_count} cores report"))
 }
 
 pub(super) fn milliseconds_since(start_time: Duration, now: Now) -> u32 {

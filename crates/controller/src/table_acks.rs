@@ -8,7 +8,8 @@ use coreward_wire::ServiceIndex;
 use super::Now;
 use super::service::TableTrigger;
 
-/// Maximum number of a service's tables whose confirmations are awaited. Slower confirmations are not measured.
+/// Maximum number of a service's tables that wait for confirmations. The latency of slower confirmations is not
+/// measured.
 const MAX_UNCONFIRMED_TABLES: usize = 1024;
 
 /// Triggers of the newest tables, and histograms of the latencies until load balancers confirm the tables.
@@ -17,9 +18,11 @@ pub struct TableAcks {
     unconfirmed_tables: HashMap<ServiceIndex, VecDeque<(u64, TableTrigger)>>,
     /// Generation of the newest confirmed table, by the load balancer's session and the service.
     confirmed_generations: HashMap<(u64, ServiceIndex), u64>,
-    /// Histogram of the time from a report's arrival to each load balancer's confirmation of its table.
+    /// Histogram of the time from a report's arrival to each load balancer's confirmation of the table that contains
+    /// it.
     pub latency_since_receipt: LatencyHistogram,
-    /// Histogram of the time from the sending of a report, by the agent's wall clock, to its table's confirmation.
+    /// Histogram of the time from the sending of a report, by the agent's wall clock, to each confirmation of the table
+    /// that contains it.
     pub latency_since_sent: LatencyHistogram,
 }
 

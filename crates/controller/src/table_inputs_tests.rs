@@ -26,32 +26,32 @@ type ServerStates = [Option<bool>; SERVER_COUNT];
 
 #[derive(Debug, Clone)]
 enum InputChange {
-    Report { server: usize, busy_ms: u64, cores: u32 },
+    Report { server: usize, busy_ms: u64, core_count: u32 },
     Disconnect { server: usize },
-    Configure { states: ServerStates, weight: u32, capacity: Option<u32>, slow_start: bool, fail_open: bool },
+    Configure { states: ServerStates, weight: u32, capacity: Option<u32>, has_slow_start: bool, fails_open: bool },
     CheckResults { is_down: [bool; SERVER_COUNT] },
     UnresolvedServers { servers: [bool; SERVER_COUNT] },
-    Traffic { server: usize, opened: u64 },
+    Traffic { server: usize, opened_connection_count: u64 },
     LoseLoadBalancer,
     Nothing,
 }
 
-fn any_change() -> impl Strategy<Value = InputChange> {
+fn any_input_change() -> impl Strategy<Value = InputChange> {
     let server_state = prop_oneof![1 => Just(None), 1 => Just(Some(false)), 4 => Just(Some(true))];
     let server_states = [server_state.clone(), server_state.clone(), server_state.clone(), server_state];
     let capacity = proptest::option::of(1..4u32);
     prop_oneof![
         6 => (0..SERVER_COUNT, 0..100u64, 1..3u32)
-            .prop_map(|(server, busy_ms, cores)| InputChange::Report { server, busy_ms, cores: 2 * cores }),
+            .prop_map(|(server, busy_ms, cores)| InputChange::Report { server, busy_ms, core_count: 2 * cores }),
         1 => (0..SERVER_COUNT).prop_map(|server| InputChange::Disconnect { server }),
         2 => (server_states, 1..4u32, capacity, any::<bool>(), any::<bool>()).prop_map(
-            |(states, weight, capacity, slow_start, fail_open)| {
-                InputChange::Configure { states, weight, capacity, slow_start, fail_open }
+            |(states, weight, capacity, has_slow_start, fails_open)| {
+                InputChange::Configure { states, weight, capacity, has_slow_start, fails_open }
             }
         ),
         2 => any::<[bool; SERVER_COUNT]>().prop_map(|is_down| InputChange::CheckResults { is_down }),
         1 => any::<[bool; SERVER_COUNT]>().prop_map(|servers| InputChange::UnresolvedServers { servers }),
-        2 => (0..SERVER_COUNT, 1..50u64).prop_map(|(server, opened)| InputChange::Traffic { server, opened }),
+        2 => (0..SERVER_COUNT, 1..50u64).prop_map(|(server, opened_connection_count)| InputChange::Traffic { server, opened_connection_count }),
         1 => Just(InputChange::LoseLoadBalancer),
         2 => Just(InputChange::Nothing),
     ]
@@ -60,11 +60,14 @@ fn any_change() -> impl Strategy<Value = InputChange> {
 fn at(milliseconds: u64) -> Now {
     let monotonic = Duration::from_millis(milliseconds);
     let wall = Duration::from_secs(1_700_000_000) + monotonic;
-    Now { monotonic, wall, record: wall }
+    Now { monotonic, wall, record_time: wall }
 }
 
 fn config_after(change: &InputChange) -> FleetConfig {
-    let InputChange::Configure { states, weight, capacity, slow_start, fail_open } = change else { unreachable!() };
+    let InputChange::Configure { states, weight, capacity, has_slow_start: slow_start, fails_open: fail_open } = change
+    else {
+        unreachable!()
+    };
     let mut text = String::new();
     for (n, takes_connections) in states.iter().enumerate().filter_map(|(n, state)| Some((n, (*state)?))) {
         let state = if takes_connections { "active" } else { "draining" };
@@ -86,17 +89,23 @@ struct Harness {
     controller: Controller,
     records: FleetRecords,
     agent_sessions: [Option<Session>; SERVER_COUNT],
-    sequence: u64,
+    report_sequence: u64,
     balancer_session: Option<u64>,
     traffic_message: TrafficMessage,
-    /// Servers' inputs from which the newest table of each service was made, by the service's name.
+    /// Inputs of each service's newest table, which are its servers as read for the table, by the service's name.
     table_inputs_by_service: BTreeMap<String, Vec<PoolServer>>,
 }
 
 impl Harness {
     fn all_servers_configuration() -> InputChange {
         let server_states = [Some(true); SERVER_COUNT];
-        InputChange::Configure { states: server_states, weight: 1, capacity: None, slow_start: false, fail_open: false }
+        InputChange::Configure {
+            states: server_states,
+            weight: 1,
+            capacity: None,
+            has_slow_start: false,
+            fails_open: false,
+        }
     }
 
     fn new() -> Self {
@@ -109,7 +118,7 @@ impl Harness {
             controller,
             records,
             agent_sessions,
-            sequence: 0,
+            report_sequence: 0,
             balancer_session: None,
             traffic_message,
             table_inputs_by_service,
@@ -124,8 +133,8 @@ impl Harness {
         self.assert_table_inputs_are_current(now);
     }
 
-    /// Records the load balancer's check of every server for every service.
-    fn report_checks(&mut self, is_down: &[bool; SERVER_COUNT], now: Now) {
+    /// Reports, as the load balancer, a health check result of every server for every service.
+    fn report_check_results(&mut self, is_down: &[bool; SERVER_COUNT], now: Now) {
         let Some(session) = self.get_or_connect_balancer(now) else { return };
         let service_indexes: Vec<_> =
             self.controller.services.iter().map(|service| service.configuration().index).collect();
@@ -136,7 +145,7 @@ impl Harness {
         self.controller.load_balancers.record_health(session, HealthMessage { check_results: checked_servers }, now);
     }
 
-    /// Records the servers whose MAC addresses the load balancer does not know.
+    /// Reports, as the load balancer, the servers whose MAC addresses are unknown.
     fn report_unresolved_servers(&mut self, is_unresolved: &[bool; SERVER_COUNT], now: Now) {
         let Some(session) = self.get_or_connect_balancer(now) else { return };
         let unresolved_names = is_unresolved
@@ -150,7 +159,9 @@ impl Harness {
 
     fn apply_change(&mut self, change: &InputChange, now: Now) {
         match change {
-            InputChange::Report { server, busy_ms, cores } => self.report_load(*server, *busy_ms, *cores, now),
+            InputChange::Report { server, busy_ms, core_count: cores } => {
+                self.report_load(*server, *busy_ms, *cores, now)
+            }
             InputChange::Disconnect { server } => {
                 if let Some(session) = self.agent_sessions[*server].take() {
                     self.controller.end_session(&session);
@@ -162,11 +173,12 @@ impl Harness {
                     self.controller.configure(Fleet::new(&config, &self.records));
                 }
             }
-            InputChange::CheckResults { is_down } => self.report_checks(is_down, now),
+            InputChange::CheckResults { is_down } => self.report_check_results(is_down, now),
             InputChange::UnresolvedServers { servers } => self.report_unresolved_servers(servers, now),
-            InputChange::Traffic { server, opened } => {
+            InputChange::Traffic { server, opened_connection_count } => {
                 let Some(session) = self.get_or_connect_balancer(now) else { return };
-                self.traffic_message.servers.entry(id(*server)).or_default().opened_connection_count += opened;
+                self.traffic_message.traffic_by_server.entry(id(*server)).or_default().opened_connection_count +=
+                    opened_connection_count;
                 self.controller.record_load_balancer_traffic(session, &self.traffic_message, now);
             }
             InputChange::LoseLoadBalancer => {
@@ -179,17 +191,21 @@ impl Harness {
     }
 
     /// Reports a server's load. If the number of its cores has changed, the report contains a new RSS configuration.
-    fn report_load(&mut self, server: usize, busy_ms: u64, cores: u32, now: Now) {
+    fn report_load(&mut self, server: usize, busy_ms: u64, core_count: u32, now: Now) {
         if self.agent_sessions[server].is_none() {
-            self.agent_sessions[server] = self.controller.register(&format!("s{server}"), "test", now).ok();
+            self.agent_sessions[server] = self.controller.register_agent(&format!("s{server}"), "test", now).ok();
         }
         let Some(session) = &self.agent_sessions[server] else { return };
-        self.sequence += 1;
-        let mut report = plain_report(self.sequence, now, &vec![busy_ms * 1_000_000 * self.sequence; cores as usize]);
+        self.report_sequence += 1;
+        let mut report = plain_report(
+            self.report_sequence,
+            now,
+            &vec![busy_ms * 1_000_000 * self.report_sequence; core_count as usize],
+        );
         report.time_to_live = Duration::from_secs(2);
-        report.rss_generation = u64::from(cores);
-        report.rss = Some(uniform_rss(128, cores));
-        report.open_connections = busy_ms as u32;
+        report.rss_generation = u64::from(core_count);
+        report.rss = Some(uniform_rss(128, core_count));
+        report.open_connection_count = busy_ms as u32;
         let _ = self.controller.record_report(session, Ok(report), now);
     }
 
@@ -238,13 +254,14 @@ fn id(server: usize) -> ServerId {
     ServerId::try_from(server as u64).unwrap()
 }
 
-/// Returns the servers without inputs that the service's policy ignores, and without counts that tables restart.
+/// Returns the pool's servers, without the inputs that the service's policy ignores, and without the counts that each
+/// table restarts.
 fn comparable_inputs(service: &Service, pool: &Pool) -> Vec<PoolServer> {
     let comparable_server = |server: PoolServer| {
         let server = PoolServer { has_new_load: true, ..server };
         let server = match service.reads_traffic() {
             true => server,
-            false => PoolServer { traffic: None, open_connections: 0, ..server },
+            false => PoolServer { traffic: None, open_connection_count: 0, ..server },
         };
         if service.reads_loads() { server } else { PoolServer { loads: None, rss: None, ..server } }
     };
@@ -258,8 +275,8 @@ fn slow_start_ends_by_a_new_configuration_or_after_its_time() {
         states: [Some(true), second_state, None, None],
         weight: 1,
         capacity: None,
-        slow_start,
-        fail_open: false,
+        has_slow_start: slow_start,
+        fails_open: false,
     };
     for (next, pause) in [(server_configuration_change(Some(true), false), 1), (InputChange::Nothing, 2_500)] {
         let mut harness = Harness::new();
@@ -273,9 +290,9 @@ fn slow_start_ends_by_a_new_configuration_or_after_its_time() {
 #[test]
 fn traffic_of_a_removed_load_balancer_leaves_the_table() {
     let mut harness = Harness::new();
-    harness.apply_change_and_check_inputs(&InputChange::Traffic { server: 1, opened: 1 }, at(1));
-    harness.apply_change_and_check_inputs(&InputChange::Report { server: 1, busy_ms: 0, cores: 2 }, at(2));
-    harness.apply_change_and_check_inputs(&InputChange::Traffic { server: 1, opened: 1 }, at(3));
+    harness.apply_change_and_check_inputs(&InputChange::Traffic { server: 1, opened_connection_count: 1 }, at(1));
+    harness.apply_change_and_check_inputs(&InputChange::Report { server: 1, busy_ms: 0, core_count: 2 }, at(2));
+    harness.apply_change_and_check_inputs(&InputChange::Traffic { server: 1, opened_connection_count: 1 }, at(3));
     harness.apply_change_and_check_inputs(&InputChange::LoseLoadBalancer, at(4));
     harness.apply_change_and_check_inputs(&Harness::all_servers_configuration(), at(5));
 }
@@ -285,7 +302,7 @@ proptest! {
 
     #[test]
     fn cached_table_inputs_equal_recomputed_inputs(
-        changes in proptest::collection::vec((any_change(), 1..3_000u64), 1..40),
+        changes in proptest::collection::vec((any_input_change(), 1..3_000u64), 1..40),
     ) {
         let mut harness = Harness::new();
         let mut now_ms = 0;

@@ -12,8 +12,8 @@ use coreward_model::placement::PlacementTable;
 use super::service::Service;
 use super::{Controller, Now};
 
-fn load_fraction(fixed_point: u32) -> f64 {
-    f64::from(fixed_point) / f64::from(intf::LOAD_ONE)
+fn load_fraction(fixed_point_load: u32) -> f64 {
+    f64::from(fixed_point_load) / f64::from(intf::LOAD_ONE)
 }
 
 impl Controller {

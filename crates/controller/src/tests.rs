@@ -23,7 +23,7 @@ const START_TIME: Duration = Duration::from_secs(1_700_000_000);
 
 fn at(milliseconds: u64) -> Now {
     let monotonic = Duration::from_millis(milliseconds);
-    Now { monotonic, wall: START_TIME + monotonic, record: START_TIME + monotonic }
+    Now { monotonic, wall: START_TIME + monotonic, record_time: START_TIME + monotonic }
 }
 
 /// Returns a fleet of servers s0, s1 ... with ids 0, 1 ... and the given `states`, and one service.
@@ -59,9 +59,10 @@ impl Harness {
     }
 
     /// Connects an agent for each server. Each agent reports twice, 100 ms apart, so that loads are known at 100 ms.
-    fn report_loads(&mut self, loads: &[&[f64]]) -> Vec<Session> {
-        let sessions: Vec<Session> =
-            (0..loads.len()).map(|n| self.controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
+    fn connect_and_report_loads(&mut self, loads: &[&[f64]]) -> Vec<Session> {
+        let sessions: Vec<Session> = (0..loads.len())
+            .map(|n| self.controller.register_agent(&format!("s{n}"), "test", at(0)).unwrap())
+            .collect();
         for (session, loads) in sessions.iter().zip(loads) {
             self.controller
                 .record_report(session, Ok(report_with_initial_rss(1, at(0), &vec![0; loads.len()])), at(0))
@@ -85,11 +86,11 @@ impl Harness {
     }
 
     fn explain_packet(&self, port: u16, packet: ExplainedPacket, now: Now) -> Explanation {
-        self.controller.explain(web_address(), client_address(port), packet, now).unwrap()
+        self.controller.explain(web_service_address(), client_address(port), packet, now).unwrap()
     }
 }
 
-fn web_address() -> ServiceAddress {
+fn web_service_address() -> ServiceAddress {
     ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: coreward_model::tuple::Protocol::Tcp }
 }
 
@@ -97,18 +98,22 @@ fn client_address(port: u16) -> std::net::SocketAddr {
     ([10, 1, 0, 7], port).into()
 }
 
-/// Returns an RSS configuration that distributes buckets evenly, with core = bucket mod number of cores.
-pub(super) fn uniform_rss(entries: u32, cores: u32) -> ReportedRss {
-    let queues: Vec<u32> = (0..entries).map(|entry| entry % cores).collect();
-    let rss = RssConfig { key: RssKey::microsoft(), indirection_table: IndirectionTable::new(&queues).unwrap() };
+/// Returns an RSS configuration whose indirection table assigns its entries to the cores in turn.
+pub(super) fn uniform_rss(entry_count: u32, core_count: u32) -> ReportedRss {
+    let queues: Vec<u32> = (0..entry_count).map(|entry| entry % core_count).collect();
+    let rss = RssConfig {
+        key: RssKey::microsoft_verification_key(),
+        indirection_table: IndirectionTable::new(&queues).unwrap(),
+    };
     ReportedRss { source: "ethtool".into(), rss: Some(rss) }
 }
 
-/// Returns a report whose readings are on a clock that runs like the controller's.
+/// Returns a report like [`plain_report`] that is valid for 300 ms. With sequence number 1, it contains an RSS
+/// configuration.
 fn report_with_initial_rss(sequence: u64, now: Now, busy_ns: &[u64]) -> AgentReport {
     AgentReport {
         time_to_live: Duration::from_millis(300),
-        open_connections: 10,
+        open_connection_count: 10,
         rss_generation: 1,
         rss: (sequence == 1).then(|| uniform_rss(128, 4)),
         ..plain_report(sequence, now, busy_ns)
@@ -125,11 +130,11 @@ pub(super) fn plain_report(sequence: u64, now: Now, busy_ns: &[u64]) -> AgentRep
             measured_ns: now.monotonic.as_nanos() as u64,
             busy_ns: busy_ns.to_vec(),
         },
-        open_connections: 0,
+        open_connection_count: 0,
         rss_generation: 0,
         rss: None,
-        rss_matched: 0,
-        rss_mismatched: 0,
+        rss_matched_syn_count: 0,
+        rss_mismatched_syn_count: 0,
         configuration_generation: 0,
         details: Some(ReportDetails::default()),
     }
@@ -146,11 +151,12 @@ fn bucket_counts_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
 }
 
 #[test]
-fn tables_follow_reported_loads() {
+fn placement_tables_follow_reported_loads() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
     // Without reports, bucket i goes to server i mod n.
     assert_eq!(bucket_counts_by_server(&harness.make_table(at(0))), BTreeMap::from([(0, 43), (1, 43), (2, 42)]));
-    let sessions = harness.report_loads(&[&[0.9, 0.1, 0.9, 0.9], &[0.2, 0.8, 0.8, 0.8], &[0.5, 0.5, 0.5, 0.5]]);
+    let sessions =
+        harness.connect_and_report_loads(&[&[0.9, 0.1, 0.9, 0.9], &[0.2, 0.8, 0.8, 0.8], &[0.5, 0.5, 0.5, 0.5]]);
     let table = harness.make_table(at(100));
     let chosen_servers: Vec<u16> = (0..4).map(|bucket| table.bucket_candidates(0, bucket)[0].server.get()).collect();
     assert_eq!(chosen_servers, [1, 0, 2, 2]);
@@ -169,7 +175,7 @@ fn tables_follow_reported_loads() {
 fn server_without_fresh_reports_counts_with_the_mean_load() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
     assert!(!harness.controller.are_all_loads_known(at(0)));
-    let sessions = harness.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
+    let sessions = harness.connect_and_report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
     assert!(harness.controller.are_all_loads_known(at(400)) && !harness.controller.are_all_loads_known(at(401)));
     assert_eq!(bucket_counts_by_server(&harness.make_table(at(100))), BTreeMap::from([(0, 128)]));
     assert_eq!(harness.server_status("s0", at(400)).reports, ReportState::Fresh);
@@ -188,7 +194,7 @@ fn server_without_fresh_reports_counts_with_the_mean_load() {
 #[test]
 fn unknown_server_is_rejected() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
-    let rejection = harness.controller.register("s9", "test", at(0)).unwrap_err();
+    let rejection = harness.controller.register_agent("s9", "test", at(0)).unwrap_err();
     assert_eq!(
         rejection.to_string(),
         "server \"s9\" is not known: expected the name of a [[server]] in the fleet's file"
@@ -199,16 +205,16 @@ fn unknown_server_is_rejected() {
 #[test]
 fn second_agent_of_a_server_is_rejected_while_the_first_is_alive() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
-    let first_session = harness.controller.register("s0", "test", at(0)).unwrap();
+    let first_session = harness.controller.register_agent("s0", "test", at(0)).unwrap();
     let report = report_with_initial_rss(1, at(100), &[0; 4]);
     harness.controller.record_report(&first_session, Ok(report), at(100)).unwrap();
-    let rejection = harness.controller.register("s0", "test", at(400)).unwrap_err();
+    let rejection = harness.controller.register_agent("s0", "test", at(400)).unwrap_err();
     assert_eq!(
         rejection.to_string(),
         "server \"s0\" has an agent already, last message 300 ms ago: expected one agent per server"
     );
     // After 300 ms the new agent takes over, and the old one's late report is rejected.
-    let second_session = harness.controller.register("s0", "test", at(401)).unwrap();
+    let second_session = harness.controller.register_agent("s0", "test", at(401)).unwrap();
     let late_rejection = harness
         .controller
         .record_report(&first_session, Ok(report_with_initial_rss(2, at(410), &[0; 4])), at(410))
@@ -218,7 +224,7 @@ fn second_agent_of_a_server_is_rejected_while_the_first_is_alive() {
     let report = report_with_initial_rss(1, at(420), &[0; 4]);
     harness.controller.record_report(&second_session, Ok(report), at(420)).unwrap();
     harness.controller.end_session(&second_session);
-    harness.controller.register("s0", "test", at(421)).unwrap();
+    harness.controller.register_agent("s0", "test", at(421)).unwrap();
     let rejection_counts = harness.controller.status(at(421)).refused_reports;
     assert_eq!((rejection_counts["duplicate_session"], rejection_counts["superseded"]), (1, 1));
 }
@@ -226,7 +232,7 @@ fn second_agent_of_a_server_is_rejected_while_the_first_is_alive() {
 #[test]
 fn rejected_reports_are_counted_and_change_nothing() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
-    let session = harness.report_loads(&[&[0.25; 4]]).remove(0);
+    let session = harness.connect_and_report_loads(&[&[0.25; 4]]).remove(0);
     let load_before = harness.server_status("s0", at(150)).core_load;
     let mut reject_report = |report: Result<AgentReport, ReportError>| {
         let rejection = harness.controller.record_report(&session, report, at(150)).unwrap_err();
@@ -253,11 +259,12 @@ fn rejected_reports_are_counted_and_change_nothing() {
     assert_eq!(status.accepted_reports, 3);
 }
 
-/// If the controller's wall clock is set back by an hour, or the server's forward, loads remain, with a warning.
+/// Asserts that loads remain, with a warning, if the controller's wall clock is set back by an hour, or the server's
+/// forward.
 #[test]
 fn wall_clock_step_changes_no_load() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
-    let session = harness.report_loads(&[&[0.25; 4]]).remove(0);
+    let session = harness.connect_and_report_loads(&[&[0.25; 4]]).remove(0);
     for (sequence, is_hour_ahead) in [(3, true), (4, false)] {
         let now = at(sequence * 100);
         let mut next_report = report_with_initial_rss(sequence, now, &[sequence * 25_000_000; 4]);
@@ -273,9 +280,9 @@ fn wall_clock_step_changes_no_load() {
 }
 
 #[test]
-fn malformed_rss_invalidates_the_old_one() {
+fn malformed_rss_invalidates_the_previous_rss() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
-    let session = harness.report_loads(&[&[0.25; 4]]).remove(0);
+    let session = harness.connect_and_report_loads(&[&[0.25; 4]]).remove(0);
     assert!(harness.server_status("s0", at(100)).rss.is_some());
     let invalid_length =
         v1::Rss { source: "ethtool".into(), key: vec![1; 40], indirection_table: vec![0; 100], input_transform: 0 };
@@ -313,7 +320,7 @@ fn malformed_rss_invalidates_the_old_one() {
 #[test]
 fn draining_or_removed_server_keeps_only_its_connections() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
-    let sessions = harness.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
+    let sessions = harness.connect_and_report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
     harness.configure(&["draining", "active", "active"], "crossrss", at(100));
     assert_eq!(bucket_counts_by_server(&harness.make_table(at(100))), BTreeMap::from([(1, 128)]));
     // s2 leaves. Its loads and its agent remain, and load balancers still reach it.
@@ -358,7 +365,7 @@ fn pool_without_eligible_server_gives_an_empty_table_and_a_warning() {
 #[test]
 fn unreachable_server_gets_no_connections() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
-    harness.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
+    harness.connect_and_report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
     let unresolved_state = |names: &[&str]| v1::LoadBalancerState {
         unresolved_servers: names.iter().map(|name| (*name).to_owned()).collect(),
         ..Default::default()
@@ -385,7 +392,7 @@ fn unreachable_server_gets_no_connections() {
 fn status_lists_rss_groups_and_servers_outside_them() {
     let mut harness = Harness::new(&["active"; 6], "crossrss");
     for n in 0..6u8 {
-        let session = harness.controller.register(&format!("s{n}"), "test", at(0)).unwrap();
+        let session = harness.controller.register_agent(&format!("s{n}"), "test", at(0)).unwrap();
         let rss_key = RssKey::new(&[n.saturating_sub(1); 40]).unwrap();
         let queues: Vec<u32> = (0..256).map(|entry| entry % 4).collect();
         let rss = RssConfig { key: rss_key, indirection_table: IndirectionTable::new(&queues).unwrap() };
@@ -410,7 +417,7 @@ fn status_lists_rss_groups_and_servers_outside_them() {
 #[test]
 fn receive_queue_without_a_core_is_reported() {
     let mut harness = Harness::new(&["active"], "crossrss");
-    harness.report_loads(&[&[0.5; 2]]);
+    harness.connect_and_report_loads(&[&[0.5; 2]]);
     assert_eq!(
         harness.server_status("s0", at(100)).warnings,
         ["its indirection table names receive queue 3, but 2 cores report"]
@@ -421,11 +428,11 @@ fn receive_queue_without_a_core_is_reported() {
 fn explanations_contain_the_decision_and_its_reason() {
     let loads: [&[f64]; 3] = [&[0.9, 0.1, 0.9, 0.9], &[0.2, 0.8, 0.8, 0.8], &[0.5; 4]];
     let bucket_of = |port| {
-        RssKey::microsoft()
-            .toeplitz_hash(&FourTuple::new(client_address(port), web_address().vip_and_port).unwrap().bytes())
+        RssKey::microsoft_verification_key()
+            .toeplitz_hash(&FourTuple::new(client_address(port), web_service_address().vip_and_port).unwrap().bytes())
             & 127
     };
-    // This is a port whose bucket reaches core 1.
+    // Client port whose bucket belongs to core 1.
     let port = (40_000..).find(|port| bucket_of(*port) % 4 == 1).unwrap();
     let bucket = bucket_of(port);
 
@@ -433,7 +440,7 @@ fn explanations_contain_the_decision_and_its_reason() {
     assert_eq!(harness.explain_new_connection(port, at(0)).reason, "no table has been made yet");
     harness.make_table(at(0));
     assert!(harness.explain_new_connection(port, at(0)).reason.ends_with("by the bucket alone: no loads are known"));
-    harness.report_loads(&loads);
+    harness.connect_and_report_loads(&loads);
     harness.make_table(at(100));
     let explanation = harness.explain_new_connection(port, at(100));
     assert_eq!(explanation.chosen_server.as_deref(), Some("s0"));
@@ -447,7 +454,7 @@ fn explanations_contain_the_decision_and_its_reason() {
     assert_eq!((s1.name.as_str(), s1.bucket, s1.core, s1.core_load), ("s1", Some(bucket), Some(1), Some(0.8)));
 
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss-plus");
-    harness.report_loads(&loads);
+    harness.connect_and_report_loads(&loads);
     let table = harness.make_table(at(100));
     let allowed_count = (coreward_model::load::load_to_fixed_point(0.5)
         - coreward_model::load::load_to_fixed_point(0.1))
@@ -475,7 +482,7 @@ fn explanations_contain_the_decision_and_its_reason() {
     );
 
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "awrr");
-    harness.report_loads(&[&[0.25; 4], &[0.5; 4], &[0.75; 4]]);
+    harness.connect_and_report_loads(&[&[0.25; 4], &[0.5; 4], &[0.75; 4]]);
     harness.make_table(at(100));
     assert_eq!(
         harness.explain_new_connection(port, at(100)).reason,
@@ -484,20 +491,20 @@ fn explanations_contain_the_decision_and_its_reason() {
     );
 
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "least");
-    harness.report_loads(&loads);
+    harness.connect_and_report_loads(&loads);
     harness.make_table(at(100));
     let reason = harness.explain_new_connection(port, at(100)).reason;
     assert!(reason.contains(": the whole server with load 1.000 in the table is the least loaded of 3"), "{reason}");
 
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "hash");
-    harness.report_loads(&loads);
+    harness.connect_and_report_loads(&loads);
     harness.make_table(at(100));
     let reason = harness.explain_new_connection(port, at(100)).reason;
     assert!(reason.contains(" of 128 by a hash that only load balancers use goes to s"), "{reason}");
     assert!(reason.ends_with("by the bucket alone, independent of loads"), "{reason}");
 
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "pow2");
-    harness.report_loads(&loads);
+    harness.connect_and_report_loads(&loads);
     harness.make_table(at(100));
     let explanation = harness.explain_new_connection(port, at(100));
     assert!(explanation.reason.contains("(mean load 0."), "{}", explanation.reason);
@@ -509,7 +516,7 @@ fn explanations_contain_the_decision_and_its_reason() {
     let explanation = harness.explain_new_connection(40_000, at(100));
     assert_eq!((&*explanation.forwarding, explanation.outer_source_port), ("l2", None));
 
-    let unknown_address = ServiceAddress { vip_and_port: "10.200.0.9:80".parse().unwrap(), ..web_address() };
+    let unknown_address = ServiceAddress { vip_and_port: "10.200.0.9:80".parse().unwrap(), ..web_service_address() };
     let explain_result =
         harness.controller.explain(unknown_address, client_address(1), ExplainedPacket::NewConnection, at(100));
     let expected_error = "no service at 10.200.0.9:80/tcp: expected one of 10.200.0.1:80/tcp";
@@ -528,10 +535,10 @@ proptest! {
     ) {
         let mut harness = Harness::new(&vec!["active"; loads.len()], policy);
         let core_loads: Vec<&[f64]> = loads.iter().map(Vec::as_slice).collect();
-        harness.report_loads(&core_loads);
+        harness.connect_and_report_loads(&core_loads);
         let table = harness.make_table(at(100));
         for port in ports {
-            let tuple = FourTuple::new(client_address(port), web_address().vip_and_port).unwrap();
+            let tuple = FourTuple::new(client_address(port), web_service_address().vip_and_port).unwrap();
             let chosen_server = table.select_server(&mut PlacementState::for_table(&table), &tuple).unwrap();
             prop_assert_eq!(harness.explain_new_connection(port, at(100)).chosen_server,
                 Some(format!("s{chosen_server}")));
@@ -547,7 +554,7 @@ proptest! {
         ),
     ) {
         let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
-        let session = harness.controller.register("s0", "test", at(0)).unwrap();
+        let session = harness.controller.register_agent("s0", "test", at(0)).unwrap();
         let (mut accepted_count, mut rejected_count) = (0, 0);
         for (sequence, milliseconds, busy_ns) in reports {
             let report = report_with_initial_rss(sequence, at(milliseconds), &busy_ns);
@@ -569,7 +576,7 @@ fn established_packets_are_explained_by_their_cookie() {
     let mut harness = Harness::new(&["active", "draining"], "rr");
     harness.make_table(at(0));
     let keys = harness.controller.fleet().key_ring.keys;
-    let tuple = FourTuple::new(client_address(7), web_address().vip_and_port).unwrap();
+    let tuple = FourTuple::new(client_address(7), web_service_address().vip_and_port).unwrap();
     let established_packet = |cookie| ExplainedPacket::Established { tsecr: Some(cookie), is_reset: false };
     let time_key = CookieKey { k0: 1, k1: 2 };
     for name in ["s0", "s1"] {
@@ -578,7 +585,7 @@ fn established_packets_are_explained_by_their_cookie() {
         let explanation = harness.explain_packet(7, established_packet(tsecr), at(0));
         assert_eq!(explanation.chosen_server.as_deref(), Some(name));
         assert_eq!(explanation.reason, format!("its cookie, made with key 0, names server id {}, {name}", id.get()));
-        // From another port, the same TSecr is another server's or none's.
+        // From another client port, the same TSecr names another server or none.
         assert_ne!(harness.explain_packet(8, established_packet(tsecr), at(0)).chosen_server.as_deref(), Some(name));
     }
     let entry_tsval = cookie::stamp_tsval(&keys, &time_key, &tuple, Cookie::TableIndex(17), 12_345);

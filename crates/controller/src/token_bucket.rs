@@ -12,7 +12,7 @@ pub struct TokenBucket {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Quota {
     /// Mean time between two tokens, which is the inverse of the rate.
-    pub interval: Duration,
+    pub token_interval: Duration,
     /// Maximum number of tokens in the bucket, which is the burst after a pause.
     pub burst: u32,
 }
@@ -24,11 +24,11 @@ impl Quota {
 }
 
 impl TokenBucket {
-    /// Takes a token if one is left, and returns whether it did. `now` is the time since the controller's start.
+    /// Takes a token if one is left. Returns whether a token was taken. `now` is the time since the controller's start.
     pub fn try_take(&mut self, quota: Quota, now: Duration) -> bool {
         let elapsed_s = now.saturating_sub(self.updated_at).as_secs_f64();
         self.updated_at = now;
-        self.tokens = (self.tokens + elapsed_s / quota.interval.as_secs_f64()).min(quota.burst.into());
+        self.tokens = (self.tokens + elapsed_s / quota.token_interval.as_secs_f64()).min(quota.burst.into());
         let is_token_left = self.tokens >= 1.0;
         self.tokens -= f64::from(u8::from(is_token_left));
         is_token_left
@@ -38,7 +38,7 @@ impl TokenBucket {
 impl TokenBucket {
     /// Returns the time until the next token is available, or zero if one is left. Takes no token.
     pub fn time_until_token(&self, quota: Quota, now: Duration) -> Duration {
-        let token_interval_s = quota.interval.as_secs_f64();
+        let token_interval_s = quota.token_interval.as_secs_f64();
         let available_tokens = self.tokens + now.saturating_sub(self.updated_at).as_secs_f64() / token_interval_s;
         // The result is one nanosecond longer, because a rounded-down time would end before the token exists.
         if available_tokens >= 1.0 {
@@ -55,18 +55,25 @@ mod tests {
 
     #[test]
     fn burst_is_followed_by_tokens_at_the_configured_rate() {
-        let quota = Quota { interval: Duration::from_millis(50), burst: 3 };
+        let quota = Quota { token_interval: Duration::from_millis(50), burst: 3 };
         let mut bucket = quota.from(Duration::ZERO);
-        let mut count_taken = |ms: u64| (0..10).filter(|_| bucket.try_take(quota, Duration::from_millis(ms))).count();
+        let mut count_taken_tokens =
+            |ms: u64| (0..10).filter(|_| bucket.try_take(quota, Duration::from_millis(ms))).count();
         assert_eq!(
-            (count_taken(0), count_taken(49), count_taken(50), count_taken(150), count_taken(10_000)),
+            (
+                count_taken_tokens(0),
+                count_taken_tokens(49),
+                count_taken_tokens(50),
+                count_taken_tokens(150),
+                count_taken_tokens(10_000)
+            ),
             (3, 0, 1, 2, 3)
         );
     }
 
     #[test]
     fn wait_ends_when_a_token_is_available() {
-        let quota = Quota { interval: Duration::from_millis(50), burst: 1 };
+        let quota = Quota { token_interval: Duration::from_millis(50), burst: 1 };
         let mut bucket = quota.from(Duration::ZERO);
         assert_eq!(bucket.time_until_token(quota, Duration::ZERO), Duration::ZERO);
         for now in [0, 3, 71].map(Duration::from_millis) {

@@ -14,15 +14,16 @@ use super::Now;
 #[derive(Debug, Default, Clone, Copy)]
 struct ServiceConnectionCounter {
     /// Number of connections opened since the load balancer's maps were created.
-    total: u64,
-    /// Number of connections opened since the last query, or `None` if only one message has arrived so far.
-    count_since_last_query: Option<u64>,
+    total_opened_count: u64,
+    /// Number of connections opened since the last call of [`Traffic::take_opened_connection_count`], or `None` if only
+    /// one message has arrived so far.
+    opened_count_since_last_call: Option<u64>,
 }
 
 /// Map by server id. Its hash need not resist collisions, because the controller draws the ids, not a peer.
 type ServerMap<T> = HashMap<ServerId, T, foldhash::fast::FixedState>;
 
-/// Traffic from one load balancer to all servers.
+/// Traffic counts and rates that one load balancer reported for all servers.
 #[derive(Debug, Default)]
 pub struct Traffic {
     /// Time at which the last message arrived, since the controller's start.
@@ -36,18 +37,19 @@ pub struct Traffic {
 /// Numbers of connections that were opened since a load balancer's previous message.
 #[derive(Debug, Default)]
 pub struct OpenedConnections {
-    pub opened_by_service: Vec<(ServiceIndex, u64)>,
+    pub opened_count_by_service: Vec<(ServiceIndex, u64)>,
     /// Number of connections to all services together, by server.
-    pub opened_by_server: Vec<(ServerId, u64)>,
+    pub opened_count_by_server: Vec<(ServerId, u64)>,
 }
 
 impl Traffic {
-    /// Returns the increases since the previous message. A count that is new or has restarted adds nothing.
+    /// Returns the numbers of connections opened since the previous message. A count that is new or has restarted adds
+    /// nothing.
     pub fn opened_connections(&self, message: &TrafficMessage) -> OpenedConnections {
-        let opened_by_service = message.opened_connections.iter().filter_map(|(service, total)| {
-            Some((*service, total.checked_sub(self.connection_counters_by_service.get(service)?.total)?))
+        let opened_by_service = message.opened_connection_count_by_service.iter().filter_map(|(service, total)| {
+            Some((*service, total.checked_sub(self.connection_counters_by_service.get(service)?.total_opened_count)?))
         });
-        let opened_by_server = message.servers.iter().filter_map(|(id, new_traffic)| {
+        let opened_by_server = message.traffic_by_server.iter().filter_map(|(id, new_traffic)| {
             Some((
                 *id,
                 new_traffic
@@ -56,15 +58,16 @@ impl Traffic {
             ))
         });
         OpenedConnections {
-            opened_by_service: opened_by_service.filter(|(_, count)| *count > 0).collect(),
-            opened_by_server: opened_by_server.filter(|(_, count)| *count > 0).collect(),
+            opened_count_by_service: opened_by_service.filter(|(_, count)| *count > 0).collect(),
+            opened_count_by_server: opened_by_server.filter(|(_, count)| *count > 0).collect(),
         }
     }
 
-    /// Records the counts of a message. A count that has decreased comes from new maps, so its rate starts again.
+    /// Records the traffic counts of a message. A count that has decreased comes from new maps, so its rate is measured
+    /// from the beginning.
     pub fn record_totals(&mut self, message: &TrafficMessage, alpha: SmoothingWeight, now: Now) {
         let totals_by_server: ServerMap<ServerTraffic> =
-            message.servers.iter().map(|(id, traffic)| (*id, *traffic)).collect();
+            message.traffic_by_server.iter().map(|(id, traffic)| (*id, *traffic)).collect();
         self.record_opened_connections(message);
         let elapsed_s = self
             .last_message_at
@@ -85,32 +88,36 @@ impl Traffic {
             // A lower count than before comes from new maps, or from the removal of a server.
             let increase_since = |previous_counts: &ServiceConnectionCounter| {
                 previous_counts
-                    .count_since_last_query
+                    .opened_count_since_last_call
                     .unwrap_or(0)
-                    .saturating_add(total.saturating_sub(previous_counts.total))
+                    .saturating_add(total.saturating_sub(previous_counts.total_opened_count))
             };
             let opened_count = self.connection_counters_by_service.get(&service).map(increase_since);
-            (service, ServiceConnectionCounter { total, count_since_last_query: opened_count })
+            (
+                service,
+                ServiceConnectionCounter { total_opened_count: total, opened_count_since_last_call: opened_count },
+            )
         };
-        self.connection_counters_by_service = message.opened_connections.iter().map(to_connection_counter).collect();
+        self.connection_counters_by_service =
+            message.opened_connection_count_by_service.iter().map(to_connection_counter).collect();
     }
 
-    /// Returns how many connections to the service were opened since the last call, or `None` if it is not known yet.
+    /// Returns the number of connections to the service opened since the last call, or `None` if it is not known yet.
     pub fn take_opened_connection_count(&mut self, service: ServiceIndex) -> Option<u64> {
-        self.connection_counters_by_service.get_mut(&service)?.count_since_last_query.as_mut().map(std::mem::take)
+        self.connection_counters_by_service.get_mut(&service)?.opened_count_since_last_call.as_mut().map(std::mem::take)
     }
 
     fn smoothed_rates(
         &self,
         server: ServerId,
         new_traffic: &ServerTraffic,
-        elapsed: f64,
+        elapsed_s: f64,
         alpha: SmoothingWeight,
     ) -> Option<TrafficRates> {
         let previous_traffic = self.totals_by_server.get(&server)?;
         let newest_rates = TrafficRates {
-            packets_per_second: new_traffic.packet_count.checked_sub(previous_traffic.packet_count)? as f64 / elapsed,
-            bytes_per_second: new_traffic.frame_bytes.checked_sub(previous_traffic.frame_bytes)? as f64 / elapsed,
+            packets_per_second: new_traffic.packet_count.checked_sub(previous_traffic.packet_count)? as f64 / elapsed_s,
+            bytes_per_second: new_traffic.frame_bytes.checked_sub(previous_traffic.frame_bytes)? as f64 / elapsed_s,
         };
         let smooth = |new: f64, old: f64| alpha.get() * new + (1.0 - alpha.get()) * old;
         Some(self.rates_by_server.get(&server).map_or(newest_rates, |previous_rates| TrafficRates {
@@ -119,18 +126,19 @@ impl Traffic {
         }))
     }
 
-    /// Ends the rates after the load balancer has disconnected. Its data plane may continue without the daemon.
+    /// Removes the traffic rates, because the load balancer has disconnected. Its data plane may continue without the
+    /// daemon.
     pub fn clear_rates(&mut self) {
         self.rates_by_server.clear();
         self.connection_counters_by_service.clear();
         self.last_message_at = None;
     }
 
-    pub fn server_total(&self, server: ServerId) -> Option<ServerTraffic> {
+    pub fn server_traffic_total(&self, server: ServerId) -> Option<ServerTraffic> {
         self.totals_by_server.get(&server).copied()
     }
 
-    pub fn server_rates(&self, server: ServerId) -> Option<TrafficRates> {
+    pub fn server_traffic_rates(&self, server: ServerId) -> Option<TrafficRates> {
         self.rates_by_server.get(&server).copied()
     }
 }
@@ -141,7 +149,7 @@ pub struct TrafficTotals(pub BTreeMap<String, ServerTraffic>);
 impl TrafficTotals {
     /// Returns the increase in the number of open connections since `earlier_totals`, as load balancers counted it. A
     /// load balancer with new or restarted counts adds nothing, because the report may already include its connections.
-    pub fn connection_increase_since(&self, earlier_totals: &TrafficTotals) -> i64 {
+    pub fn open_connection_increase_since(&self, earlier_totals: &TrafficTotals) -> i64 {
         let increase_at_balancer = |(name, current_traffic): (&String, &ServerTraffic)| {
             let earlier_traffic = earlier_totals.0.get(name)?;
             let opened_count =
@@ -149,8 +157,8 @@ impl TrafficTotals {
             let closed_count =
                 current_traffic.closed_connection_count.checked_sub(earlier_traffic.closed_connection_count)?;
             let maximum_increase = i128::from(u32::MAX);
-            let increase = i128::from(opened_count) - i128::from(closed_count);
-            Some(increase.clamp(-maximum_increase, maximum_increase) as i64)
+            let open_connection_increase = i128::from(opened_count) - i128::from(closed_count);
+            Some(open_connection_increase.clamp(-maximum_increase, maximum_increase) as i64)
         };
         self.0.iter().filter_map(increase_at_balancer).sum()
     }
@@ -162,38 +170,41 @@ mod tests {
 
     fn at(milliseconds: u64) -> Now {
         let monotonic = Duration::from_millis(milliseconds);
-        Now { monotonic, wall: monotonic, record: monotonic }
+        Now { monotonic, wall: monotonic, record_time: monotonic }
     }
 
     fn id(number: u64) -> ServerId {
         number.try_into().unwrap()
     }
 
-    fn traffic_message(counts: &[(u64, u64)]) -> TrafficMessage {
+    fn traffic_message(packet_counts: &[(u64, u64)]) -> TrafficMessage {
         let server_entry = |(server, packets): &(u64, u64)| {
             (id(*server), ServerTraffic { packet_count: *packets, frame_bytes: packets * 100, ..Default::default() })
         };
-        TrafficMessage { servers: counts.iter().map(server_entry).collect(), ..Default::default() }
+        TrafficMessage { traffic_by_server: packet_counts.iter().map(server_entry).collect(), ..Default::default() }
     }
 
     #[test]
-    fn rates_are_smoothed() {
+    fn traffic_rates_are_smoothed() {
         let mut traffic = Traffic::default();
         traffic.record_totals(&traffic_message(&[(1, 150), (2, 7)]), SmoothingWeight::PAPER_VALUE, at(0));
-        assert_eq!(traffic.server_rates(id(1)), None);
+        assert_eq!(traffic.server_traffic_rates(id(1)), None);
         traffic.record_totals(&traffic_message(&[(1, 170), (2, 7)]), SmoothingWeight::PAPER_VALUE, at(100));
         assert_eq!(
-            traffic.server_rates(id(1)),
+            traffic.server_traffic_rates(id(1)),
             Some(TrafficRates { packets_per_second: 200.0, bytes_per_second: 20_000.0 })
         );
-        assert_eq!(traffic.server_rates(id(2)), Some(TrafficRates { packets_per_second: 0.0, bytes_per_second: 0.0 }));
+        assert_eq!(
+            traffic.server_traffic_rates(id(2)),
+            Some(TrafficRates { packets_per_second: 0.0, bytes_per_second: 0.0 })
+        );
         traffic.record_totals(&traffic_message(&[(1, 170)]), SmoothingWeight::PAPER_VALUE, at(200));
-        assert_eq!(traffic.server_rates(id(1)).unwrap().packets_per_second, 100.0);
-        assert_eq!(traffic.server_rates(id(2)), None);
+        assert_eq!(traffic.server_traffic_rates(id(1)).unwrap().packets_per_second, 100.0);
+        assert_eq!(traffic.server_traffic_rates(id(2)), None);
         traffic.record_totals(&traffic_message(&[(1, 3)]), SmoothingWeight::PAPER_VALUE, at(300));
-        assert_eq!(traffic.server_rates(id(1)), None);
+        assert_eq!(traffic.server_traffic_rates(id(1)), None);
         traffic.clear_rates();
-        assert_eq!(traffic.server_total(id(1)).unwrap().packet_count, 3);
+        assert_eq!(traffic.server_traffic_total(id(1)).unwrap().packet_count, 3);
     }
 
     #[test]
@@ -213,20 +224,20 @@ mod tests {
         };
         let earlier_totals = traffic_totals(&[("lb1", 100, 90), ("lb2", 50, 50)]);
         let later_totals = traffic_totals(&[("lb1", 110, 93), ("lb2", 51, 55), ("lb3", 1000, 0)]);
-        assert_eq!(later_totals.connection_increase_since(&earlier_totals), 7 - 4);
+        assert_eq!(later_totals.open_connection_increase_since(&earlier_totals), 7 - 4);
         assert_eq!(
-            traffic_totals(&[("lb1", 5, 0)]).connection_increase_since(&earlier_totals),
+            traffic_totals(&[("lb1", 5, 0)]).open_connection_increase_since(&earlier_totals),
             0,
             "it restarted its counts"
         );
         let invalid_totals = traffic_totals(&[("lb1", u64::MAX, 90), ("lb2", 1 << 63, u64::MAX)]);
-        assert_eq!(invalid_totals.connection_increase_since(&earlier_totals), 0, "as many one way as the other");
+        assert_eq!(invalid_totals.open_connection_increase_since(&earlier_totals), 0, "as many one way as the other");
     }
 
     #[test]
-    fn implausible_counts_saturate() {
+    fn implausible_connection_counts_saturate() {
         let opened_message = |total: u64| TrafficMessage {
-            opened_connections: [(ServiceIndex::FIRST, total)].into(),
+            opened_connection_count_by_service: [(ServiceIndex::FIRST, total)].into(),
             ..Default::default()
         };
         let mut load_balancers = super::super::load_balancers::LoadBalancers::default();

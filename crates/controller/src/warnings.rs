@@ -3,7 +3,8 @@
 use super::Controller;
 
 impl Controller {
-    /// Records a load balancer's active configuration when its session begins. Logs a warning if the store is older.
+    /// Records a load balancer's active configuration when its session begins. Logs a warning if the store's
+    /// configuration is older.
     pub fn record_active_configuration(&mut self, session: u64, generation: u64) {
         if let Some(name) = self.load_balancers.record_configuration_in_force(session, generation, &self.fleet) {
             tracing::warn!(

@@ -33,10 +33,10 @@ pub struct ApplyArgs {
     timeout: humantime::Duration,
 }
 
-/// Interval at which the command asks the controller which daemons have acknowledged the configuration.
+/// Interval between requests to the controller for the daemons that have acknowledged the configuration.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Runs `coreward apply`. Fails if the document is invalid, or the controller or the operator rejects it.
+/// Runs `coreward apply`. Fails if the document is invalid, if the controller rejects it, or if the operator declines.
 pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
     let client = args.query.contact.build_client()?;
     let proposed_fleet = ProposedFleet::read(&client, &args.file)?;
@@ -44,13 +44,13 @@ pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
     if is_applied && args.wait { wait_until_in_force(&client, args.timeout.into()) } else { Ok(()) }
 }
 
-/// Shows the changes, asks for confirmation, and applies the document. Returns whether the document is applied now.
+/// Shows the changes, asks for confirmation, and applies the document. Returns whether the document is now in force.
 fn confirm_and_apply(
     proposed_fleet: ProposedFleet,
     format: OutputFormat,
-    (dry_run, yes): (bool, bool),
+    (dry_run, is_confirmed): (bool, bool),
 ) -> anyhow::Result<bool> {
-    let only_shows_changes = dry_run || proposed_fleet.is_in_force();
+    let only_shows_changes = dry_run || proposed_fleet.is_already_active();
     // The JSON output must be a single object, which is the result.
     if only_shows_changes || format == OutputFormat::Text {
         print(&proposed_fleet.format_changes(format.into())?)?;
@@ -60,8 +60,11 @@ fn confirm_and_apply(
     }
     // With JSON output the changes have not been shown, so the operator cannot confirm them.
     let can_ask_for_confirmation = format == OutputFormat::Text;
-    anyhow::ensure!(yes || can_ask_for_confirmation, "nothing was changed: `--format json` expects --yes or --dry-run");
-    anyhow::ensure!(yes || ask_for_confirmation()?, "nothing was changed");
+    anyhow::ensure!(
+        is_confirmed || can_ask_for_confirmation,
+        "nothing was changed: `--format json` expects --yes or --dry-run"
+    );
+    anyhow::ensure!(is_confirmed || ask_for_confirmation()?, "nothing was changed");
     print(&format_apply_result(&proposed_fleet.apply()?, format.into())?)?;
     Ok(true)
 }
@@ -70,7 +73,7 @@ fn wait_until_in_force(client: &Client, timeout: Duration) -> anyhow::Result<()>
     let deadline = Instant::now() + timeout;
     loop {
         let acknowledgements = block_on(client.acknowledgements())?;
-        if is_in_force(&acknowledgements) {
+        if is_in_force_everywhere(&acknowledgements) {
             return Ok(());
         }
         if is_wait_over(&acknowledgements) || Instant::now() >= deadline {
@@ -80,22 +83,22 @@ fn wait_until_in_force(client: &Client, timeout: Duration) -> anyhow::Result<()>
     }
 }
 
-fn is_in_force(acknowledgements: &Acknowledgements) -> bool {
+fn is_in_force_everywhere(acknowledgements: &Acknowledgements) -> bool {
     acknowledgements.waiting_count == 0
         && acknowledgements.refused_count == 0
         && acknowledgements.disconnected.is_empty()
 }
 
-/// Returns whether waiting for further answers is useless, because a daemon rejects this configuration or all connected
-/// daemons have answered.
+/// Returns whether further answers cannot change the outcome, because a daemon rejects this configuration or all
+/// connected daemons have answered.
 fn is_wait_over(acknowledgements: &Acknowledgements) -> bool {
     let newest_generation = acknowledgements.configuration_generation;
-    let is_of_newest_generation =
+    let rejects_newest_generation =
         |update: &RefusedUpdate| update.kind == "configuration" && update.generation == newest_generation;
-    acknowledgements.waiting_count == 0 || acknowledgements.refused.iter().any(is_of_newest_generation)
+    acknowledgements.waiting_count == 0 || acknowledgements.refused.iter().any(rejects_newest_generation)
 }
 
-/// Describes the daemons that have not applied the newest configuration.
+/// Returns a description of the daemons that have not applied the newest configuration.
 fn describe_missing_acknowledgements(acknowledgements: &Acknowledgements) -> String {
     let mut lines = vec![format!(
         "configuration {} is in force at {}, not at {}; {} updates were refused, {} load balancers are not connected:",
@@ -143,7 +146,7 @@ mod tests {
     ) -> Acknowledgements {
         let load_balancer =
             |name: &str| Waiting { part: "lb".to_owned(), name: name.to_owned(), configuration_generation: 4 };
-        let refused: Vec<RefusedUpdate> = refused_generations
+        let refused_updates: Vec<RefusedUpdate> = refused_generations
             .iter()
             .map(|generation| RefusedUpdate {
                 part: "lb".to_owned(),
@@ -159,24 +162,24 @@ mod tests {
             acknowledged_count: 1,
             waiting_count,
             waiting: (0..waiting_count).map(|_| load_balancer("lb1")).collect(),
-            refused_count: refused.len() as u64,
-            refused,
+            refused_count: refused_updates.len() as u64,
+            refused: refused_updates,
             disconnected: disconnected_names.iter().copied().map(load_balancer).collect(),
         }
     }
 
     #[test]
-    fn refusal_of_the_newest_configuration_ends_the_wait() {
+    fn rejection_of_the_newest_configuration_ends_the_wait() {
         assert!(is_wait_over(&build_acknowledgements(1, &[5], &[])));
         assert!(!is_wait_over(&build_acknowledgements(1, &[4], &[])), "the refusal of an older one");
         assert!(!is_wait_over(&build_acknowledgements(1, &[], &[])));
-        assert!(is_in_force(&build_acknowledgements(0, &[], &[])));
+        assert!(is_in_force_everywhere(&build_acknowledgements(0, &[], &[])));
     }
 
     #[test]
     fn disconnected_load_balancer_is_named_in_the_error() {
         let acknowledgements = build_acknowledgements(0, &[], &["lb2"]);
-        assert!(!is_in_force(&acknowledgements) && is_wait_over(&acknowledgements));
+        assert!(!is_in_force_everywhere(&acknowledgements) && is_wait_over(&acknowledgements));
         assert!(
             describe_missing_acknowledgements(&acknowledgements).contains("  lb lb2: is not connected"),
             "{}",

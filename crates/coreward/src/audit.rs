@@ -24,7 +24,7 @@ pub fn print_audit_log(args: &AuditArgs) -> anyhow::Result<()> {
     print(&audit.entries.iter().map(format_entry).collect::<String>())
 }
 
-/// Formats a line such as "2026-11-23T14:05:09Z #7 alice from 10.1.0.9: drain s1: not drained -> drained".
+/// Returns a line such as "2026-11-23T14:05:09Z #7 alice from 10.1.0.9: drain s1: not drained -> drained".
 fn format_entry(entry: &AuditEntry) -> String {
     let time_text = format_time(entry.at_unix_ms);
     let AuditEntry { id, actor, from_address, action, target, before, after, .. } = entry;
@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn audit_entry_is_one_line() {
+    fn audit_entry_is_formatted_as_one_line() {
         let entry = AuditEntry {
             id: 7,
             at_unix_ms: 1_795_442_709_000,

@@ -73,48 +73,50 @@ pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
 
 struct CheckedFile<'a> {
     file: &'a Path,
-    /// Kind of the file, or `None` if it could not be detected.
+    /// Kind of the configuration file, or `None` if it could not be detected.
     kind: Option<FileKind>,
-    mistakes: Option<Diagnostics>,
+    diagnostics: Option<Diagnostics>,
 }
 
 impl<'a> CheckedFile<'a> {
-    /// Reads and checks the file. It is read only once, because it may be a pipe.
+    /// Reads and checks the file. Reads it only once, because it may be a pipe.
     fn new(file: &'a Path, kind: Option<FileKind>) -> Self {
         let source = match Source::read(file) {
             Ok(source) => source,
-            Err(mistake) => return Self { file, kind, mistakes: Some(mistake.into()) },
+            Err(mistake) => return Self { file, kind, diagnostics: Some(mistake.into()) },
         };
         let kind = kind.map_or_else(|| FileKind::of(&source), Ok);
         let mistakes = kind.clone().and_then(|kind| kind.check_with_fleet_file(&source)).err();
-        Self { file, kind: kind.ok(), mistakes }
+        Self { file, kind: kind.ok(), diagnostics: mistakes }
     }
 
     fn count_mistakes(&self) -> usize {
-        self.mistakes
+        self.diagnostics
             .as_ref()
             .map_or(0, |mistakes| mistakes.shown_diagnostics.len() + mistakes.omitted_diagnostic_count)
     }
 
     fn count_files_with_mistakes(checked_files: &[Self]) -> usize {
-        checked_files.iter().filter(|checked_file| checked_file.mistakes.is_some()).count()
+        checked_files.iter().filter(|checked_file| checked_file.diagnostics.is_some()).count()
     }
 
     fn to_text(&self) -> String {
-        match &self.mistakes {
+        match &self.diagnostics {
             Some(mistakes) => mistakes.to_string(),
             None => format!("{}: ok ({})", self.file.display(), self.kind.map_or("", FileKind::name)),
         }
     }
 
     fn to_json(&self) -> Value {
-        let mistake_objects =
-            self.mistakes.as_ref().map(|mistakes| mistakes.shown_diagnostics.iter().map(|mistake| mistake.to_json()));
+        let mistake_objects = self
+            .diagnostics
+            .as_ref()
+            .map(|mistakes| mistakes.shown_diagnostics.iter().map(|mistake| mistake.to_json()));
         json!({
             "file": self.file,
             "kind": self.kind.map(FileKind::name),
             "mistakes": mistake_objects.into_iter().flatten().collect::<Vec<_>>(),
-            "more": self.mistakes.as_ref().map_or(0, |mistakes| mistakes.omitted_diagnostic_count),
+            "more": self.diagnostics.as_ref().map_or(0, |mistakes| mistakes.omitted_diagnostic_count),
         })
     }
 }
@@ -132,7 +134,7 @@ impl FileKind {
         }
     }
 
-    /// Checks a file as its daemon does.
+    /// Checks a file in the same way as the daemon that reads it.
     pub fn check(self, source: &Source) -> Result<(), Diagnostics> {
         match self {
             Self::Controller => ControllerConfig::parse(source).map(|_| ()),
@@ -145,7 +147,7 @@ impl FileKind {
         }
     }
 
-    /// Returns the JSON schema of this kind of file. It comes from the description that also defines the parser.
+    /// Returns the JSON schema of this kind of file. Schema and parser are generated from the same description.
     pub fn schema(self) -> Value {
         match self {
             Self::Controller => schema::<ControllerFile>("coreward controller"),
@@ -165,9 +167,9 @@ impl FileKind {
             Self::Controller => fleet_file_path(source).map_or(Ok(()), |path| FleetConfig::load(&path).map(|_| ())),
             _ => Ok(()),
         };
-        let own_result =
+        let file_and_etcd_result =
             file_result.and_then(|()| if self == Self::Controller { check_etcd_files(source) } else { Ok(()) });
-        match (own_result, fleet_result) {
+        match (file_and_etcd_result, fleet_result) {
             (Ok(()), fleet_result) => fleet_result,
             (own_result, Ok(())) => own_result,
             (Err(own_mistakes), Err(fleet_mistakes)) => Err(Diagnostics {
@@ -178,12 +180,12 @@ impl FileKind {
         }
     }
 
-    /// Detects the kind to which most of the file's keys belong. Among equal kinds it prefers the one in the file's
-    /// name, then the one with the fewest mistakes. Fails if several kinds remain.
+    /// Returns the kind that knows most of the file's keys. Among equal kinds, prefers the one in the file's name, then
+    /// the one with the fewest mistakes. Fails if several kinds remain.
     fn of(source: &Source) -> Result<Self, Diagnostics> {
         let keys = source.top_level_keys();
         let name = source.path().file_stem().and_then(|name| name.to_str()).unwrap_or_default();
-        let to_mismatch = |kind: Self| {
+        let compute_mismatch = |kind: Self| {
             let schema = kind.schema();
             let unknown_key_count = keys.iter().filter(|key| schema["properties"].get(key.as_str()).is_none()).count();
             let mistake_count = kind
@@ -193,7 +195,7 @@ impl FileKind {
             (unknown_key_count, !name.starts_with(kind.name()), mistake_count)
         };
         let kinds_with_mismatch =
-            <Self as clap::ValueEnum>::value_variants().iter().map(|kind| (to_mismatch(*kind), *kind));
+            <Self as clap::ValueEnum>::value_variants().iter().map(|kind| (compute_mismatch(*kind), *kind));
         let mut kinds_by_mismatch: Vec<((usize, bool, usize), Self)> = kinds_with_mismatch.collect();
         kinds_by_mismatch.sort_by_key(|(misfit_rank, _)| *misfit_rank);
         if kinds_by_mismatch[0].0 < kinds_by_mismatch[1].0 {
@@ -213,7 +215,7 @@ fn check_etcd_files(controller: &Source) -> Result<(), Diagnostics> {
     leader_election::connect_cluster(&etcd).map(drop).map_err(to_diagnostics)
 }
 
-/// Returns the path of the fleet document that a controller's file names. Mistakes in other keys do not matter.
+/// Returns the path of the fleet document that a controller's file names. Ignores mistakes in other keys.
 fn fleet_file_path(controller: &Source) -> Option<PathBuf> {
     let table: toml::Table = controller.parse().ok()?;
     Some(controller.path().parent()?.join(table.get("fleet")?.as_str()?))
@@ -225,9 +227,9 @@ mod tests {
 
     use super::*;
 
-    /// Returns every TOML block on the manual's pages about configuration files, with its page and line. A block that
-    /// begins with `[[dispatch` is appended to the agent's file above it.
-    fn documented_examples() -> Vec<(String, String)> {
+    /// Returns every TOML block on the manual's pages about configuration files, as its page and line, and its text. A
+    /// block that begins with `[[dispatch` is appended to the preceding agent's file.
+    fn read_documented_examples() -> Vec<(String, String)> {
         let pages = [
             ("config.md", include_str!("../../../docs/config.md")),
             ("deployment.md", include_str!("../../../docs/deployment.md")),
@@ -259,12 +261,12 @@ mod tests {
         jsonschema::is_valid(schema, &serde_json::to_value(value).unwrap())
     }
 
-    /// Each example is valid, of a known kind, and matches its schema. With an unknown key, parser and schema reject
-    /// it.
+    /// Checks that each example is valid, of a known kind, and accepted by its schema. With an unknown key, the parser
+    /// and the schema reject it.
     #[test]
     fn toml_examples_in_the_manual_are_valid() {
         let mut found_kinds = Vec::new();
-        for (page_line, toml_text) in documented_examples() {
+        for (page_line, toml_text) in read_documented_examples() {
             let kind = detect_kind(&toml_text).unwrap_or_else(|mistakes| panic!("{page_line}: {mistakes}"));
             let outcome = kind.check(&Source::from_text(&page_line, &toml_text));
             let mistakes = outcome.err().map_or_else(Vec::new, |mistakes| mistakes.shown_diagnostics);
@@ -324,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn file_kind_is_recognised_despite_mistakes() {
+    fn file_kind_is_detected_despite_mistakes() {
         for (text, kind) in [
             (
                 "name = \"lb1\"\ncontroler = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"/p\"\n",
@@ -344,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn file_name_decides_the_kind_when_keys_do_not() {
+    fn file_name_decides_the_kind_if_keys_are_ambiguous() {
         let of = |name: &str, text: &str| {
             FileKind::of(&Source::from_text(name, text)).map_err(|mistakes| mistakes.to_string())
         };
@@ -357,9 +359,9 @@ mod tests {
         assert!(error.contains("some.toml: fits several kinds") && error.contains("some.toml:1:1: "), "{error}");
     }
 
-    /// `coreward check <(...)` gets the text from a pipe, which can be read only once.
+    /// Checks that the text is read only once, as `coreward check <(...)` requires, because it comes from a pipe.
     #[test]
-    fn pipe_is_read_once() {
+    fn checked_pipe_is_read_only_once() {
         let directory = tempfile::tempdir().unwrap();
         let pipe = directory.path().join("some");
         assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
@@ -375,9 +377,9 @@ mod tests {
         );
     }
 
-    /// A controller's file is checked together with the fleet document that it names, even if both are wrong.
+    /// Checks that a controller's file and its fleet document are both checked, even if both have mistakes.
     #[test]
-    fn controller_file_is_checked_with_its_fleet() {
+    fn controller_file_and_its_fleet_document_are_both_checked() {
         let directory = tempfile::tempdir().unwrap();
         let [controller, fleet] = ["controller.toml", "fleet.toml"].map(|name| directory.path().join(name));
         std::fs::write(&controller, "listen = 5\nstore = \"s\"\nfleet = \"fleet.toml\"\n").unwrap();

@@ -7,7 +7,7 @@ use coreward_http::client::{Client, ControllerUrl, Credential};
 use coreward_tls::CredentialFiles;
 use coreward_tls::verify::ExpectedHost;
 
-/// Path at which the packages' controller stores the operator's token.
+/// Path at which the controller of the distribution packages stores the operator's token.
 const DEFAULT_TOKEN_FILE: &str = "/var/lib/coreward/operator.token";
 
 #[derive(clap::Args, Clone)]
@@ -41,7 +41,7 @@ pub struct ControllerArgs {
 }
 
 impl ControllerArgs {
-    /// Creates a client of the controllers. Fails if a file cannot be read or is invalid.
+    /// Creates a client of the controllers. Fails if a credential file cannot be read or is invalid.
     pub fn build_client(&self) -> anyhow::Result<Client> {
         let to_files =
             |((ca, certificate), key)| CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key };

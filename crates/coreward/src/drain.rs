@@ -10,10 +10,10 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::{OutputFormat, QueryArgs, print};
 
-/// Interval between status requests of `--wait`. It is short, because agents count connections every second.
+/// Interval between status requests of `--wait`. It is half a second, because agents count connections every second.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Limit of `--timeout`. Longer timeouts are reduced to it.
+/// Maximum of `--timeout`. A longer timeout is reduced to it.
 const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 86_400);
 
 #[derive(clap::Args)]
@@ -55,8 +55,8 @@ pub fn run_drain(args: &DrainArgs) -> anyhow::Result<()> {
         let request = DrainServer { services: args.service.clone(), force: args.force };
         let status = client.drain(&args.server, &request).await?;
         // The JSON output must be a single object, which is the final state.
-        let is_text = args.query.format == OutputFormat::Text;
-        if is_text || !args.wait {
+        let is_text_output = args.query.format == OutputFormat::Text;
+        if is_text_output || !args.wait {
             print(&format_drain_status(&status, args.query.format)?)?;
         }
         if !args.wait {
@@ -64,9 +64,9 @@ pub fn run_drain(args: &DrainArgs) -> anyhow::Result<()> {
         }
         let drain_notice = format!("{} stays drained: `coreward undrain {}` ends that", args.server, args.server);
         tokio::select! {
-            outcome = wait_until_drained(&client, status, args.timeout.into(), is_text) => {
+            outcome = wait_until_drained(&client, status, args.timeout.into(), is_text_output) => {
                 let (status, remaining_connections) = outcome?;
-                if !is_text {
+                if !is_text_output {
                     print(&format_drain_status(&status, args.query.format)?)?;
                 }
                 match remaining_connections {
@@ -81,25 +81,25 @@ pub fn run_drain(args: &DrainArgs) -> anyhow::Result<()> {
     })
 }
 
-/// Ends the drain of a server. Fails if the controller rejects the request.
+/// Runs `coreward undrain`, which ends the drain of a server. Fails if the controller rejects the request.
 pub fn run_undrain(args: &UndrainArgs) -> anyhow::Result<()> {
     let client = args.query.contact.build_client()?;
     print(&format_drain_status(&build_runtime()?.block_on(client.undrain(&args.server))?, args.query.format)?)
 }
 
-/// Connections that remain at the end of the wait.
+/// Connections of the drained server that remain at the end of the wait.
 enum RemainingConnections {
     Zero,
     NonzeroWithDescription(String),
 }
 
-/// Waits until no connection remains or the timeout expires. The controller has stored the drain, so the wait continues
-/// even while no controller answers.
+/// Waits until no connection remains or the timeout expires. Continues while no controller answers, because the drain
+/// is already stored.
 async fn wait_until_drained(
     client: &Client,
     mut status: DrainStatus,
     timeout: Duration,
-    is_text: bool,
+    is_text_output: bool,
 ) -> anyhow::Result<(DrainStatus, RemainingConnections)> {
     let deadline = Instant::now() + timeout.min(MAX_TIMEOUT);
     let (server, mut printed_text, mut is_controller_unreachable) =
@@ -117,13 +117,13 @@ async fn wait_until_drained(
             Ok(newest_status) => (status, is_controller_unreachable) = (newest_status, false),
             Err(error) if is_permanent_error(&error) => return Err(error),
             Err(error) => {
-                if !std::mem::replace(&mut is_controller_unreachable, true) && is_text {
+                if !std::mem::replace(&mut is_controller_unreachable, true) && is_text_output {
                     print(&format!("the drain is on record, what remains is not known: {error:#}"))?;
                     printed_text.clear();
                 }
             }
         }
-        if !is_controller_unreachable && is_text {
+        if !is_controller_unreachable && is_text_output {
             print_changed_status(&status, &mut printed_text)?;
         }
         if Instant::now() >= deadline && status.remaining != Some(0) {
@@ -134,7 +134,7 @@ async fn wait_until_drained(
     Ok((status, RemainingConnections::NonzeroWithDescription(remaining_text)))
 }
 
-/// Prints the status unless its text equals the text that was printed last.
+/// Prints the drain status unless its text equals the last printed text.
 fn print_changed_status(status: &DrainStatus, printed_text: &mut String) -> anyhow::Result<()> {
     let current_text = describe_drain(status);
     if current_text != *printed_text {
@@ -144,7 +144,7 @@ fn print_changed_status(status: &DrainStatus, printed_text: &mut String) -> anyh
     Ok(())
 }
 
-/// Returns whether the controller has given a final answer, so that another attempt would be useless.
+/// Returns whether the controller has rejected the request finally, so that another attempt would be useless.
 fn is_permanent_error(error: &anyhow::Error) -> bool {
     error.downcast_ref::<Problem>().is_some_and(|problem| matches!(problem.status, 400..=407 | 422))
 }
@@ -165,7 +165,7 @@ fn format_drain_status(status: &DrainStatus, format: OutputFormat) -> anyhow::Re
     }
 }
 
-/// Formats a line such as "s1 is draining by command: 12 connections remain (api 2, web 10)".
+/// Returns a line such as "s1 is draining by command: 12 connections remain (api 2, web 10)".
 fn describe_drain(status: &DrainStatus) -> String {
     let DrainStatus { server, .. } = status;
     let Some(drain) = &status.drained else {
@@ -220,7 +220,7 @@ mod tests {
 
     use super::*;
 
-    fn status_with_remaining(remaining: Option<u64>) -> DrainStatus {
+    fn drain_status_with_remaining(remaining: Option<u64>) -> DrainStatus {
         DrainStatus {
             server: "s1".into(),
             state: ServerState::Draining,
@@ -240,35 +240,36 @@ mod tests {
     #[test]
     fn remaining_connections_are_described() {
         assert_eq!(
-            describe_drain(&status_with_remaining(Some(12))),
+            describe_drain(&drain_status_with_remaining(Some(12))),
             "s1 is draining: 12 connections remain (api 2, web 10)"
         );
-        assert_eq!(describe_drain(&status_with_remaining(Some(0))), "s1 is drained: no connection remains");
+        assert_eq!(describe_drain(&drain_status_with_remaining(Some(0))), "s1 is drained: no connection remains");
         let drained_in_web =
             Some(Drained { by: DrainedBy::Command, since_unix_ms: Some(1), services: vec!["web".into()] });
-        let status_in_web =
-            DrainStatus { drained: drained_in_web, remaining: Some(1), ..status_with_remaining(Some(1)) };
-        assert_eq!(describe_drain(&status_in_web), "s1 is draining in web: 1 connection remains");
-        let status_with_udp_service = DrainStatus { not_counted: vec!["dns".into()], ..status_with_remaining(Some(0)) };
+        let status_drained_in_web =
+            DrainStatus { drained: drained_in_web, remaining: Some(1), ..drain_status_with_remaining(Some(1)) };
+        assert_eq!(describe_drain(&status_drained_in_web), "s1 is draining in web: 1 connection remains");
+        let status_with_udp_service =
+            DrainStatus { not_counted: vec!["dns".into()], ..drain_status_with_remaining(Some(0)) };
         assert_eq!(
             describe_drain(&status_with_udp_service),
             "s1 is drained: no connection remains; flows of UDP are not counted (dns)"
         );
         assert_eq!(
-            describe_drain(&status_with_remaining(None)),
+            describe_drain(&drain_status_with_remaining(None)),
             "s1 is draining: what remains is not known (waiting for a count that begins now)"
         );
         let active_status = DrainStatus {
             drained: None,
             state: ServerState::Active,
             state_reason: String::new(),
-            ..status_with_remaining(None)
+            ..drain_status_with_remaining(None)
         };
         assert_eq!(describe_drain(&active_status), "s1 is active");
     }
 
     #[test]
-    fn rejected_request_is_not_retried() {
+    fn request_rejected_by_controller_is_not_retried() {
         use coreward_http::ProblemKind;
         let of = |kind| is_permanent_error(&Problem::new(kind, "").into());
         assert!(of(ProblemKind::NotFound) && of(ProblemKind::Forbidden));

@@ -252,13 +252,13 @@ impl From<OutputFormat> for show::OutputFormat {
     }
 }
 
-/// Returns the definition of the command line with the names, options and help of all sub-commands.
+/// Returns the definition of the command line, with the names, options and help of all subcommands.
 #[must_use]
 pub fn command_definition() -> clap::Command {
     Cli::command()
 }
 
-/// Runs the command with this process's arguments.
+/// Runs the command that this process's arguments specify.
 #[must_use]
 pub fn main() -> ExitCode {
     let set_debug = coreward_cli::start_logging();
@@ -267,7 +267,7 @@ pub fn main() -> ExitCode {
 }
 
 impl Command {
-    /// Returns whether the sub-command runs until a signal, with its own handling of signals and secrets.
+    /// Returns whether the subcommand is a daemon, which runs until a signal and itself handles signals and secrets.
     fn is_daemon(&self) -> bool {
         match self {
             Self::Controller(_) | Self::Rack(_) => true,
@@ -285,7 +285,7 @@ fn run(command: Command) -> anyhow::Result<()> {
     }
     match command {
         Command::Controller(args) => run_controller(&args),
-        Command::Lb(args) => lb(args),
+        Command::Lb(args) => run_lb_command(args),
         Command::Agent(args) => run_agent_command(args),
         Command::Rack(args) => run_rack(&args),
         Command::Dispatch(args) => run_dispatch(&args),
@@ -327,7 +327,7 @@ fn run_rack(args: &ConfigArgs) -> anyhow::Result<()> {
 }
 
 fn run_dispatch(args: &DispatchArgs) -> anyhow::Result<()> {
-    capabilities::require("coreward dispatch")?;
+    capabilities::check_capabilities("coreward dispatch")?;
     drop_capabilities::drop_other_capabilities(Component::Dispatch)?;
     dispatch::run(args)?.map_or(Ok(()), |text| print(&text))
 }
@@ -339,12 +339,12 @@ fn run_orchestrate(args: &OrchestrateArgs) -> anyhow::Result<()> {
 }
 
 fn print_connections(args: &ConnectionsArgs) -> anyhow::Result<()> {
-    capabilities::require("coreward connections")?;
+    capabilities::check_capabilities("coreward connections")?;
     print(&connections_command::run(args)?)
 }
 
 fn run_capture(args: &CaptureArgs) -> anyhow::Result<()> {
-    capabilities::require("coreward capture")?;
+    capabilities::check_capabilities("coreward capture")?;
     coreward_lb::capture_command::run(args)
 }
 
@@ -368,7 +368,7 @@ fn explain_packet(args: &ExplainArgs) -> anyhow::Result<String> {
     show::fetch_explanation(&client, &request, format)
 }
 
-fn lb(args: LbArgs) -> anyhow::Result<()> {
+fn run_lb_command(args: LbArgs) -> anyhow::Result<()> {
     if let Some(LbCommand::Forget { name, query }) = args.command {
         let load_balancers = show::block_on(query.contact.build_client()?.forget_load_balancer(&name))?;
         return match query.format {
@@ -378,14 +378,14 @@ fn lb(args: LbArgs) -> anyhow::Result<()> {
             }
         };
     }
-    capabilities::require("coreward lb")?;
+    capabilities::check_capabilities("coreward lb")?;
     let config = args.config.context("--config FILE is missing")?;
     drop_capabilities::drop_other_capabilities(Component::Lb)?;
     if args.detach { coreward_lb::daemon::detach(&config) } else { coreward_lb::daemon::run(&config) }
 }
 
 fn run_agent_command(args: AgentArgs) -> anyhow::Result<()> {
-    capabilities::require("coreward agent")?;
+    capabilities::check_capabilities("coreward agent")?;
     match (args.command, args.config) {
         (Some(AgentCommand::Rss(args)), _) => {
             let is_in_force = coreward_agent::rss_command::run(&args)?;

@@ -26,21 +26,21 @@ metrics! {
     );
 }
 
-/// Minimum and maximum interval between attempts. It doubles each time all controllers have been tried.
+/// Minimum and maximum interval between connection attempts. It doubles each time all controllers have been tried.
 const RETRY_INTERVAL_RANGE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
-/// Interval between attempts after a rejection, whose cause only an operator can remove.
+/// Interval between attempts after a controller's rejection, whose cause only an operator can remove.
 const RETRY_INTERVAL_AFTER_REJECTION: Duration = Duration::from_secs(2);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Idle time after which the controller gets an HTTP/2 ping, and time limit for the answer to the ping.
+/// Idle time after which the daemon sends an HTTP/2 ping to the controller, and time limit for the answer.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// HTTP/2 flow-control window, in bytes. A thousand placement tables of 13 kB arrive per second. With HTTP/2's default
-/// of 64 kB they would wait for window updates. The window also holds the configuration of ten thousand servers.
+/// HTTP/2 flow-control window, in bytes. A thousand placement tables of 13 kB arrive per second, which would wait for
+/// window updates with HTTP/2's default of 64 kB. The window also holds the configuration of ten thousand servers.
 const FLOW_CONTROL_WINDOW_BYTES: u32 = 1 << 20;
 
-/// Time after a leader's last message during which leaders with an older term are rejected. It is the longest lease,
-/// because a controller that was frozen may believe for that long that it still leads. A longer time would reject the
-/// leaders of another etcd whose terms start again (after `coreward store copy`, or from a restored snapshot).
+/// Time after a leader's last message during which leaders with an older term are rejected. It equals the longest
+/// lease, for which a controller that was frozen may continue as leader. A longer time would reject the leaders of
+/// another etcd whose terms start again (after `coreward store copy`, or from a restored snapshot).
 const OLDER_TERM_REJECTION_TIME: Duration = Duration::from_secs(60);
 
 pub struct ControllerConnection {
@@ -53,7 +53,7 @@ pub struct ControllerConnection {
 
 impl ControllerConnection {
     /// Prepares the connection, and watches the certificate files on the current runtime. With `tls`, the controller
-    /// must have one of the `expected_roles`. Without it, the controller is not verified.
+    /// must have one of the `expected_roles`. Without `tls`, the controller is not verified.
     pub fn new(
         controllers: Controllers,
         tls: Option<&CredentialFiles>,
@@ -78,8 +78,8 @@ impl ControllerConnection {
         self.tls.as_ref().map(|tls| tls.warnings()).unwrap_or_default()
     }
 
-    pub fn add_metrics(&self, page: &mut Snapshot) {
-        self.tls.iter().for_each(|tls| add_certificate_expiry(tls, page));
+    pub fn add_metrics(&self, snapshot: &mut Snapshot) {
+        self.tls.iter().for_each(|tls| add_certificate_expiry(tls, snapshot));
     }
 
     /// Returns the address of the controller to which the next attempt connects.
@@ -87,7 +87,7 @@ impl ControllerConnection {
         self.controllers.addresses()[self.attempt_order.current_controller_index]
     }
 
-    /// Connects to [`Self::controller`] within two seconds.
+    /// Connects to [`Self::next_controller`]. Fails after two seconds.
     pub fn connect(&self) -> impl Future<Output = anyhow::Result<Channel>> + use<> {
         let address = self.next_controller();
         let connector = Connector::new(address, self.tls.clone().map(|tls| (tls, self.expected_roles)));
@@ -103,24 +103,24 @@ impl ControllerConnection {
         }
     }
 
-    /// Returns the stream in a response. Fails if the leader's term is older than the newest known one.
+    /// Returns the stream in a response. Fails if the leader's term is older than the newest term that is known.
     pub fn accept_stream<T>(&mut self, response: Response<T>) -> anyhow::Result<T> {
         let term = response.metadata().get(TERM_HEADER).and_then(|term| term.to_str().ok()?.parse().ok());
         self.term_tracker.check_term(term, Instant::now())?;
         Ok(response.into_inner())
     }
 
-    /// Records that the controller has sent a message, which proves that it leads.
-    pub fn record_message(&mut self) {
+    /// Records a message from the controller, which proves that the controller is the leader.
+    pub fn record_controller_message(&mut self) {
         self.attempt_order.record_answer();
         self.term_tracker.record_message(Instant::now());
     }
 
     /// Logs the end of a stream, selects the controller for the next attempt, and returns the time to wait before it.
-    /// That time is random, so that the daemons of a fleet do not reconnect all at once.
+    /// This time is random, so that the daemons of a fleet do not all reconnect at once.
     pub fn record_stream_end(&mut self, error: Option<&anyhow::Error>) -> Duration {
-        let (controller, end) = (self.next_controller(), self.classify_end(error));
-        let pause = self.attempt_order.record_attempt_end(&end);
+        let (controller, end) = (self.next_controller(), self.classify_stream_end(error));
+        let retry_pause = self.attempt_order.record_attempt_end(&end);
         let next_controller = self.next_controller();
 
         match (end, error) {
@@ -153,10 +153,10 @@ impl ControllerConnection {
                 );
             }
         }
-        with_jitter(pause)
+        with_jitter(retry_pause)
     }
 
-    fn classify_end(&self, error: Option<&anyhow::Error>) -> StreamEnd {
+    fn classify_stream_end(&self, error: Option<&anyhow::Error>) -> StreamEnd {
         let Some(status) = error.and_then(|error| error.downcast_ref::<Status>()) else { return StreamEnd::Lost };
         match status.code() {
             Code::NotFound | Code::AlreadyExists | Code::PermissionDenied | Code::Unauthenticated => {
@@ -165,16 +165,19 @@ impl ControllerConnection {
             Code::Unavailable => {
                 let leader_address =
                     status.metadata().get(LEADER_HEADER).and_then(|leader| leader.to_str().ok()?.parse().ok());
-                let leader_index = |leader| self.controllers.addresses().iter().position(|address| *address == leader);
+                let find_controller_index =
+                    |leader| self.controllers.addresses().iter().position(|address| *address == leader);
                 // The address is trusted only if the daemon's configuration contains it, too.
-                leader_address.and_then(leader_index).map_or(StreamEnd::Lost, StreamEnd::RedirectedToController)
+                leader_address
+                    .and_then(find_controller_index)
+                    .map_or(StreamEnd::Lost, StreamEnd::RedirectedToController)
             }
             _ => StreamEnd::Lost,
         }
     }
 }
 
-/// Returns the text of the error's root cause, which an operator can remedy.
+/// Returns the text of the error's root cause, which an operator may be able to remove.
 fn root_cause_text(error: &anyhow::Error) -> String {
     match error.downcast_ref::<Status>() {
         Some(status) if std::error::Error::source(status).is_some() => error.root_cause().to_string(),
@@ -184,8 +187,8 @@ fn root_cause_text(error: &anyhow::Error) -> String {
     }
 }
 
-/// Adds the expiry time of each kind of certificate to the metrics.
-pub fn add_certificate_expiry(tls: &Tls, page: &mut Snapshot) {
+/// Adds the expiry time of each kind of certificate to the metrics snapshot.
+pub fn add_certificate_expiry(tls: &Tls, snapshot: &mut Snapshot) {
     let mut expiry_times = std::collections::BTreeMap::new();
     for (usage, certificate) in tls.certificates() {
         let expiry_unix_s = certificate.not_after.as_secs_f64();
@@ -196,24 +199,25 @@ pub fn add_certificate_expiry(tls: &Tls, page: &mut Snapshot) {
     }
     expiry_times
         .into_iter()
-        .for_each(|(usage, expiry)| page.add_value(&CERTIFICATE_NOT_AFTER_TIMESTAMP_SECONDS, [usage], expiry));
+        .for_each(|(usage, expiry)| snapshot.add_value(&CERTIFICATE_NOT_AFTER_TIMESTAMP_SECONDS, [usage], expiry));
 }
 
 /// Reason why a stream from the controller ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum StreamEnd {
-    /// The controller is unreachable or does not lead.
+    /// The controller is unreachable or is not the leader.
     Lost,
     Rejected,
-    /// The controller does not lead, and has named the leader, which has this index in the configured addresses.
+    /// The controller is not the leader, and has named the leader. Contains the leader's index in the configured
+    /// addresses.
     RedirectedToController(usize),
 }
 
-/// Order in which a daemon tries the controllers, independent of clock and randomness.
+/// Order in which a daemon tries the controllers. It does not depend on the clock or on random numbers.
 struct AttemptOrder {
     controller_count: usize,
     current_controller_index: usize,
-    /// Number of attempts that have failed since a controller last answered.
+    /// Number of failed attempts since a controller last answered.
     failed_attempt_count: usize,
     has_answered: bool,
     retry_interval: Duration,
@@ -234,38 +238,40 @@ impl AttemptOrder {
         (self.has_answered, self.failed_attempt_count, self.retry_interval) = (true, 0, RETRY_INTERVAL_RANGE.0);
     }
 
-    /// Records the end of an attempt and returns the interval before the next one.
+    /// Records the end of an attempt, and returns the interval before the next attempt.
     fn record_attempt_end(&mut self, end: &StreamEnd) -> Duration {
         let had_answered = std::mem::take(&mut self.has_answered);
         self.failed_attempt_count += usize::from(!had_answered);
         match end {
             StreamEnd::RedirectedToController(leader) => self.current_controller_index = *leader,
-            // The controller that answered last is tried again, because it probably returns first and has our state.
+            // The controller that answered last is tried again, because it probably returns first and has this daemon's
+            // state.
             _ if had_answered => {}
             _ => self.current_controller_index = (self.current_controller_index + 1) % self.controller_count,
         }
-        let is_round_over =
+        let were_all_controllers_tried =
             self.failed_attempt_count > 0 && self.failed_attempt_count.is_multiple_of(self.controller_count);
         match end {
             StreamEnd::Rejected => RETRY_INTERVAL_AFTER_REJECTION,
-            _ if is_round_over => {
-                let pause = self.retry_interval;
-                self.retry_interval = (pause * 2).min(RETRY_INTERVAL_RANGE.1);
-                pause
+            _ if were_all_controllers_tried => {
+                let retry_pause = self.retry_interval;
+                self.retry_interval = (retry_pause * 2).min(RETRY_INTERVAL_RANGE.1);
+                retry_pause
             }
             _ => RETRY_INTERVAL_RANGE.0,
         }
     }
 }
 
-/// Tracker of the newest term that a leader has had. The caller supplies the current time.
+/// Newest term that a leader has had, and the time of the leader's last message. The caller supplies the current time.
 #[derive(Default)]
 struct TermTracker {
     newest_term_and_message_time: Option<(u64, Instant)>,
 }
 
 impl TermTracker {
-    /// Checks the term of a new stream. `None` is accepted, because a controller with its own store has no terms.
+    /// Fails if the term of a new stream is too old. Accepts `None`, because a controller with a local store has no
+    /// terms.
     fn check_term(&mut self, term: Option<u64>, now: Instant) -> anyhow::Result<()> {
         match (term, self.newest_term_and_message_time) {
             (Some(term), Some((newest_term, last_message)))
@@ -289,7 +295,7 @@ impl TermTracker {
     }
 }
 
-/// Returns a random time between half of the interval and the full interval.
+/// Returns a random duration between half of the interval and the full interval.
 fn with_jitter(interval: Duration) -> Duration {
     // If no random number is available, all daemons wait equally long, which is harmless.
     let random_number = rand::rngs::SysRng.try_next_u32().unwrap_or(u32::MAX);

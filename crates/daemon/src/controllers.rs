@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 /// Maximum number of controllers in a fleet.
 const MAX_CONTROLLERS: usize = 16;
 
-/// Addresses of a fleet's controllers, of which there is at least one. No address occurs twice.
+/// Distinct addresses of a fleet's controllers, at least one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Controllers(Vec<SocketAddr>);
 
@@ -100,13 +100,13 @@ mod tests {
     }
 
     #[test]
-    fn controller_is_an_address_or_a_list() {
+    fn key_controller_accepts_an_address_or_a_list() {
         assert_eq!(parse("\"10.1.0.1:7400\"").unwrap(), "10.1.0.1:7400");
         assert_eq!(parse("[\"10.1.0.2:7400\", \"[::1]:7400\"]").unwrap(), "10.1.0.2:7400, [::1]:7400");
     }
 
     #[test]
-    fn diagnostics_show_the_expected_value() {
+    fn diagnostics_of_controller_show_expected_value() {
         let expected_address = "an address and a port, as \"10.1.0.1:7400\"";
         let cases = [
             ("\"10.1.0.1\"", format!("1:14: key `controller`: \"10.1.0.1\": expected {expected_address}")),

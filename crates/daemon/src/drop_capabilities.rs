@@ -5,8 +5,8 @@ use caps::{CapSet, Capability, CapsHashSet};
 use coreward_metrics::table::Component;
 use nix::sys::prctl;
 
-/// Returns the capabilities that a daemon keeps. It keeps BPF capabilities because it loads further programs when
-/// services change.
+/// Returns the capabilities that a daemon keeps after its start. BPF capabilities are among them, because a daemon
+/// loads further programs when services change.
 pub fn retained_capabilities(daemon: Component) -> &'static [Capability] {
     use Capability::{
         CAP_BPF, CAP_DAC_READ_SEARCH, CAP_NET_ADMIN, CAP_NET_BIND_SERVICE, CAP_NET_RAW, CAP_PERFMON, CAP_SYS_PTRACE,
@@ -25,9 +25,9 @@ pub fn retained_capabilities(daemon: Component) -> &'static [Capability] {
     }
 }
 
-/// Irrevocably drops all capabilities that the daemon does not keep, also for child processes. Also forbids core dumps,
-/// and ptrace(2) without CAP_SYS_PTRACE, because keys are in memory. Must be called before other threads exist, because
-/// each thread has its own capabilities.
+/// Drops all capabilities that the daemon does not keep, irrevocably and also for child processes. Also forbids core
+/// dumps, and ptrace(2) without CAP_SYS_PTRACE, because keys are in memory. Must be called before other threads exist,
+/// because each thread has its own capabilities.
 pub fn drop_other_capabilities(daemon: Component) -> anyhow::Result<()> {
     let retained_set: CapsHashSet = retained_capabilities(daemon).iter().copied().collect();
     let read_capability_set = |set| caps::read(None, set).context("cannot read this process's capabilities");
@@ -49,7 +49,8 @@ pub fn drop_other_capabilities(daemon: Component) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Changes `set` to `retained_set`. Equal sets are left alone, because a system-call filter may forbid capset(2).
+/// Reduces a capability set to `retained_set`. Does nothing if they are equal, because a seccomp filter may forbid
+/// capset(2).
 fn reduce_capability_set(set: CapSet, retained_set: &CapsHashSet) -> anyhow::Result<()> {
     if caps::read(None, set)? == *retained_set {
         return Ok(());

@@ -7,16 +7,16 @@ use tokio::signal::unix::{SignalKind, signal};
 
 type DebugSetter = Box<dyn Fn(bool) + Send + Sync>;
 
-static SET_DEBUG: OnceLock<DebugSetter> = OnceLock::new();
+static DEBUG_SETTER: OnceLock<DebugSetter> = OnceLock::new();
 
-/// Registers the function that sets the log level to debug (true) or to the initial level (false). If none is
-/// registered, the signals have no effect.
+/// Registers the function that sets the log level to debug (true) or back to the initial level (false). Without such a
+/// function, SIGUSR1 and SIGUSR2 have no effect.
 pub fn register_debug_setter(set_debug: impl Fn(bool) + Send + Sync + 'static) {
-    let _ = SET_DEBUG.set(Box::new(set_debug));
+    let _ = DEBUG_SETTER.set(Box::new(set_debug));
 }
 
-/// Handles SIGUSR1 and SIGUSR2 until the daemon ends.
-pub(crate) async fn switch_level_by_signals() -> anyhow::Result<Infallible> {
+/// Sets the log level to debug on SIGUSR1, and to the initial level on SIGUSR2, until the daemon ends.
+pub(crate) async fn switch_log_level_on_signals() -> anyhow::Result<Infallible> {
     let (mut debug_signals, mut reset_signals) =
         (signal(SignalKind::user_defined1())?, signal(SignalKind::user_defined2())?);
     loop {
@@ -24,7 +24,7 @@ pub(crate) async fn switch_level_by_signals() -> anyhow::Result<Infallible> {
             _ = debug_signals.recv() => true,
             _ = reset_signals.recv() => false,
         };
-        let Some(set_debug) = SET_DEBUG.get() else { continue };
+        let Some(set_debug) = DEBUG_SETTER.get() else { continue };
         set_debug(is_debug);
         let log_level = if is_debug { "debug" } else { "as at the start" };
         tracing::info!(

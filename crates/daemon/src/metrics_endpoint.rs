@@ -17,20 +17,20 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 
 use coreward_metrics::snapshot::Snapshot;
 
-/// Media type of OpenMetrics 1.0, the format that prometheus-client writes.
-const MEDIA_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+/// Media type of OpenMetrics 1.0, which is the format that prometheus-client writes.
+const OPENMETRICS_MEDIA_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 /// Maximum number of concurrent connections. Further connections wait.
 const MAX_CONNECTIONS: usize = 8;
-/// Time limit from accepting a connection to the end of the answer.
+/// Time limit for a connection, from its acceptance to the end of the answer.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_HEADER_BYTES: usize = 16 << 10;
 
-/// Receiver of Prometheus's scrapes. The daemon answers each one with a snapshot of its metrics.
+/// Receiver of scrapes (metrics requests) from Prometheus. The daemon answers each with a snapshot of its metrics.
 #[derive(Debug, Default)]
 pub struct ScrapeReceiver(Option<mpsc::Receiver<oneshot::Sender<Snapshot>>>);
 
 impl ScrapeReceiver {
-    /// Starts to listen for scrapes at `address`. With `None`, no scrapes arrive.
+    /// Listens for scrapes at `address`. With `None`, no scrapes arrive.
     pub fn listen(address: Option<SocketAddr>) -> anyhow::Result<Self> {
         let Some(address) = address else { return Ok(Self(None)) };
         let listener = bind_listener(address)?;
@@ -47,7 +47,7 @@ impl ScrapeReceiver {
         Ok(Self(Some(scrape_receiver)))
     }
 
-    /// Waits for the next scrape and returns the sender for its answer. This method is cancel-safe.
+    /// Waits for the next scrape, and returns the sender for its answer. Cancel-safe.
     pub async fn next_scrape(&mut self) -> oneshot::Sender<Snapshot> {
         match &mut self.0 {
             Some(scrape_receiver) => match scrape_receiver.recv().await {
@@ -59,8 +59,8 @@ impl ScrapeReceiver {
     }
 }
 
-/// Answers scrapes with the result of `collect`, in a thread that first calls `on_thread_start`. Does nothing without
-/// an address.
+/// Answers each scrape with the result of `collect`. Runs in a new thread, which first calls `on_thread_start`. Does
+/// nothing if `address` is `None`.
 pub fn serve(
     address: Option<SocketAddr>,
     on_thread_start: impl FnOnce() + Send + 'static,
@@ -159,7 +159,7 @@ async fn handle_request<F: Future<Output = Option<Snapshot>>>(
         *response.status_mut() = StatusCode::METHOD_NOT_ALLOWED;
         response.headers_mut().insert(ALLOW, "GET".parse().expect("a header's value"));
     } else if let Some(page) = collect().await {
-        response.headers_mut().insert(CONTENT_TYPE, MEDIA_TYPE.parse().expect("a header's value"));
+        response.headers_mut().insert(CONTENT_TYPE, OPENMETRICS_MEDIA_TYPE.parse().expect("a header's value"));
         *response.body_mut() = Full::from(page.to_openmetrics());
     } else {
         *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_are_served_at_one_path_by_get_only() {
+    fn endpoint_serves_metrics_only_for_get_and_one_path() {
         let listener = bind_listener("127.0.0.1:0".parse().unwrap()).unwrap();
         let address = listener.local_addr().unwrap();
         assert!(bind_listener(address).unwrap_err().to_string().contains("expected a free port"));

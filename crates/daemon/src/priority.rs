@@ -3,28 +3,29 @@
 use nix::errno::Errno;
 use nix::libc;
 
-/// Increment of the niceness. A thread with it gets a ninth of a normal thread's CPU time.
+/// Increment of a thread's niceness. It reduces the thread's CPU weight to a ninth of a normal thread's weight.
 const NICENESS_INCREMENT: i32 = 10;
 
-/// Lowers the calling thread's priority. If that fails, logs a warning that names `thread`.
-pub fn lower_thread_priority(thread: &str) {
+/// Lowers the calling thread's priority. If this fails, logs a warning with the given name of the thread.
+pub fn lower_thread_priority(thread_name: &str) {
     if let Err(error) = lower_priority() {
         tracing::warn!(
             event = "thread-priority-unchanged",
-            thread,
+            thread = thread_name,
             %error,
             "the daemon cannot lower the priority of a thread, which may delay other threads"
         );
     }
 }
 
-/// On Linux, niceness applies to a single thread. A ninth of the CPU is enough for it to release its locks in time.
+/// Lowers the calling thread's priority, because Linux applies niceness to one thread. With a ninth of the CPU weight,
+/// the thread still releases its locks in time.
 fn lower_priority() -> nix::Result<()> {
     // SAFETY: both calls take numbers only; 0 is the calling thread.
-    let outcome = unsafe {
+    let setpriority_result = unsafe {
         libc::setpriority(libc::PRIO_PROCESS, 0, libc::getpriority(libc::PRIO_PROCESS, 0) + NICENESS_INCREMENT)
     };
-    Errno::result(outcome).map(drop)
+    Errno::result(setpriority_result).map(drop)
 }
 
 #[cfg(test)]

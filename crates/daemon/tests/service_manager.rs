@@ -9,11 +9,11 @@ use tokio::sync::oneshot::Sender;
 
 const MIN_WATCHDOG_MESSAGES: usize = 5;
 
-fn count_watchdog_messages(received: &[String]) -> usize {
-    received.iter().filter(|message| *message == "WATCHDOG=1").count()
+fn count_watchdog_messages(messages: &[String]) -> usize {
+    messages.iter().filter(|message| *message == "WATCHDOG=1").count()
 }
 
-/// Binds the socket of the service manager, and writes its address and the watchdog's interval into the environment.
+/// Binds the service manager's socket. Writes its address and the watchdog's limit into the environment.
 fn bind_notify_socket(directory: &Path) -> UnixDatagram {
     let socket_path = directory.join("notify");
     let socket = UnixDatagram::bind(&socket_path).unwrap();
@@ -27,22 +27,22 @@ fn bind_notify_socket(directory: &Path) -> UnixDatagram {
     socket
 }
 
-/// Returns the messages until the end is announced. The sender is used after enough messages of the watchdog.
+/// Returns the messages up to the STOPPING message. Sends on the channel after enough watchdog messages.
 fn receive_until_stopping(socket: &UnixDatagram, message_sender: Sender<()>) -> Vec<String> {
-    let mut received: Vec<String> = Vec::new();
+    let mut received_messages: Vec<String> = Vec::new();
     let mut enough_messages_sender = Some(message_sender);
-    while received.last().is_none_or(|last| last != "STOPPING=1") {
+    while received_messages.last().is_none_or(|last| last != "STOPPING=1") {
         let mut buffer = [0; 256];
         let length = socket.recv(&mut buffer).unwrap();
-        received.push(String::from_utf8_lossy(&buffer[..length]).trim_end().to_owned());
-        if count_watchdog_messages(&received) == MIN_WATCHDOG_MESSAGES {
+        received_messages.push(String::from_utf8_lossy(&buffer[..length]).trim_end().to_owned());
+        if count_watchdog_messages(&received_messages) == MIN_WATCHDOG_MESSAGES {
             enough_messages_sender.take().into_iter().for_each(|sender| sender.send(()).unwrap());
         }
     }
-    received
+    received_messages
 }
 
-/// Readiness is reported first, the watchdog is notified only during the work, and the end is announced.
+/// Checks that readiness is reported first and the end last, and that the watchdog is only notified in between.
 #[test]
 fn service_manager_receives_ready_watchdog_and_stopping_messages() {
     let directory = tempfile::tempdir().unwrap();

@@ -5,23 +5,23 @@ use anyhow::Context as _;
 /// Capabilities needed to load programs and resolve neighbours, by name and number (linux/capability.h).
 const REQUIRED_CAPABILITIES: [(&str, u32); 4] =
     [("CAP_NET_ADMIN", 12), ("CAP_NET_RAW", 13), ("CAP_PERFMON", 38), ("CAP_BPF", 39)];
-/// Number of the capability that allowed BPF before Linux 5.8 and still implies `CAP_BPF` and `CAP_PERFMON`.
+/// Number of `CAP_SYS_ADMIN`, which implies `CAP_BPF` and `CAP_PERFMON`. Before Linux 5.8, BPF needed it.
 const CAP_SYS_ADMIN: u32 = 21;
 
-/// Checks that this process has the capabilities that `command` needs. Fails when some are missing, and names them.
-pub fn require(command: &str) -> anyhow::Result<()> {
+/// Checks that this process has the capabilities that the command needs. The error names the missing capabilities.
+pub fn check_capabilities(command_name: &str) -> anyhow::Result<()> {
     let missing_names = missing_capabilities()?;
     anyhow::ensure!(
         missing_names.is_empty(),
-        "{command} loads BPF programs: run it as root or with {} (`coreward controller`, `status` and `explain` need \
+        "{command_name} loads BPF programs: run it as root or with {} (`coreward controller`, `status` and `explain` need \
          no rights)",
         missing_names.join(", ")
     );
     Ok(())
 }
 
-/// Returns the capabilities that a packet-forwarding daemon needs but this process lacks. Fails when /proc does not
-/// list the process's capabilities.
+/// Returns the names of the [`REQUIRED_CAPABILITIES`] that this process lacks. Fails when /proc does not list the
+/// process's capabilities.
 pub fn missing_capabilities() -> anyhow::Result<Vec<&'static str>> {
     let status = std::fs::read_to_string("/proc/self/status").context("cannot read this process's rights")?;
     missing_capabilities_in(&status).context("/proc/self/status names no effective capabilities (CapEff)")

@@ -16,17 +16,17 @@ use crate::skeleton::dispatch::DispatchSkelBuilder;
 use crate::skeleton::lb::LbSkelBuilder;
 
 /// Loads the BPF objects with the given names. Returns each object's name and whether the kernel accepted it.
-pub fn load_programs(names: &[&str]) -> Vec<(&'static str, anyhow::Result<()>)> {
-    let selected_objects = skeleton::OBJECTS.into_iter().filter(|(name, _)| names.contains(name));
-    selected_objects.map(|(name, object)| (name, load_all_variants(name, object).map(drop))).collect()
+pub fn load_programs(object_names: &[&str]) -> Vec<(&'static str, anyhow::Result<()>)> {
+    let selected_objects = skeleton::OBJECTS.into_iter().filter(|(name, _)| object_names.contains(name));
+    selected_objects.map(|(name, object)| (name, verify_all_variants(name, object).map(drop))).collect()
 }
 
 /// Loads every BPF object of the data plane. Returns each object's name and whether the kernel accepted it.
 pub fn load_every_program() -> Vec<(&'static str, anyhow::Result<()>)> {
-    skeleton::OBJECTS.into_iter().map(|(name, object)| (name, load_all_variants(name, object).map(drop))).collect()
+    skeleton::OBJECTS.into_iter().map(|(name, object)| (name, verify_all_variants(name, object).map(drop))).collect()
 }
 
-/// Cost of verifying one BPF program in one variant, which is a set of compiled-in constants.
+/// Cost of the kernel's verification of one BPF program in one variant. A variant is a set of compile-time constants.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerifierCost {
     /// Names of the variant and the program, separated by a comma.
@@ -36,9 +36,9 @@ pub struct VerifierCost {
     pub verified_instructions: u32,
 }
 
-/// Loads every variant of every program and returns the verifier's costs. Fails when the kernel rejects a program.
-pub fn verifier_costs() -> anyhow::Result<Vec<VerifierCost>> {
-    concatenate_costs(skeleton::OBJECTS.into_iter().map(|(name, object)| load_all_variants(name, object)))
+/// Loads every variant of every program, and returns the verification costs. Fails when the kernel rejects a program.
+pub fn measure_verifier_costs() -> anyhow::Result<Vec<VerifierCost>> {
+    concatenate_costs(skeleton::OBJECTS.into_iter().map(|(name, object)| verify_all_variants(name, object)))
 }
 
 /// Returns the number of instructions that the verifier has processed for a loaded program. Fails when the kernel does
@@ -51,26 +51,29 @@ fn verified_instructions(program: BorrowedFd<'_>) -> anyhow::Result<u32> {
         .context("the program is not listed")
 }
 
-fn load_all_variants(name: &str, object: &[u8]) -> anyhow::Result<Vec<VerifierCost>> {
+fn verify_all_variants(name: &str, object: &[u8]) -> anyhow::Result<Vec<VerifierCost>> {
     match name {
         // The kernel removes code for features that a variant does not use. So each placement rule and each consistency
         // mode is loaded alone, and all of them together.
         "lb" => {
             let (rule_names, mode_names) = (&intf::PLACEMENT_RULE_NAMES, &intf::CONSISTENCY_NAMES);
             let rule_variants = rule_names.iter().enumerate().map(|(rule, name)| (*name, 1 << rule, STATELESS_BIT));
-            let mode_variants = mode_names.iter().enumerate().map(|(mode, name)| (*name, TABLE_RULE_BIT, 1 << mode));
+            let consistency_variants =
+                mode_names.iter().enumerate().map(|(mode, name)| (*name, TABLE_RULE_BIT, 1 << mode));
             let full_variant = ("all", (1 << intf::PLACEMENT_RULE_COUNT) - 1, (1 << intf::CONSISTENCY_COUNT) - 1);
-            let variants = rule_variants.chain(mode_variants).chain([full_variant]);
-            concatenate_costs(variants.map(|(variant, rule_bits, mode_bits)| load_lb(variant, rule_bits, mode_bits)))
+            let variants = rule_variants.chain(consistency_variants).chain([full_variant]);
+            concatenate_costs(
+                variants.map(|(variant, rule_bits, mode_bits)| verify_lb_variant(variant, rule_bits, mode_bits)),
+            )
         }
         "dispatch" => {
             let policy_variants = Policy::all().flat_map(|policy| [(policy, false), (policy, true)]);
             concatenate_costs(policy_variants.map(|(policy, observes_service_times)| {
-                load_dispatch(policy, observes_service_times)
+                verify_dispatch_variant(policy, observes_service_times)
                     .with_context(|| format!("with the policy {}", policy.name()))
             }))
         }
-        _ => object_costs(name, &ObjectBuilder::default().open_memory(object)?.load()?),
+        _ => costs_by_program(name, &ObjectBuilder::default().open_memory(object)?.load()?),
     }
 }
 
@@ -83,7 +86,7 @@ fn concatenate_costs(
     Ok(variants.collect::<anyhow::Result<Vec<_>>>()?.concat())
 }
 
-fn object_costs(variant: &str, object: &Object) -> anyhow::Result<Vec<VerifierCost>> {
+fn costs_by_program(variant: &str, object: &Object) -> anyhow::Result<Vec<VerifierCost>> {
     let program_cost = |program: Program<'_>| {
         let variant_and_program_name = format!("{variant}, {}", program.name().to_string_lossy());
         Ok(VerifierCost {
@@ -94,10 +97,10 @@ fn object_costs(variant: &str, object: &Object) -> anyhow::Result<Vec<VerifierCo
     object.progs().map(program_cost).collect()
 }
 
-fn load_dispatch(policy: Policy, observes_service_times: bool) -> anyhow::Result<Vec<VerifierCost>> {
-    let unmatched_type = RequestType { value: [1; 8], mask: [0; 8], class: 1 };
+fn verify_dispatch_variant(policy: Policy, observes_service_times: bool) -> anyhow::Result<Vec<VerifierCost>> {
+    let unmatched_type = RequestType { value: [1; 8], mask: [0; 8], priority_class: 1 };
     let options = dispatch::Options {
-        service: (Ipv4Addr::UNSPECIFIED, 53).into(),
+        service_address: (Ipv4Addr::UNSPECIFIED, 53).into(),
         policy,
         request_id_position: observes_service_times.then_some(RequestIdPosition {
             request_offset: 0,
@@ -105,18 +108,22 @@ fn load_dispatch(policy: Policy, observes_service_times: bool) -> anyhow::Result
             byte_count: 2,
         }),
         type_offset: 0,
-        types: if observes_service_times { vec![unmatched_type; dispatch::MAX_REQUEST_TYPES] } else { Vec::new() },
-        default_class: 0,
+        request_types: if observes_service_times {
+            vec![unmatched_type; dispatch::MAX_REQUEST_TYPES]
+        } else {
+            Vec::new()
+        },
+        default_priority_class: 0,
         measures_service_times: observes_service_times,
     };
     let mut object_storage = MaybeUninit::uninit();
     let mut open_skeleton = DispatchSkelBuilder::default().open(&mut object_storage)?;
     dispatch::set_constants(&mut open_skeleton, &options)?;
     let variant = format!("dispatch {}{}", policy.name(), if observes_service_times { ", learning" } else { "" });
-    object_costs(&variant, open_skeleton.load()?.object())
+    costs_by_program(&variant, open_skeleton.load()?.object())
 }
 
-fn load_lb(variant: &str, rule_bits: u32, mode_bits: u32) -> anyhow::Result<Vec<VerifierCost>> {
+fn verify_lb_variant(variant: &str, rule_bits: u32, mode_bits: u32) -> anyhow::Result<Vec<VerifierCost>> {
     let mut object_storage = MaybeUninit::uninit();
     let mut open_skeleton = LbSkelBuilder::default().open(&mut object_storage)?;
     let rodata = open_skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.c without read-only data")?;
@@ -134,5 +141,5 @@ fn load_lb(variant: &str, rule_bits: u32, mode_bits: u32) -> anyhow::Result<Vec<
     rodata.vlans_or_capture_in_use = has_all_features;
     let describe_variant =
         || format!("with the placement rules {rule_bits:#b} and the modes of consistency {mode_bits:#b}");
-    object_costs(&format!("lb {variant}"), open_skeleton.load().with_context(describe_variant)?.object())
+    costs_by_program(&format!("lb {variant}"), open_skeleton.load().with_context(describe_variant)?.object())
 }

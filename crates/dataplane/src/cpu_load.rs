@@ -13,7 +13,7 @@ use crate::skeleton::cpu_load::CpuLoadSkelBuilder;
 
 type CpuBusyTimes = [intf::cpu_busy_time; intf::MAX_CPUS as usize];
 
-/// BPF programs that count each CPU's busy time until the value is dropped.
+/// Counter of each CPU's busy time. Its BPF programs run until the value is dropped.
 #[derive(Debug)]
 pub struct CpuBusyTimeCounter {
     busy_times: MmapArray<CpuBusyTimes>,
@@ -21,7 +21,7 @@ pub struct CpuBusyTimeCounter {
 }
 
 impl CpuBusyTimeCounter {
-    /// Starts counting busy time on all CPUs. Fails when the kernel rejects the programs, for which it needs BTF.
+    /// Starts to count the busy time of all CPUs. Fails when the kernel rejects the programs, for which it needs BTF.
     pub fn start() -> anyhow::Result<Self> {
         let mut object_storage = MaybeUninit::uninit();
         let open_skeleton =
@@ -45,7 +45,7 @@ impl CpuBusyTimeCounter {
     }
 
     /// Returns the time in ns for which `cpu` has been busy since the start, or 0 if that CPU is not counted.
-    pub fn busy_ns(&self, cpu: usize) -> u64 {
+    pub fn cpu_busy_ns(&self, cpu: usize) -> u64 {
         if cpu >= intf::MAX_CPUS as usize {
             return 0;
         }
@@ -63,7 +63,7 @@ impl CpuBusyTimeCounter {
     }
 }
 
-/// Decodes `cpu_busy_time.encoded_busy_ns` and returns the CPU's busy time in ns until `now_ns`.
+/// Decodes `cpu_busy_time.encoded_busy_ns`, and returns the CPU's busy time in ns up to `now_ns`.
 fn decode_busy_ns(encoded_busy_ns: u64, now_ns: u64) -> u64 {
     match encoded_busy_ns % 2 {
         0 => encoded_busy_ns / 2,

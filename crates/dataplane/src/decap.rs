@@ -28,11 +28,11 @@ use crate::lb::link::{self, XdpLink};
 use crate::per_cpu::sum_over_cpus;
 use crate::skeleton::decap::DecapSkelBuilder;
 
-/// Number of counters that the decapsulation program has.
+/// Number of the decapsulation program's counters.
 pub const COUNTER_COUNT: usize = intf::DECAP_COUNTER_COUNT as usize;
 
 const MAP_NAMES: [&str; 3] = ["sources", "vips", "counters"];
-/// Length in bytes of an address as a map key. IPv4 addresses are stored as in `struct service_key`.
+/// Length of an IP address in a map key, in bytes. IPv4 addresses are encoded as in `struct service_key`.
 const ADDRESS_KEY_BYTES: usize = 16;
 
 /// XDP program that decapsulates packets, with its maps. The program stays attached after the value is dropped.
@@ -49,8 +49,8 @@ fn decap_pin_directory(pin_directory: &Path) -> PathBuf {
 }
 
 impl Decapsulation {
-    /// Attaches the program to a device, in the driver if possible. An earlier process's program is replaced, and its
-    /// maps are kept. Fails when the device has another XDP program, or the kernel rejects the program.
+    /// Attaches the program to a device, in the driver if possible. It replaces the program of an earlier process and
+    /// keeps that program's maps. Fails when the device has a foreign XDP program, or the kernel rejects the program.
     pub fn attach(interface_index: u32, pin_directory: &Path) -> anyhow::Result<Self> {
         let decap_directory = decap_pin_directory(pin_directory);
         let mut pinned_link = XdpLink::open_pinned(&decap_directory.join("link"))?;
@@ -105,17 +105,17 @@ impl Decapsulation {
     }
 
     /// Sets the addresses of the load balancers whose packets are decapsulated. Fails when there are too many.
-    pub fn set_sources(&self, sources: &[IpAddr]) -> anyhow::Result<()> {
+    pub fn set_source_addresses(&self, load_balancer_addresses: &[IpAddr]) -> anyhow::Result<()> {
         let max_sources = intf::MAX_DECAP_SOURCES as usize;
         ensure!(
-            sources.len() <= max_sources,
+            load_balancer_addresses.len() <= max_sources,
             "{} sources of encapsulated packets: expected at most {max_sources}",
-            sources.len()
+            load_balancer_addresses.len()
         );
-        set_addresses(&self.source_addresses, sources)
+        set_addresses(&self.source_addresses, load_balancer_addresses)
     }
 
-    /// Sets the VIPs to which encapsulated packets are accepted.
+    /// Sets the VIPs that encapsulated packets may have as inner destination address.
     pub fn set_vips(&self, vips: &[IpAddr]) -> anyhow::Result<()> {
         set_addresses(&self.vip_addresses, vips)
     }
@@ -133,7 +133,7 @@ fn attach_new_link(program: BorrowedFd<'_>, interface_index: u32) -> anyhow::Res
     })
 }
 
-/// Replaces the contents of an address map by the `desired_addresses` addresses.
+/// Makes an address map contain exactly the `desired_addresses`.
 fn set_addresses(map: &MapHandle, desired_addresses: &[IpAddr]) -> anyhow::Result<()> {
     let address_key = |address: &IpAddr| -> [u8; ADDRESS_KEY_BYTES] { zerocopy::transmute!(address_words(*address)) };
     let desired_keys: BTreeSet<[u8; ADDRESS_KEY_BYTES]> = desired_addresses.iter().map(address_key).collect();

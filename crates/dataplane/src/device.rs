@@ -8,19 +8,18 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 
 use crate::ethtool::named_ifreq;
 
-/// XDP programs that are attached to a network device, and whether its driver supports XDP.
+/// XDP programs attached to a network device, and the driver's support for XDP.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct XdpState {
     /// Id of the attached program that runs in the driver (native XDP).
     pub native_program_id: Option<u32>,
     /// Id of the attached program that runs after the driver (generic XDP).
     pub generic_program_id: Option<u32>,
-    /// Whether the driver supports XDP_PASS, XDP_DROP and XDP_TX, or `None` if the kernel (before 6.3) does not report
-    /// it.
+    /// Whether the driver supports XDP_PASS, XDP_DROP and XDP_TX, or `None` before Linux 6.3, which first reports it.
     pub supports_native: Option<bool>,
 }
 
-/// Flag of include/uapi/linux/netdev.h for drivers that support XDP_ABORTED, XDP_DROP, XDP_PASS and XDP_TX.
+/// Feature flag of drivers that support XDP_ABORTED, XDP_DROP, XDP_PASS and XDP_TX (include/uapi/linux/netdev.h).
 const NETDEV_XDP_ACT_BASIC: u64 = 1;
 
 /// Returns the XDP state of a device. Fails when no device has this index.
@@ -36,16 +35,16 @@ pub fn query_xdp_state(interface_index: u32) -> io::Result<XdpState> {
     }
     let id = |id: u32| (id != 0).then_some(id);
     // Flags of 0 mean either a driver without XDP, or a kernel without this query, for which libbpf leaves 0.
-    let is_feature_set_reported = query_options.feature_flags != 0 || reports_xdp_features();
+    let reports_features = query_options.feature_flags != 0 || reports_xdp_features();
     Ok(XdpState {
         native_program_id: id(query_options.drv_prog_id),
         generic_program_id: id(query_options.skb_prog_id),
-        supports_native: is_feature_set_reported.then_some(query_options.feature_flags & NETDEV_XDP_ACT_BASIC != 0),
+        supports_native: reports_features.then_some(query_options.feature_flags & NETDEV_XDP_ACT_BASIC != 0),
     })
 }
 
-/// Returns whether the kernel reports which drivers support XDP, as it does since version 6.3 in the netdev family.
-/// Probing a device would not answer this, because loopback has no XDP driver and veth devices may be absent.
+/// Returns whether the kernel reports which drivers support XDP (since version 6.3, in the netlink family `netdev`).
+/// The kernel's version decides, because no device can be probed: loopback has no XDP driver, and veth may be absent.
 fn reports_xdp_features() -> bool {
     nix::sys::utsname::uname().is_ok_and(|utsname| {
         let kernel_release = utsname.release().to_string_lossy();
@@ -55,7 +54,7 @@ fn reports_xdp_features() -> bool {
 }
 
 /// Returns the MTU of a network interface in bytes. Fails when the interface does not exist.
-pub fn mtu(interface: &str) -> io::Result<u32> {
+pub fn interface_mtu_bytes(interface: &str) -> io::Result<u32> {
     let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
     let mut mtu_request = named_ifreq(interface)?;
     // SAFETY: SIOCGIFMTU writes into the struct alone, which lives through the call.
@@ -77,7 +76,9 @@ mod tests {
         let loopback_xdp_state = query_xdp_state(loopback_index).unwrap();
         assert_eq!((loopback_xdp_state.native_program_id, loopback_xdp_state.generic_program_id), (None, None));
         assert_ne!(loopback_xdp_state.supports_native, Some(true));
-        assert!(mtu("lo").unwrap() >= 1500);
-        assert!(mtu("nonexistent0").is_err() && mtu("a-name-that-is-too-long").is_err());
+        assert!(interface_mtu_bytes("lo").unwrap() >= 1500);
+        assert!(
+            interface_mtu_bytes("nonexistent0").is_err() && interface_mtu_bytes("a-name-that-is-too-long").is_err()
+        );
     }
 }

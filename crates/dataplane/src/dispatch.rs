@@ -39,14 +39,14 @@ pub const MAX_WORKERS: usize = intf::MAX_DISPATCH_WORKERS as usize;
 /// Maximum number of priority classes of one service.
 pub const MAX_CLASSES: usize = intf::MAX_DISPATCH_CLASSES as usize;
 
-const WORKERS_PIN: &str = "workers";
-const SOCKETS_PIN: &str = "sockets";
+const WORKER_SOCKETS_PIN: &str = "workers";
+const SLOTS_BY_SOCKET_PIN: &str = "sockets";
 const STATE_PIN: &str = "state";
 const REQUESTS_PIN: &str = "requests";
 const RESPONSES_LINK_PIN: &str = "responses_link";
 const DROPS_LINK_PIN: &str = "drops_link";
 
-/// BPF programs that dispatch one service's requests. They continue to work after the value is dropped.
+/// BPF programs that dispatch one service's requests to its workers. They continue to run after the value is dropped.
 #[derive(Debug)]
 pub struct DispatchPrograms {
     select_program: OwnedFd,
@@ -58,36 +58,36 @@ pub struct DispatchPrograms {
     _response_link: Link,
     _drop_link: Link,
     policy: Policy,
-    is_taken_over: bool,
+    is_state_taken_over: bool,
 }
 
 impl DispatchPrograms {
-    /// Loads the programs and starts to observe responses. If `pins`, the service's own directory, has pinned state, it
-    /// is taken over with the workers' sockets and the requests in flight. `cgroup` is a directory of a cgroup2 file
-    /// system that contains all workers. The calling thread must be in the service's network namespace. Fails when
-    /// `pins` is not on a bpffs, the pins are of another version, or the kernel rejects a program. Panics when
-    /// `options` has more than [`MAX_TYPES`] types.
-    pub fn load(pins: &Path, cgroup: &Path, options: &Options) -> anyhow::Result<Self> {
-        assert!(options.types.len() <= MAX_REQUEST_TYPES, "{} types", options.types.len());
-        fs::create_dir_all(pins).with_context(|| pins.display().to_string())?;
-        let is_taken_over = pins.join(WORKERS_PIN).exists();
+    /// Loads the programs and starts to observe responses. `pin_directory` is the service's own directory. If it has
+    /// pinned state, the programs take over the workers' sockets and the requests in flight. `cgroup` is a directory of
+    /// a cgroup2 file system that contains all workers. The calling thread must be in the service's network namespace.
+    /// Fails when `pin_directory` is not on a bpffs, the pins are of another version, or the kernel rejects a program.
+    /// Panics when `options` has more than [`MAX_REQUEST_TYPES`] types.
+    pub fn load(pin_directory: &Path, cgroup: &Path, options: &Options) -> anyhow::Result<Self> {
+        assert!(options.request_types.len() <= MAX_REQUEST_TYPES, "{} types", options.request_types.len());
+        fs::create_dir_all(pin_directory).with_context(|| pin_directory.display().to_string())?;
+        let is_state_taken_over = pin_directory.join(WORKER_SOCKETS_PIN).exists();
         let mut object_storage = MaybeUninit::uninit();
-        let open_skeleton = open_with_pins(&mut object_storage, pins, options)?;
+        let open_skeleton = open_with_pins(&mut object_storage, pin_directory, options)?;
         let version_mismatch_error =
-            || format!("{} is of another version (end it with --detach first)", pins.display());
+            || format!("{} is of another version (end it with --detach first)", pin_directory.display());
         let loaded_skeleton = open_skeleton.load().with_context(|| {
             format!("the kernel refused bpf/dispatch/dispatch.bpf.c, or {}", version_mismatch_error())
         })?;
         let ledger = RequestLedger::new(&loaded_skeleton.maps.bss_state, &loaded_skeleton.maps.bss_requests)?;
-        if is_taken_over {
+        if is_state_taken_over {
             ensure!(ledger.has_current_layout(), version_mismatch_error());
         } else {
             ledger.initialise_maps()?;
         }
         ledger.store_service_info(options);
         let response_link =
-            attach_response_program(&loaded_skeleton.progs.responses, cgroup, &pins.join(RESPONSES_LINK_PIN))?;
-        let drop_link = attach_drop_program(&loaded_skeleton.progs.drops, &pins.join(DROPS_LINK_PIN))?;
+            attach_response_program(&loaded_skeleton.progs.responses, cgroup, &pin_directory.join(RESPONSES_LINK_PIN))?;
+        let drop_link = attach_drop_program(&loaded_skeleton.progs.drops, &pin_directory.join(DROPS_LINK_PIN))?;
         Ok(Self {
             select_program: loaded_skeleton.progs.dispatch.as_fd().try_clone_to_owned()?,
             response_program: loaded_skeleton.progs.responses.as_fd().try_clone_to_owned()?,
@@ -102,13 +102,13 @@ impl DispatchPrograms {
             _response_link: response_link,
             _drop_link: drop_link,
             policy: options.policy,
-            is_taken_over,
+            is_state_taken_over,
         })
     }
 
-    /// Returns whether an earlier process's pinned state was taken over.
-    pub fn is_taken_over(&self) -> bool {
-        self.is_taken_over
+    /// Returns whether the programs have taken over the pinned state of an earlier process.
+    pub fn is_state_taken_over(&self) -> bool {
+        self.is_state_taken_over
     }
 
     /// Returns the file descriptor of the program that selects a worker's socket for each request.
@@ -116,30 +116,29 @@ impl DispatchPrograms {
         self.select_program.as_fd()
     }
 
-    /// Returns the file descriptor of the program that observes the responses that workers send.
+    /// Returns the file descriptor of the program that observes the workers' responses.
     pub fn response_program(&self) -> BorrowedFd<'_> {
         self.response_program.as_fd()
     }
 
-    /// Returns the ledger, which holds the outstanding requests and all counts.
+    /// Returns the ledger, which contains the outstanding requests and all counters.
     pub fn ledger(&self) -> &RequestLedger {
         &self.ledger
     }
 
-    /// Attaches the program to the SO_REUSEPORT group that contains `socket`, and replaces a program attached there.
-    /// Fails when the socket is in no such group.
-    pub fn attach(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
-        reuseport::attach(self.select_program.as_fd(), socket)
+    /// Attaches the selecting program to the SO_REUSEPORT group that contains `socket`, and replaces the group's
+    /// program. Fails when the socket is in no such group.
+    pub fn attach_to_socket_group(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
+        reuseport::attach_to_group(self.select_program.as_fd(), socket)
     }
 
     /// Returns the cookie of each worker's socket, by slot. The kernel removes a closed socket from its slot.
-    pub fn worker_sockets(&self) -> BTreeMap<u32, SocketCookie> {
+    pub fn socket_cookies_by_slot(&self) -> BTreeMap<u32, SocketCookie> {
         self.worker_sockets.cookies_by_slot()
     }
 
-    /// Adds the process that reads `socket` as a worker, which gets requests from now on. Returns the worker's slot.
-    /// `pid` is only displayed. Fails when all slots are taken, the socket is in another array, or it has no
-    /// SO_REUSEPORT.
+    /// Adds the process that reads `socket` as a worker, which then gets requests. Returns the worker's slot. `pid` is
+    /// used only for display. Fails when no slot is free, the socket is in another array, or it has no SO_REUSEPORT.
     pub fn add_worker(&self, socket: BorrowedFd<'_>, pid: u32) -> anyhow::Result<u32> {
         let slot = self.worker_sockets.find_free_slot()?;
         let socket_cookie = reuseport::socket_cookie(socket)?;
@@ -152,41 +151,42 @@ impl DispatchPrograms {
             self.ledger.release_slot(slot);
             return Err(error);
         }
-        self.ledger.activate_slot(slot);
+        self.ledger.enable_slot(slot);
         Ok(slot)
     }
 
-    /// Sets how many outstanding requests each worker may have, by priority class. The policy `jsq` uses only the first
-    /// class. `limits_for_worker_count` gets the number of workers and returns their limits in the order of slots.
-    /// Panics when it returns more than [`MAX_WORKERS`] limits.
+    /// Sets the maximum number of outstanding requests of each worker, by priority class. The policy `jsq` uses only
+    /// the first class. `limits_for_worker_count` takes the number of workers, and returns their limits in the order of
+    /// slots. Panics when it returns more than [`MAX_WORKERS`] limits.
     pub fn set_request_limits(&self, limits_for_worker_count: impl Fn(u16) -> ClassBounds) {
-        let used_slots: Vec<u32> = self.worker_sockets().into_keys().collect();
+        let used_slots: Vec<u32> = self.socket_cookies_by_slot().into_keys().collect();
         let class_bounds = limits_for_worker_count(used_slots.len().max(1) as u16);
         let limits_by_class: Vec<Vec<u32>> =
-            (0..MAX_CLASSES as u8).map(|class| class_bounds.for_class(class).to_vec()).collect();
+            (0..MAX_CLASSES as u8).map(|class| class_bounds.bounds_for_class(class).to_vec()).collect();
         // The policy jsq reads only the limit of slot 0, even if that slot has no worker.
         let slot_0_limit = (self.policy == Policy::ShortestQueue).then(|| limits_by_class[0][0]);
         self.ledger.set_request_limits(&used_slots, &limits_by_class, slot_0_limit);
     }
 
-    /// Sets the expected service time of each type, in the order of [`Options::types`]. One more time, the last, is for
-    /// requests that match no type. Panics when there are more times than possible types.
+    /// Sets the expected service time of each request type, in the order of [`Options::types`]. The additional last
+    /// time is for requests that match no type. Panics when there are more times than possible types.
     pub fn set_expected_service_times(&self, service_times: &[Duration]) {
         for (type_number, service_time) in service_times.iter().enumerate() {
             self.ledger.set_expected_service_time(type_number, RoundedServiceTime::new(*service_time));
         }
     }
 
-    /// Maintains the service, and must be called once per [`POLL_INTERVAL`]. Reads the sockets' queues, gives up
-    /// requests without a response, and disables workers that do not read. Returns whether a worker has died since the
-    /// last call. `now` may be from any monotonic clock. Fails when the queues cannot be read.
-    pub fn maintain(&mut self, now: Duration, timeouts: &Timeouts) -> anyhow::Result<bool> {
+    /// Maintains the service, for which it must be called once per [`POLL_INTERVAL`]. Reads the lengths of the sockets'
+    /// queues, abandons requests without a response, and disables workers that do not read. Returns whether a worker
+    /// has died since the last call. `now` may come from any monotonic clock. Fails when the queues cannot be read.
+    pub fn maintain_service(&mut self, now: Duration, timeouts: &Timeouts) -> anyhow::Result<bool> {
         self.ledger.increment_request_ages();
         self.update_queue_counts()?;
         Ok(self.ledger.reconcile_workers(&self.worker_sockets.cookies_by_slot(), now, timeouts))
     }
 
-    /// Runs the program `queues` in `bpf/dispatch/dispatch.bpf.c` over all UDP sockets of this network namespace.
+    /// Updates the lengths of the sockets' queues, by running the program `queues` in `bpf/dispatch/dispatch.bpf.c` on
+    /// all UDP sockets of this network namespace.
     fn update_queue_counts(&self) -> anyhow::Result<()> {
         let mut queue_iterator = Iter::new(&self.queue_iterator_link).context("looking at the queues")?;
         let mut read_buffer = [0; 8];
@@ -196,15 +196,15 @@ impl DispatchPrograms {
     }
 }
 
-/// Removes all pins in `pins`. All programs then end, except the program attached to the sockets' SO_REUSEPORT group
-/// ([`reuseport::detach`]). The sockets may then join another array, and responses are no longer observed. Fails when a
-/// pin or a program cannot be removed.
-pub fn remove_pins_and_programs(pins: &Path) -> anyhow::Result<()> {
-    if let Ok(map) = MapHandle::from_pinned_path(pins.join(WORKERS_PIN)) {
+/// Removes all pins in `pin_directory`, and thus all programs except the one attached to the sockets' SO_REUSEPORT
+/// group ([`reuseport::detach`]). The sockets may then join another array, and responses are no longer observed. Fails
+/// when a pin or a program cannot be removed.
+pub fn remove_pins_and_programs(pin_directory: &Path) -> anyhow::Result<()> {
+    if let Ok(map) = MapHandle::from_pinned_path(pin_directory.join(WORKER_SOCKETS_PIN)) {
         let worker_sockets = SocketArray::new(map, intf::MAX_DISPATCH_WORKERS);
         worker_sockets.cookies_by_slot().into_keys().for_each(|slot| worker_sockets.clear_slot(slot));
     }
-    let response_link_path = pins.join(RESPONSES_LINK_PIN);
+    let response_link_path = pin_directory.join(RESPONSES_LINK_PIN);
     if response_link_path.exists() {
         // An error means that the cgroup was removed, which also ended the program.
         if let Err(error) = Link::open(&response_link_path).and_then(|link| link.detach()) {
@@ -216,18 +216,22 @@ pub fn remove_pins_and_programs(pins: &Path) -> anyhow::Result<()> {
             );
         }
     }
-    match fs::remove_dir_all(pins) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error).context(pins.display().to_string()),
+    match fs::remove_dir_all(pin_directory) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).context(pin_directory.display().to_string())
+        }
         _ => Ok(()),
     }
 }
 
-/// Opens a service's pinned ledger for reading. Fails when no ledger of this version is pinned in `pins`.
-pub fn open_pinned_ledger(pins: &Path) -> anyhow::Result<RequestLedger> {
-    let open_map =
-        |name| MapHandle::from_pinned_path(pins.join(name)).with_context(|| pins.join(name).display().to_string());
+/// Opens a service's pinned ledger for reading. Fails when no ledger of this version is pinned in `pin_directory`.
+pub fn open_pinned_ledger(pin_directory: &Path) -> anyhow::Result<RequestLedger> {
+    let open_map = |name| {
+        MapHandle::from_pinned_path(pin_directory.join(name))
+            .with_context(|| pin_directory.join(name).display().to_string())
+    };
     let ledger = RequestLedger::new(&open_map(STATE_PIN)?, &open_map(REQUESTS_PIN)?)?;
-    ensure!(ledger.has_current_layout(), "{} is of another version", pins.display());
+    ensure!(ledger.has_current_layout(), "{} is of another version", pin_directory.display());
     Ok(ledger)
 }
 
@@ -246,28 +250,29 @@ pub fn cgroup2_mount_point() -> anyhow::Result<PathBuf> {
         .context("no cgroup2 file system is mounted: expected one, as responses are seen there")
 }
 
-/// Opens the programs with the constants for `options`, and with maps that are or will be pinned in `pins`.
+/// Opens the BPF object without loading it. Sets its constants from `options`, and the paths at which its maps are or
+/// will be pinned.
 fn open_with_pins<'obj>(
     storage: &'obj mut MaybeUninit<OpenObject>,
-    pins: &Path,
+    pin_directory: &Path,
     options: &Options,
 ) -> anyhow::Result<OpenDispatchSkel<'obj>> {
     let mut open_skeleton = DispatchSkelBuilder::default().open(storage).context("bpf/dispatch/dispatch.bpf.c")?;
     set_constants(&mut open_skeleton, options)?;
-    open_skeleton.maps.workers.set_pin_path(pins.join(WORKERS_PIN))?;
-    open_skeleton.maps.sockets.set_pin_path(pins.join(SOCKETS_PIN))?;
-    open_skeleton.maps.bss_state.set_pin_path(pins.join(STATE_PIN))?;
-    open_skeleton.maps.bss_requests.set_pin_path(pins.join(REQUESTS_PIN))?;
+    open_skeleton.maps.workers.set_pin_path(pin_directory.join(WORKER_SOCKETS_PIN))?;
+    open_skeleton.maps.sockets.set_pin_path(pin_directory.join(SLOTS_BY_SOCKET_PIN))?;
+    open_skeleton.maps.bss_state.set_pin_path(pin_directory.join(STATE_PIN))?;
+    open_skeleton.maps.bss_requests.set_pin_path(pin_directory.join(REQUESTS_PIN))?;
     Ok(open_skeleton)
 }
 
-/// Sets the read-only constants of a service's programs before they are loaded.
+/// Sets the read-only constants of a service's programs, which is possible only before the programs are loaded.
 pub(crate) fn set_constants(open_skeleton: &mut OpenDispatchSkel<'_>, options: &Options) -> anyhow::Result<()> {
     let network_namespace = fs::metadata("/proc/thread-self/ns/net").context("this network namespace")?;
     let constants = open_skeleton.maps.rodata_data.as_deref_mut().context("dispatch.bpf.o has no constants")?;
     constants.policy = options.policy.bpf_number();
-    constants.service_port = options.service.port().to_be();
-    constants.service_address = request_ledger::client_address_words(options.service.ip());
+    constants.service_port = options.service_address.port().to_be();
+    constants.service_address = request_ledger::client_address_words(options.service_address.ip());
     constants.network_namespace = network_namespace.ino() as u32;
     constants.observes_service_times = options.measures_service_times;
     if let Some(id_position) = options.request_id_position {
@@ -275,42 +280,47 @@ pub(crate) fn set_constants(open_skeleton: &mut OpenDispatchSkel<'_>, options: &
         constants.request_id_offset = id_position.request_offset.into();
         constants.response_id_offset = id_position.response_offset.into();
     }
-    constants.type_count = options.types.len() as u32;
+    constants.type_count = options.request_types.len() as u32;
     constants.type_offset = options.type_offset.into();
     let type_patterns = open_skeleton.maps.data_types_data.as_deref_mut().context("dispatch.bpf.o has no types")?;
-    for ((type_number, type_pattern), request_type) in (0..).zip(&mut type_patterns.types).zip(&options.types) {
+    for ((type_number, type_pattern), request_type) in (0..).zip(&mut type_patterns.types).zip(&options.request_types) {
         type_pattern.value = u64::from_ne_bytes(request_type.value);
         type_pattern.mask = u64::from_ne_bytes(request_type.mask);
-        type_pattern.class = request_type.class.into();
+        type_pattern.class = request_type.priority_class.into();
         type_pattern.number = type_number;
     }
-    let fallback_type = &mut type_patterns.types[options.types.len()];
-    (fallback_type.class, fallback_type.number) = (options.default_class.into(), options.types.len() as u32);
+    let fallback_type = &mut type_patterns.types[options.request_types.len()];
+    (fallback_type.class, fallback_type.number) =
+        (options.default_priority_class.into(), options.request_types.len() as u32);
     Ok(())
 }
 
-fn attach_response_program(program: &libbpf_rs::ProgramMut<'_>, cgroup: &Path, pin: &Path) -> anyhow::Result<Link> {
-    if pin.exists() {
-        let mut link = Link::open(pin).with_context(|| pin.display().to_string())?;
+fn attach_response_program(
+    program: &libbpf_rs::ProgramMut<'_>,
+    cgroup: &Path,
+    pin_path: &Path,
+) -> anyhow::Result<Link> {
+    if pin_path.exists() {
+        let mut link = Link::open(pin_path).with_context(|| pin_path.display().to_string())?;
         if link.update_prog(program).is_ok() {
             return Ok(link);
         }
-        fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?;
+        fs::remove_file(pin_path).with_context(|| format!("removing {}", pin_path.display()))?;
     }
     let cgroup_directory = File::open(cgroup).with_context(|| cgroup.display().to_string())?;
     let mut link = program.attach_cgroup(cgroup_directory.as_raw_fd()).with_context(|| {
         format!("seeing responses at {}: expected a directory of a cgroup2 file system", cgroup.display())
     })?;
-    link.pin(pin).with_context(|| format!("pinning {}", pin.display()))?;
+    link.pin(pin_path).with_context(|| format!("pinning {}", pin_path.display()))?;
     Ok(link)
 }
 
 /// Attaches the program that observes dropped datagrams. It replaces an earlier program, whose map may differ.
-fn attach_drop_program(program: &libbpf_rs::ProgramMut<'_>, pin: &Path) -> anyhow::Result<Link> {
-    if pin.exists() {
-        fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?;
+fn attach_drop_program(program: &libbpf_rs::ProgramMut<'_>, pin_path: &Path) -> anyhow::Result<Link> {
+    if pin_path.exists() {
+        fs::remove_file(pin_path).with_context(|| format!("removing {}", pin_path.display()))?;
     }
     let mut link = program.attach().context("seeing drops (tracepoint udp_fail_queue_rcv_skb)")?;
-    link.pin(pin).with_context(|| format!("pinning {}", pin.display()))?;
+    link.pin(pin_path).with_context(|| format!("pinning {}", pin_path.display()))?;
     Ok(link)
 }

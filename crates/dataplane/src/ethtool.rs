@@ -20,11 +20,11 @@ const ETHTOOL_GCHANNELS: u32 = 0x3c;
 pub const ETH_FLAG_RXVLAN: u32 = 1 << 8;
 /// Bit of [`offload_flags`] that is set if the device merges received packets (LRO), which then cannot be forwarded.
 pub const ETH_FLAG_LRO: u32 = 1 << 15;
-/// Bit of [`offload_flags`] that is set if the device applies flow steering rules, which accelerated RFS needs.
+/// Bit of [`offload_flags`] that is set if the device applies flow steering rules, as accelerated RFS requires.
 pub const ETH_FLAG_NTUPLE: u32 = 1 << 27;
 
-/// Performs one ethtool ioctl on a device. `request` holds the command as 32-bit words and receives the answer. Fails
-/// when the device does not exist, or its driver rejects the request.
+/// Performs one ethtool ioctl on a device. `request` contains the command as 32-bit words, and receives the answer.
+/// Fails when the device does not exist, or its driver rejects the request.
 ///
 /// # Safety
 /// `request` must have the length that its header specifies, because the kernel writes that many bytes.
@@ -52,7 +52,7 @@ pub fn set_offload_flags(interface: &str, flags: u32) -> io::Result<()> {
     unsafe { ethtool_ioctl(interface, &mut [ETHTOOL_SFLAGS, flags]) }
 }
 
-/// Returns an argument for interface ioctls that contains the interface's name. Fails when the name is too long.
+/// Returns an `ifreq`, the argument of interface ioctls, with the interface's name. Fails when the name is too long.
 pub(crate) fn named_ifreq(interface: &str) -> io::Result<libc::ifreq> {
     // SAFETY: a struct of integers and pointers, for which zero is a value.
     let mut ifreq: libc::ifreq = unsafe { std::mem::zeroed() };
@@ -67,7 +67,7 @@ pub(crate) fn named_ifreq(interface: &str) -> io::Result<libc::ifreq> {
 
 /// Returns up to `max_strings` names from one of the driver's string sets (`enum ethtool_stringset`). Fails when the
 /// device does not exist, or its driver has no such set.
-pub fn string_set(interface: &str, set_id: u32, max_strings: u32) -> io::Result<Vec<String>> {
+pub fn driver_string_set(interface: &str, set_id: u32, max_strings: u32) -> io::Result<Vec<String>> {
     const STRING_U32_COUNT: usize = 8;
     // struct ethtool_sset_info consists of cmd, reserved, sset_mask (64 bits) and a count for each requested set.
     let mut set_info_request = [ETHTOOL_GSSET_INFO, 0, 1 << set_id, 0, 0];
@@ -91,7 +91,7 @@ pub fn string_set(interface: &str, set_id: u32, max_strings: u32) -> io::Result<
 pub fn driver_counters(interface: &str) -> Vec<(String, u64)> {
     const ETH_SS_STATS: u32 = 1;
     // The names are not limited, because a NIC has only some thousand counters.
-    let counter_names = string_set(interface, ETH_SS_STATS, u32::MAX).unwrap_or_default();
+    let counter_names = driver_string_set(interface, ETH_SS_STATS, u32::MAX).unwrap_or_default();
     // struct ethtool_stats consists of cmd, n_stats and 64 bits per counter. There is extra room, because counters are
     // added if the number of queues has grown since the names were read.
     let mut statistics_request = vec![0; 2 + 2 * (2 * counter_names.len() + 1024)];
@@ -108,7 +108,7 @@ pub fn driver_counters(interface: &str) -> Vec<(String, u64)> {
     counter_names.into_iter().zip(statistics_request[2..].chunks(2).map(counter_value)).collect()
 }
 
-/// Returns the nonzero driver counters of frames that an XDP program sent but the driver dropped.
+/// Returns the nonzero driver counters of frames that the driver dropped after an XDP program had sent them.
 pub fn xdp_transmit_errors(interface: &str) -> Vec<(String, u64)> {
     filter_xdp_transmit_errors(driver_counters(interface))
 }
@@ -130,7 +130,7 @@ pub fn receive_queue_count(interface: &str) -> io::Result<u16> {
     queue_counts(interface).map(|channels| channels.receive_queues)
 }
 
-/// Numbers of a device's queues (`ethtool -l`). Combined queues count both as receive and as transmit queues.
+/// Numbers of a device's receive and transmit queues (`ethtool -l`). Combined queues count in both numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueueCounts {
     /// Number of receive queues, at least 1.
@@ -141,7 +141,7 @@ pub struct QueueCounts {
     pub transmit_queues: u16,
 }
 
-/// Returns the numbers of a device's queues. Fails when the driver does not report them.
+/// Returns the numbers of a device's receive and transmit queues. Fails when the driver does not report them.
 pub fn queue_counts(interface: &str) -> io::Result<QueueCounts> {
     // struct ethtool_channels consists of cmd, max_{rx,tx,other,combined} and {rx,tx,other,combined}_count.
     let mut channels_request = [ETHTOOL_GCHANNELS, 0, 0, 0, 0, 0, 0, 0, 0];
@@ -162,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dropped_xdp_frames_are_found_among_driver_counters() {
+    fn xdp_transmit_errors_are_found_among_driver_counters() {
         let driver_counters = [
             ("rx_queue_0_xdp_tx", 9),
             ("rx_queue_0_xdp_tx_errors", 4),

@@ -16,10 +16,10 @@ use zerocopy::IntoBytes as _;
 use crate::skeleton::health::HealthSkelBuilder;
 use crate::tc::{self, Direction, TemporaryAttachment};
 
-/// Maximum number of concurrent health check connections. Each of them needs two table entries.
+/// Maximum number of concurrent health check connections. Each connection needs two entries of the NAT table.
 pub const MAX_CONNECTIONS: usize = intf::MAX_NAT_ENTRIES as usize / 2;
 
-/// Connection of a health check, whose addresses the programs rewrite.
+/// TCP connection of a health check, whose addresses the BPF programs rewrite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NatConnection {
     /// The server's own address, to which the load balancer connects.
@@ -33,7 +33,7 @@ pub struct NatConnection {
 }
 
 impl NatConnection {
-    /// Returns the table's key and value for each direction of the connection, in network byte order.
+    /// Returns the NAT table's key and value for each direction of the connection, in network byte order.
     fn map_entries(&self) -> [(intf::nat_entry, intf::nat_address); 2] {
         let entry_key = |address: IpAddr| intf::nat_entry {
             address: nat_address(address),
@@ -47,24 +47,26 @@ impl NatConnection {
     }
 }
 
-/// Converts an address to the layout that the BPF programs use.
+/// Converts an IP address to the BPF programs' layout.
 fn nat_address(address: IpAddr) -> intf::nat_address {
     intf::nat_address { word: address_words(address) }
 }
 
-/// BPF programs that rewrite health check connections. They are attached to a device until the value is dropped.
+/// BPF programs that rewrite the addresses of health check connections. They are attached to a device until the value
+/// is dropped.
 #[derive(Debug)]
 pub struct NatPrograms {
     nat_table: Arc<NatTable>,
     _attachments: [TemporaryAttachment; 2],
 }
 
-/// Table of the connections whose addresses the programs rewrite.
+/// Table of the connections whose addresses the BPF programs rewrite.
 #[derive(Debug)]
 pub struct NatTable(MapHandle);
 
 impl NatPrograms {
-    /// Loads and attaches the programs. Fails when the device does not exist, or the kernel rejects a program.
+    /// Loads the programs and attaches them to an interface. Fails when the interface does not exist, or the kernel
+    /// rejects a program.
     pub fn attach(interface: &str) -> anyhow::Result<Self> {
         let interface_index = nix::net::if_::if_nametoindex(interface)
             .with_context(|| format!("interface {interface:?} does not exist here"))?;
@@ -89,8 +91,9 @@ impl NatPrograms {
 }
 
 impl NatTable {
-    /// Adds a connection, whose packets then reach the server at the VIP. Fails above [`MAX_CONNECTIONS`] connections.
-    pub fn add(&self, connection: &NatConnection) -> anyhow::Result<()> {
+    /// Adds a connection, whose packets then reach the server with the VIP as destination address. Fails above
+    /// [`MAX_CONNECTIONS`] connections.
+    pub fn add_connection(&self, connection: &NatConnection) -> anyhow::Result<()> {
         for (key, translated_address) in connection.map_entries() {
             self.0
                 .update(key.as_bytes(), translated_address.as_bytes(), MapFlags::ANY)
@@ -100,7 +103,7 @@ impl NatTable {
     }
 
     /// Removes a connection from the table.
-    pub fn remove(&self, connection: &NatConnection) {
+    pub fn remove_connection(&self, connection: &NatConnection) {
         for (key, _) in connection.map_entries() {
             if let Err(error) = self.0.delete(key.as_bytes()) {
                 tracing::debug!(

@@ -17,7 +17,7 @@ use crate::lb::device::mac_of;
 use program::IntakeProgram;
 use queue::{CopyMode, XdpQueue};
 
-/// Length of an Ethernet header, an IPv4 header without options and a UDP header together, in bytes.
+/// Total length of an Ethernet header, an IPv4 header without options and a UDP header, in bytes.
 const HEADERS_BYTES: usize = 14 + 20 + 8;
 
 /// UDP datagram with a request, parsed from a received frame.
@@ -27,7 +27,7 @@ pub struct Datagram<'f> {
     pub source: SocketAddrV4,
     /// Address and port of the service.
     pub destination: SocketAddrV4,
-    /// Bytes after the UDP header.
+    /// Payload of the datagram, without Ethernet padding.
     pub payload: &'f [u8],
 }
 
@@ -49,7 +49,8 @@ impl<'f> Datagram<'f> {
     }
 }
 
-/// XDP program and AF_XDP sockets at one device. They are removed when the value is dropped or the process ends.
+/// Receiver of UDP requests by an XDP program and AF_XDP sockets at one device. The program is detached and the sockets
+/// are closed when the value is dropped or the process ends.
 #[derive(Debug)]
 pub struct DatagramIntake {
     program: IntakeProgram,
@@ -87,22 +88,22 @@ impl DatagramIntake {
         Ok(Self { program, queues, received_datagrams: 0, malformed_datagrams: 0 })
     }
 
-    /// Returns how frames get into the sockets' memory. The result is zero-copy only if all queues use it.
+    /// Returns the method by which frames get into the sockets' memory: zero-copy only if all queues use it.
     pub fn copy_mode(&self) -> CopyMode {
         let is_zero_copy = self.queues.iter().all(|queue| queue.copy_mode() == CopyMode::ZeroCopy);
         if is_zero_copy { CopyMode::ZeroCopy } else { CopyMode::Copy }
     }
 
-    /// Receives a batch of requests from each queue and passes them to `accept`. Returns the number of received frames.
-    /// Fails when the driver cannot be woken.
-    pub fn receive(&mut self, accept: &mut impl FnMut(Datagram<'_>)) -> io::Result<usize> {
+    /// Receives a batch of frames from each queue, and passes their requests to `handle_request`. Returns the number of
+    /// received frames. Fails when the driver cannot be woken.
+    pub fn receive_batches(&mut self, handle_request: &mut impl FnMut(Datagram<'_>)) -> io::Result<usize> {
         let Self { queues, received_datagrams: received_count, malformed_datagrams: malformed_count, .. } = self;
         let mut frame_count = 0;
         for queue in queues {
-            frame_count += queue.receive(&mut |frame| match Datagram::parse(frame) {
+            frame_count += queue.receive_batch(&mut |frame| match Datagram::parse(frame) {
                 Some(datagram) => {
                     *received_count += 1;
-                    accept(datagram);
+                    handle_request(datagram);
                 }
                 None => *malformed_count += 1,
             })?;
@@ -120,7 +121,7 @@ impl DatagramIntake {
         self.queues.iter().try_for_each(XdpQueue::check_device_exists)
     }
 
-    /// Returns all counters with their names. Each redirected datagram is counted as either received or dropped.
+    /// Returns the names and values of all counters. Each redirected datagram is counted as either received or dropped.
     pub fn counters(&self) -> anyhow::Result<Vec<(&'static str, u64)>> {
         let mut counters: Vec<_> = program::COUNTER_NAMES.into_iter().zip(self.program.counters()?).collect();
         let (mut ring_full_drops, mut no_buffer_drops) = (0, 0);

@@ -54,7 +54,7 @@ use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
 
 pub use coreward_intf::{LB_COUNTER_NAMES as COUNTER_NAMES, LB_EVENT_NAMES as EVENT_NAMES};
-pub use counters::{COUNTER_COUNT, EVENT_COUNT, PacketCounters};
+pub use counters::{COUNTER_COUNT, EVENT_KIND_COUNT, PacketCounters};
 pub(crate) use device::mac_of;
 pub use lb_stamping::{ClockState, ServerClock, ServerIdTooLarge, StampedPacketCounts};
 pub use pinned::{PinnedServers, pinned_program_id, take_over_problem};
@@ -71,11 +71,11 @@ use program::{MapSizes, Maps};
 use services::Service;
 use variant::ProgramVariant;
 
-/// Packet rate that is limited by a token bucket.
+/// Limit of a packet rate, which a token bucket enforces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PacketRate {
     /// Sustained rate in packets per second, at least 1.
-    pub per_second: u32,
+    pub packets_per_second: u32,
     /// Number of packets that may pass at once, at least 1.
     pub burst_packets: u32,
 }
@@ -97,7 +97,7 @@ pub type BroadcastLimitsByKind = [BroadcastRateLimits; intf::LIMITED_KIND_COUNT 
 impl BroadcastRateLimits {
     const fn new(per_source: (u32, u32), per_service: (u32, u32), total: (u32, u32)) -> Self {
         const fn packet_rate((per_second, burst): (u32, u32)) -> PacketRate {
-            PacketRate { per_second, burst_packets: burst }
+            PacketRate { packets_per_second: per_second, burst_packets: burst }
         }
         Self {
             source_limit: packet_rate(per_source),
@@ -106,7 +106,7 @@ impl BroadcastRateLimits {
         }
     }
 
-    /// Returns limits that all have the given rate.
+    /// Returns rate limits that all equal `rate`.
     pub const fn with_equal_rates(rate: PacketRate) -> Self {
         Self { source_limit: rate, service_limit: rate, total_limit: rate }
     }
@@ -139,10 +139,11 @@ pub struct Options {
     /// Number of flow table entries, for connections without a cookie (16 bytes each). It must be from 1 to
     /// [`MAX_FLOW_TABLE_ENTRIES`] and is rounded up to sets of 8. A table that is taken over keeps its size.
     pub flow_table_entry_count: u32,
-    /// Clock from which LB-side stamping restores servers' timestamps.
+    /// Clock from which the program restores the TCP timestamps of servers whose replies it stamps (LB-side stamping).
     pub lb_stamping_clock: LbStampingClock,
-    /// Whether packets of stateful services update the clock if [`LoadBalancer::tick`] is late, so that entries also
-    /// age without a daemon. With false, the default, only `tick` sets the clock, to any time that it is given.
+    /// Whether packets of stateful services update the clock if [`LoadBalancer::tick`] is late, so that connection
+    /// table entries also age without a daemon. If false (the default), only `tick` sets the clock, to the time passed
+    /// to it.
     pub packets_read_clock: bool,
     /// Number of connection table entries for stateful services (64 bytes each). A pinned table of another size is
     /// replaced if it is empty. If it has entries in use, loading fails.
@@ -168,14 +169,14 @@ impl Default for Options {
     }
 }
 
-/// Clock from which LB-side stamping restores the timestamps that servers sent.
+/// Clock from which the program restores the TCP timestamps that servers sent, with LB-side stamping.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum LbStampingClock {
     /// The kernel's clock (CLOCK_MONOTONIC).
     #[default]
     Kernel,
-    /// The time passed to the last [`LoadBalancer::tick`]. It stops without a daemon, and is used for comparisons with
-    /// the model.
+    /// The time passed to the last [`LoadBalancer::tick`]. It stops without a daemon. Tests that compare the program
+    /// with the model use it.
     DaemonTicks,
 }
 
@@ -205,7 +206,7 @@ pub enum AttachedXdpMode {
 pub struct ServiceIndex(u16);
 
 impl ServiceIndex {
-    /// Returns the index as the number that connection table entries contain.
+    /// Returns the index as a number, as it is in connection table entries.
     pub fn as_u16(self) -> u16 {
         self.0
     }
@@ -214,7 +215,7 @@ impl ServiceIndex {
 /// A server's address and state in the data plane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Server {
-    /// MAC address of the server, or `None` if it is not resolved. The server then gets no packets.
+    /// MAC address of the server, or `None` if it is not resolved. Without it, the server gets no packets.
     pub mac: Option<MacAddress>,
     /// Whether the server gets new connections. A draining or unhealthy server gets only packets of established
     /// connections.
@@ -241,8 +242,8 @@ pub struct LoadBalancer {
     service_directory_grace_ticket: GraceTicket,
     /// Index of the connection table entry at which the next sweep starts.
     sweep_start_index: u32,
-    occupancy: TableOccupancy,
-    is_taken_over: bool,
+    connection_table_occupancy: TableOccupancy,
+    is_state_taken_over: bool,
     /// Link of another version's program, whose maps have another layout. That program forwards until the upgrade.
     pending_upgrade: Option<XdpLink>,
 }
@@ -259,10 +260,10 @@ impl LoadBalancer {
         let grace_periods = GracePeriods::start()?;
         let LoadedProgram { maps, variant, program, services, xdp_link, pending_upgrade } =
             LoadedProgram::load(&options, map_sizes, lb_directory.as_deref())?;
-        let is_taken_over = xdp_link.is_some();
-        let lb_stamped_macs = if is_taken_over { lb_stamping::lb_stamped_macs(&maps)? } else { BTreeMap::new() };
+        let is_state_taken_over = xdp_link.is_some();
+        let lb_stamped_macs = if is_state_taken_over { lb_stamping::lb_stamped_macs(&maps)? } else { BTreeMap::new() };
         Ok(Self {
-            occupancy: TableOccupancy::count_used_entries(&maps),
+            connection_table_occupancy: TableOccupancy::count_used_entries(&maps),
             services_by_index: addresses_by_index(&services),
             // Objects may have been released just before the take-over, so the first write waits for a grace period.
             service_directory_grace_ticket: grace_periods.request_ticket(),
@@ -277,12 +278,12 @@ impl LoadBalancer {
             lb_stamped_macs,
             server_vlans: BTreeSet::new(),
             sweep_start_index: 0,
-            is_taken_over,
+            is_state_taken_over,
             pending_upgrade,
         })
     }
 
-    /// Loads another variant of the program, which atomically replaces the attached program if there is one.
+    /// Loads another variant of the program, and atomically replaces the attached program, if any, by this variant.
     fn load_variant(&mut self, variant: ProgramVariant) -> anyhow::Result<()> {
         if variant == self.variant {
             return Ok(());
@@ -303,8 +304,8 @@ impl LoadBalancer {
         self.pending_upgrade.is_some()
     }
 
-    /// Replaces another version's program without losing packets, if one still forwards. It must be called once this
-    /// program's tables are complete. Fails when the kernel rejects the program or the pins.
+    /// Replaces another version's program without losing packets, if such a program still forwards. It must be called
+    /// as soon as this program's tables are complete. Fails when the kernel rejects the program or the pins.
     pub fn commit_upgrade(&mut self) -> anyhow::Result<()> {
         let Some(link) = self.pending_upgrade.take() else { return Ok(()) };
         link.replace_program(self.program.as_fd()).context("replacing the program at the device")?;
@@ -317,21 +318,22 @@ impl LoadBalancer {
     }
 
     /// Returns whether [`load`](Self::load) took over a running load balancer's state.
-    pub fn is_taken_over(&self) -> bool {
-        self.is_taken_over
+    pub fn is_state_taken_over(&self) -> bool {
+        self.is_state_taken_over
     }
 
-    /// Returns the current program, for test runs. Other rules and modes of services load another program.
+    /// Returns the file descriptor of the current program, for test runs. If services change their placement rules or
+    /// settings, another program may be loaded.
     pub fn program(&self) -> BorrowedFd<'_> {
         self.program.as_fd()
     }
 
     /// Sets the keys with which cookies are made and checked.
-    pub fn set_keys(&mut self, keys: &FleetCookieKeys) {
+    pub fn set_cookie_keys(&mut self, keys: &FleetCookieKeys) {
         let key_switch_ms = self.key_switch_ms(keys);
         let fleet_keys = intf::fleet_keys {
             key: keys.keys.map(|key| key.to_bpf_key()),
-            current: keys.current.get() as u32,
+            current: keys.current_key_index.get() as u32,
             switch_ms: key_switch_ms,
         };
         self.maps.state.write(offset_of!(intf::lb_state, keys), &fleet_keys);
@@ -362,7 +364,7 @@ impl LoadBalancer {
     }
 }
 
-/// Returns the addresses of the services by index.
+/// Returns the addresses of the services at the positions of their indexes.
 fn addresses_by_index(services: &BTreeMap<ServiceAddress, Service>) -> Vec<Option<ServiceAddress>> {
     let index_count = services.values().map(|service| usize::from(service.index.0) + 1).max().unwrap_or(0);
     let mut addresses = vec![None; index_count];

@@ -32,7 +32,7 @@ pub mod test_run;
 pub mod veth;
 pub mod vlan_device;
 
-/// Skeletons of the BPF programs, which libbpf-cargo generates from each `bpf/*/*.bpf.c`.
+/// Skeletons of the BPF programs, which libbpf-cargo generates from the files `bpf/*/*.bpf.c`.
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
 pub mod skeleton {
     include!(concat!(env!("OUT_DIR"), "/skeletons.rs"));

@@ -3,7 +3,7 @@
 //! nginx's master opens one socket per worker (`listen ... reuseport`), and every process inherits all of them. Only
 //! epoll sets show which worker uses which socket. The kernel lists the members of an epoll set, with their inode
 //! numbers, in `/proc/PID/fdinfo/FD` (fs/eventpoll.c, ep_show_fdinfo). A UDP worker may read its socket without epoll.
-//! In that case only the open descriptors show the owner ([`find_socket_owners`]).
+//! In that case only the open descriptors show the owner ([`find_owning_processes`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -16,12 +16,12 @@ use anyhow::Context as _;
 
 use crate::sockets::{self, SocketInode};
 
-/// Socket of a service, with a process that has opened or inherited it.
+/// Socket of a service, and a process that has opened or inherited the socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServiceSocket {
     /// Inode number of the socket.
     pub inode: SocketInode,
-    /// File descriptor of the socket in the process.
+    /// Number of the process's file descriptor for the socket.
     pub descriptor: i32,
     /// Id of the process that has the socket.
     pub pid: i32,
@@ -29,14 +29,16 @@ pub struct ServiceSocket {
     pub cpu_affinity: BTreeSet<usize>,
 }
 
-/// Returns the inodes of TCP sockets that listen at `address`. If there are none, returns those that listen at the same
-/// port on the wildcard address, as the kernel does. Fails when the kernel's list of sockets cannot be read.
+/// Returns the inodes of TCP sockets that listen on `address`. If there are none, returns the inodes of sockets that
+/// listen on the wildcard address with the same port, which the kernel then uses. Fails when the kernel's list of
+/// sockets cannot be read.
 pub fn tcp_listener_inodes(address: SocketAddr) -> anyhow::Result<BTreeSet<SocketInode>> {
     Ok(sockets_reached_by(address, &sockets::counts::list_listening_sockets()?))
 }
 
-/// Returns the inodes of unconnected UDP sockets at `address`. If there are none, returns those at the same port on
-/// 0.0.0.0, or else on `[::]`, which also receives IPv4. Fails when the kernel's lists of sockets cannot be read.
+/// Returns the inodes of unconnected UDP sockets that are bound to `address`. If there are none, returns those bound to
+/// the same port on 0.0.0.0, or else on `[::]`, which also receives IPv4. Fails when the kernel's lists of sockets
+/// cannot be read.
 pub fn udp_socket_inodes(address: SocketAddr) -> anyhow::Result<BTreeSet<SocketInode>> {
     // Unconnected sockets have the kernel's state TCP_CLOSE.
     const UNCONNECTED_STATE: &str = "07";
@@ -46,22 +48,22 @@ pub fn udp_socket_inodes(address: SocketAddr) -> anyhow::Result<BTreeSet<SocketI
     Ok(sockets_reached_by(address, &unconnected_sockets))
 }
 
-/// Returns those of `sockets` that connections to `address` reach. They are bound to this address or, if there are
-/// none, to the same port on the wildcard address.
+/// Returns the inodes of those `sockets` that get packets to `address`. These are the sockets bound to this address or,
+/// if there are none, to the same port on a wildcard address.
 pub fn sockets_reached_by(address: SocketAddr, sockets: &[(SocketAddr, SocketInode)]) -> BTreeSet<SocketInode> {
     let wildcard_ipv4 = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), address.port());
     let wildcard_ipv6 = SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), address.port());
     let bound_addresses: &[SocketAddr] =
         if address.is_ipv4() { &[address, wildcard_ipv4, wildcard_ipv6] } else { &[address, wildcard_ipv6] };
-    let inodes_at = |address: &SocketAddr| -> BTreeSet<SocketInode> {
+    let inodes_bound_to = |address: &SocketAddr| -> BTreeSet<SocketInode> {
         sockets.iter().filter(|(socket, _)| socket == address).map(|(_, inode)| *inode).collect()
     };
-    bound_addresses.iter().map(inodes_at).find(|inodes| !inodes.is_empty()).unwrap_or_default()
+    bound_addresses.iter().map(inodes_bound_to).find(|inodes| !inodes.is_empty()).unwrap_or_default()
 }
 
-fn read_proc_sockets(file: &str, state: &str) -> anyhow::Result<Vec<(SocketAddr, SocketInode)>> {
+fn read_proc_sockets(proc_file_name: &str, state: &str) -> anyhow::Result<Vec<(SocketAddr, SocketInode)>> {
     // /proc/net would show the network namespace of the process's first thread.
-    let proc_path = format!("/proc/thread-self/net/{file}");
+    let proc_path = format!("/proc/thread-self/net/{proc_file_name}");
     let mut sockets = Vec::new();
     for line in BufReader::new(File::open(&proc_path).with_context(|| proc_path.clone())?).lines().skip(1) {
         let line = line.with_context(|| proc_path.clone())?;
@@ -94,8 +96,8 @@ fn parse_proc_line(line: &str) -> Option<(SocketAddr, &str, SocketInode)> {
     Some((SocketAddr::new(ip, u16::from_str_radix(port, 16).ok()?), state, inode))
 }
 
-/// Finds, for each of these sockets, a process that has it in an epoll set. Fails when /proc cannot be read.
-pub fn find_epoll_waiters(inodes: &BTreeSet<SocketInode>) -> anyhow::Result<Vec<ServiceSocket>> {
+/// Finds, for each socket in `inodes`, a process that waits for it with epoll. Fails when /proc cannot be read.
+pub fn find_processes_waiting_with_epoll(inodes: &BTreeSet<SocketInode>) -> anyhow::Result<Vec<ServiceSocket>> {
     let mut sockets_by_inode: BTreeMap<SocketInode, ServiceSocket> = BTreeMap::new();
     for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
@@ -123,7 +125,8 @@ fn read_epoll_members(process: &Path) -> std::io::Result<Vec<(SocketInode, i32)>
     Ok(epoll_members)
 }
 
-/// Parses a line `tfd:  8 events:  2019 data: 7f0e... pos:0 ino:5a3f sdev:9`, in which only `tfd` is decimal.
+/// Parses a line of an epoll descriptor's fdinfo, such as `tfd:  8 events:  2019 data: 7f0e... pos:0 ino:5a3f sdev:9`.
+/// Returns the socket's inode and descriptor. Only `tfd` is decimal.
 fn parse_epoll_member(line: &str) -> Option<(SocketInode, i32)> {
     let mut line_fields = line.strip_prefix("tfd:")?.split_whitespace();
     let descriptor = line_fields.next()?.parse().ok()?;
@@ -131,10 +134,10 @@ fn parse_epoll_member(line: &str) -> Option<(SocketInode, i32)> {
     Some((SocketInode::from_str_radix(inode, 16).ok()?, descriptor))
 }
 
-/// Finds, for each of these sockets, a process that has it open. If a master's workers inherited all of its sockets,
-/// several processes have it. Of these, the process with the fewest of the sockets is returned, or else the youngest.
+/// Finds, for each socket in `inodes`, a process that has it open. Several processes have a socket if workers inherited
+/// all sockets of their master. Then returns the process with the fewest of the sockets, or among equals the youngest.
 /// Fails when /proc cannot be read.
-pub fn find_socket_owners(inodes: &BTreeSet<SocketInode>) -> anyhow::Result<Vec<ServiceSocket>> {
+pub fn find_owning_processes(inodes: &BTreeSet<SocketInode>) -> anyhow::Result<Vec<ServiceSocket>> {
     let mut sockets_by_process: Vec<(i32, Vec<(SocketInode, i32)>)> = Vec::new();
     for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
@@ -173,19 +176,19 @@ fn cpu_affinity(pid: i32) -> BTreeSet<usize> {
     (0..nix::sched::CpuSet::count()).filter(|cpu| cpu_set.is_set(*cpu).unwrap_or(false)).collect()
 }
 
-/// Duplicates another process's socket with pidfd_getfd (Linux 5.6) and returns the new descriptor. Fails when the
-/// process has ended, or access is denied (CAP_SYS_PTRACE).
-pub fn duplicate_socket(listener: &ServiceSocket) -> anyhow::Result<OwnedFd> {
+/// Duplicates a socket of another process with pidfd_getfd(2), since Linux 5.6, and returns the new descriptor. Fails
+/// when the process has ended, or access is denied (without CAP_SYS_PTRACE).
+pub fn duplicate_process_socket(socket: &ServiceSocket) -> anyhow::Result<OwnedFd> {
     let fd_from_result = |result: libc::c_long| {
         // SAFETY: the system call returned a new descriptor that nothing else owns.
         nix::errno::Errno::result(result).map(|descriptor| unsafe { OwnedFd::from_raw_fd(descriptor as i32) })
     };
     // SAFETY: takes no pointers.
-    let pidfd = fd_from_result(unsafe { libc::syscall(libc::SYS_pidfd_open, listener.pid, 0) })
-        .with_context(|| format!("process {}", listener.pid))?;
+    let pidfd = fd_from_result(unsafe { libc::syscall(libc::SYS_pidfd_open, socket.pid, 0) })
+        .with_context(|| format!("process {}", socket.pid))?;
     // SAFETY: takes no pointers.
-    fd_from_result(unsafe { libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), listener.descriptor, 0) })
-        .with_context(|| format!("descriptor {} of process {}", listener.descriptor, listener.pid))
+    fd_from_result(unsafe { libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), socket.descriptor, 0) })
+        .with_context(|| format!("descriptor {} of process {}", socket.descriptor, socket.pid))
 }
 
 #[cfg(test)]
@@ -213,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn socket_in_own_epoll_set_is_found() {
+    fn socket_in_epoll_set_of_this_process_is_found() {
         let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let inodes = tcp_listener_inodes(socket.local_addr().unwrap()).unwrap();
         assert_eq!(inodes.len(), 1);
@@ -225,14 +228,14 @@ mod tests {
             libc::epoll_ctl(epoll_fd.as_raw_fd(), libc::EPOLL_CTL_ADD, socket.as_raw_fd(), &raw mut epoll_event)
         };
         assert_eq!(add_result, 0);
-        let epoll_waiters = find_epoll_waiters(&inodes).unwrap();
+        let epoll_waiters = find_processes_waiting_with_epoll(&inodes).unwrap();
         assert_eq!(epoll_waiters.len(), 1, "{epoll_waiters:?}");
         assert_eq!(
             (epoll_waiters[0].pid, epoll_waiters[0].descriptor),
             (std::process::id() as i32, socket.as_raw_fd())
         );
         assert!(!epoll_waiters[0].cpu_affinity.is_empty());
-        let duplicate = duplicate_socket(&epoll_waiters[0]).unwrap();
+        let duplicate = duplicate_process_socket(&epoll_waiters[0]).unwrap();
         assert_eq!(socket_cookie(duplicate.as_fd()).unwrap(), socket_cookie(socket.as_fd()).unwrap());
     }
 
@@ -241,8 +244,8 @@ mod tests {
         let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
         let inodes = udp_socket_inodes(socket.local_addr().unwrap()).unwrap();
         assert_eq!(inodes.len(), 1);
-        assert_eq!(find_epoll_waiters(&inodes).unwrap(), []);
-        let owners = find_socket_owners(&inodes).unwrap();
+        assert_eq!(find_processes_waiting_with_epoll(&inodes).unwrap(), []);
+        let owners = find_owning_processes(&inodes).unwrap();
         assert_eq!(owners.len(), 1, "{owners:?}");
         assert_eq!((owners[0].pid, owners[0].descriptor), (std::process::id() as i32, socket.as_raw_fd()));
     }

@@ -10,12 +10,14 @@ impl MacAddress {
     /// The broadcast address ff:ff:ff:ff:ff:ff.
     pub const BROADCAST: MacAddress = MacAddress([0xff; 6]);
 
-    /// Returns whether this is a multicast or broadcast address, whose first sent bit is 1 (IEEE 802.3, Sect. 3.2.3).
+    /// Returns whether the address is a multicast or broadcast address. The first transmitted bit of such an address is
+    /// 1 (IEEE 802.3, Sect. 3.2.3).
     pub fn is_group_address(self) -> bool {
         self.0[0] & 1 != 0
     }
 
-    /// Returns the address as the low 48 bits of a word, as a program reads it from a frame.
+    /// Returns the address as the low 48 bits of a word, in the byte order in which a BPF program loads it from a
+    /// frame.
     pub(crate) fn to_word(self) -> u64 {
         let [a, b, c, d, e, f] = self.0;
         u64::from_le_bytes([a, b, c, d, e, f, 0, 0])

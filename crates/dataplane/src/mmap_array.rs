@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-/// Memory of a BPF array map, mapped as a `T`, which is one value or a slice of values.
+/// Memory of a BPF array map, mapped as a `T`, which is one value of the map or a slice of its values.
 #[derive(Debug)]
 pub struct MmapArray<T: ?Sized> {
     start_address: NonNull<libc::c_void>,
@@ -28,8 +28,9 @@ unsafe impl<T: ?Sized> Send for MmapArray<T> {}
 unsafe impl<T: ?Sized> Sync for MmapArray<T> {}
 
 impl<T: FromBytes + IntoBytes> MmapArray<T> {
-    /// Maps the value of an array map made with `BPF_F_MMAPABLE`. That value must be a `T`, a type from
-    /// `bpf/include/intf.h` that Rust and BPF code share. Fails when the map is smaller than a `T` or cannot be mapped.
+    /// Maps the first value of an array map that was created with `BPF_F_MMAPABLE`. The value must be a `T`, a type
+    /// from `bpf/include/intf.h` that Rust and BPF code share. Fails when the map is smaller than a `T` or cannot be
+    /// mapped.
     pub fn new(map: impl AsFd) -> nix::Result<Self> {
         Self::mmap_bytes(map, size_of::<T>())
     }
@@ -41,9 +42,9 @@ impl<T: FromBytes + IntoBytes> MmapArray<T> {
 }
 
 impl<T: FromBytes + IntoBytes> MmapArray<[T]> {
-    /// Maps the first `count` values of an array map made with `BPF_F_MMAPABLE`. Each value must be a `T`. Its size
-    /// must be a multiple of 8, because the kernel aligns values to that. Fails when the map is smaller or cannot be
-    /// mapped.
+    /// Maps the first `count` values of an array map that was created with `BPF_F_MMAPABLE`. Each value must be a `T`,
+    /// whose size must be a multiple of 8, because the kernel aligns values to 8 bytes. Fails when the map is smaller
+    /// or cannot be mapped.
     pub fn new_slice(map: impl AsFd, count: usize) -> nix::Result<Self> {
         const { assert!(size_of::<T>().is_multiple_of(WORD_BYTES)) };
         Self::mmap_bytes(map, count * size_of::<T>())
@@ -99,8 +100,8 @@ impl<T: ?Sized> MmapArray<T> {
         word.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// Returns the 32-bit word at byte `offset`, for atomic operations of the size that programs use. Panics when
-    /// `offset` is not a multiple of 4 or is out of bounds.
+    /// Returns the 32-bit word at byte `offset` as an atomic integer. Panics when `offset` is not a multiple of 4 or is
+    /// out of bounds.
     pub fn word32(&self, offset: usize) -> &AtomicU32 {
         assert!(
             offset.is_multiple_of(HALF_WORD_BYTES) && offset + HALF_WORD_BYTES <= self.length_bytes.get(),
@@ -110,14 +111,14 @@ impl<T: ?Sized> MmapArray<T> {
         unsafe { AtomicU32::from_ptr(self.start_address.as_ptr().byte_add(offset).cast()) }
     }
 
-    /// Returns the 64-bit word at byte `offset`, for atomic operations of the size that programs use. Panics when
-    /// `offset` is not a multiple of 8 or is out of bounds.
+    /// Returns the 64-bit word at byte `offset` as an atomic integer. Panics when `offset` is not a multiple of 8 or is
+    /// out of bounds.
     pub fn word(&self, offset: usize) -> &AtomicU64 {
         &self.words_in_range(offset, WORD_BYTES)[0]
     }
 
-    /// Returns a copy of the value at byte `offset`. It is read word by word, so a program may write in between. Panics
-    /// when the offset or the value's size is not a multiple of 8, or the value is out of bounds.
+    /// Returns a copy of the value at byte `offset`. It is read word by word, so a BPF program may change it meanwhile.
+    /// Panics when the offset or the value's size is not a multiple of 8, or the value is out of bounds.
     pub fn read<V: FromBytes + IntoBytes>(&self, offset: usize) -> Box<V> {
         let mut value = V::new_box_zeroed().expect("memory for one value");
         let words = self.words_in_range(offset, size_of::<V>());
@@ -127,7 +128,7 @@ impl<T: ?Sized> MmapArray<T> {
         value
     }
 
-    /// Returns a copy of `count` values from byte `offset` on. They are read word by word, like by
+    /// Returns a copy of the `count` values that begin at byte `offset`. They are read word by word, as by
     /// [`read`](Self::read). Panics when `offset` is not a multiple of 8, or a value is out of bounds.
     pub fn read_slice<V: FromBytes + IntoBytes>(&self, offset: usize, count: usize) -> Vec<V> {
         let mut values = V::new_vec_zeroed(count).expect("memory for the values");
@@ -139,15 +140,15 @@ impl<T: ?Sized> MmapArray<T> {
         values
     }
 
-    /// Copies all words to the start of the memory of `other`. Panics when `other` is smaller.
-    pub fn copy_to(&self, other: &Self) {
-        for (source_word, target_word) in self.words().iter().zip(other.words_in_range(0, self.length_bytes.get())) {
+    /// Copies all words to the start of the memory of `target`. Panics when `target` is smaller.
+    pub fn copy_to(&self, target: &Self) {
+        for (source_word, target_word) in self.words().iter().zip(target.words_in_range(0, self.length_bytes.get())) {
             target_word.store(source_word.load(Ordering::Acquire), Ordering::Relaxed);
         }
     }
 
-    /// Writes `value` at byte `offset`, word by word, so no program may read that memory yet. Panics when the offset or
-    /// the value's size is not a multiple of 8, or the value is out of bounds.
+    /// Writes `value` at byte `offset`, word by word. During the write, no BPF program may read that memory. Panics
+    /// when the offset or the value's size is not a multiple of 8, or the value is out of bounds.
     pub fn write<V: IntoBytes + Immutable + ?Sized>(&self, offset: usize, value: &V) {
         let words = self.words_in_range(offset, size_of_val(value));
         for (bytes, word) in value.as_bytes().chunks_exact(WORD_BYTES).zip(words) {

@@ -28,13 +28,13 @@ use crate::lb::OuterSourceAddresses;
 use crate::mac::MacAddress;
 use crate::vlan_device;
 
-/// Interval at which a resolved neighbour is probed.
+/// Interval between probes of a neighbour whose MAC address is resolved.
 pub const PROBE_INTERVAL: Duration = Duration::from_secs(1);
-/// Interval at which an unresolved neighbour is probed.
+/// Interval between probes of a neighbour whose MAC address is unresolved.
 pub const UNRESOLVED_PROBE_INTERVAL: Duration = Duration::from_millis(250);
-/// Maximum number of probes that are sent before replies are read. With [`BURST_INTERVAL`], it limits the rate to
-/// 32,000 probes per second. Ten thousand servers are then probed within a third of a second, without flooding switches
-/// or servers.
+/// Maximum number of probes in a burst, after which replies are read. With [`BURST_INTERVAL`], it limits the rate to
+/// 32,000 probes per second. This rate suffices to probe 10,000 servers within a third of a second, but does not flood
+/// switches or servers.
 pub const PROBES_PER_BURST: usize = 32;
 /// Minimum time between two bursts of probes.
 pub const BURST_INTERVAL: Duration = Duration::from_millis(1);
@@ -59,13 +59,13 @@ pub struct MacChange {
     pub mac: Option<MacAddress>,
 }
 
-/// Probe that is due to be sent as an ARP request or a neighbour solicitation.
+/// Probe of a neighbour, which is sent as an ARP request or a neighbour solicitation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NeighbourProbe {
-    /// IP address to resolve.
+    /// IP address of the neighbour to probe.
     pub address: IpAddr,
     /// MAC address to which the probe is sent, or `None` if the probe is broadcast or multicast.
-    pub mac: Option<MacAddress>,
+    pub destination_mac: Option<MacAddress>,
 }
 
 #[derive(Debug, Clone)]
@@ -84,7 +84,7 @@ pub struct Neighbours {
 }
 
 impl Neighbours {
-    /// Sets the IP addresses to resolve. New addresses are probed at once.
+    /// Sets the IP addresses to resolve. New addresses are due to be probed at `now`.
     pub fn set_addresses(&mut self, addresses: &[IpAddr], now: Duration) {
         let desired_addresses: BTreeSet<IpAddr> = addresses.iter().copied().collect();
         self.by_address.retain(|address, _| desired_addresses.contains(address));
@@ -95,8 +95,8 @@ impl Neighbours {
             self.by_address.iter().map(|(address, neighbour)| (neighbour.next_probe_time, *address)).collect();
     }
 
-    /// Records the sender of an ARP or neighbour discovery packet (reply, request or announcement). Returns the change
-    /// of the sender's MAC address, if it has changed.
+    /// Records the sender of a received ARP or neighbour discovery packet (reply, request or announcement). Returns the
+    /// change of the sender's MAC address, or `None` if it has not changed.
     pub fn observe_sender(&mut self, address: IpAddr, mac: MacAddress, now: Duration) -> Option<MacChange> {
         let neighbour = self.by_address.get_mut(&address)?;
         neighbour.missed_probes = 0;
@@ -107,6 +107,7 @@ impl Neighbours {
     }
 
     /// Returns the probes that are due, at most [`PROBES_PER_BURST`], and the neighbours that have become unresolved.
+    /// Schedules the next probe of each probed neighbour.
     pub fn take_due_probes(&mut self, now: Duration) -> (Vec<NeighbourProbe>, Vec<MacChange>) {
         let (mut probes, mut changes) = (Vec::new(), Vec::new());
         while probes.len() < PROBES_PER_BURST {
@@ -119,7 +120,10 @@ impl Neighbours {
             if neighbour.missed_probes >= MAX_MISSED_PROBES && neighbour.mac.take().is_some() {
                 changes.push(MacChange { address, mac: None });
             }
-            probes.push(NeighbourProbe { address, mac: neighbour.mac.filter(|_| neighbour.missed_probes == 0) });
+            probes.push(NeighbourProbe {
+                address,
+                destination_mac: neighbour.mac.filter(|_| neighbour.missed_probes == 0),
+            });
             neighbour.missed_probes = neighbour.missed_probes.saturating_add(1);
             // A missed probe is repeated sooner.
             let waits_full_interval = neighbour.mac.is_some() && neighbour.missed_probes == 1;
@@ -136,7 +140,7 @@ impl Neighbours {
     }
 }
 
-/// Returns the frame of an ARP request for `address`. It is sent to `mac`, or broadcast if `mac` is `None`.
+/// Returns the frame of an ARP request for `address`, with the destination `mac`, or broadcast if `mac` is `None`.
 pub fn arp_request_frame(
     address: Ipv4Addr,
     mac: Option<MacAddress>,
@@ -173,13 +177,13 @@ pub fn parse_sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
 #[derive(Debug)]
 pub struct Resolver {
     pending_addresses: Arc<Mutex<Option<Vec<IpAddr>>>>,
-    /// Sender whose drop closes the channel, which ends the thread.
+    /// Sender of a channel, whose closing ends the thread. The drop of the sender closes the channel.
     liveness_sender: Sender<()>,
 }
 
 impl Resolver {
-    /// Starts the thread on the device `interface` of the caller's network namespace. The returned receiver gets the
-    /// changes of MAC addresses. Fails when the interface does not exist, or packet sockets are not allowed.
+    /// Starts a resolver thread for the device `interface` of the caller's network namespace. The returned receiver
+    /// gets the changes of MAC addresses. Fails when the interface does not exist, or packet sockets are not allowed.
     pub fn start(interface: &str) -> anyhow::Result<(Self, Receiver<MacChange>)> {
         let (changes, receiver) = mpsc::channel();
         let send_change = move |change| changes.send(change).is_ok();
@@ -187,21 +191,23 @@ impl Resolver {
         Ok((resolver, receiver))
     }
 
-    /// Starts the thread for neighbours in a VLAN, but otherwise like [`start`](Self::start). The thread sends tagged
-    /// frames itself, so it needs no VLAN device. `notify` gets the changes, and ends the thread by returning false.
+    /// Starts a resolver thread, as [`start`](Self::start) does, for neighbours in a VLAN. The thread sends tagged
+    /// frames itself, so it needs no VLAN device. `handle_change` gets the changes. If it returns false, the thread
+    /// ends.
     pub fn start_in_vlan(
         interface: &str,
         vlan: Vlan,
-        notify: impl Fn(MacChange) -> bool + Send + 'static,
+        handle_change: impl Fn(MacChange) -> bool + Send + 'static,
     ) -> anyhow::Result<Self> {
         let probe_sockets = ArpNdpSockets::open(interface, vlan)?;
         let (liveness_sender, liveness_receiver) = mpsc::channel();
         let pending_addresses = Arc::new(Mutex::new(None));
-        let thread_addresses = pending_addresses.clone();
+        let addresses_for_thread = pending_addresses.clone();
         std::thread::Builder::new()
             .name("neighbours".to_owned())
             .spawn(move || {
-                if let Err(error) = probe_sockets.run_resolver(&thread_addresses, notify, &liveness_receiver) {
+                if let Err(error) = probe_sockets.run_resolver(&addresses_for_thread, handle_change, &liveness_receiver)
+                {
                     tracing::error!(
                         event = "resolver-ended",
                         interface = probe_sockets.interface,
@@ -285,7 +291,7 @@ impl ArpNdpSockets {
         Ok(())
     }
 
-    /// Sends the probes that are due. Returns the neighbours that have become unresolved.
+    /// Sends the probes that are due. Returns the changes of neighbours that have become unresolved.
     fn send_due_probes(
         &self,
         neighbours: &mut Neighbours,
@@ -308,7 +314,7 @@ impl ArpNdpSockets {
 
     /// Sends the probes. A probe that cannot be sent because the link is down counts as missed.
     fn send_probes(&self, probes: &[NeighbourProbe], own_addresses: &OwnAddresses) {
-        for NeighbourProbe { address, mac } in probes {
+        for NeighbourProbe { address, destination_mac: mac } in probes {
             let send_result = match *address {
                 IpAddr::V4(address) => self.send_frame(
                     &self.arp_socket,
@@ -341,8 +347,8 @@ impl ArpNdpSockets {
         nix::unistd::write(socket, &[&frame[..MAC_ADDRESSES_BYTES], &vlan_tag, &frame[MAC_ADDRESSES_BYTES..]].concat())
     }
 
-    /// Waits until a frame arrives or a probe is due. It waits at most 51 ms, so that new addresses are noticed soon.
-    /// Returns the senders of received frames.
+    /// Waits until a frame arrives or a probe is due, but at most 51 ms, so that new addresses are probed soon. Returns
+    /// the senders of received frames.
     fn wait_for_senders(&self, neighbours: &Neighbours, start: Instant) -> anyhow::Result<Vec<(IpAddr, MacAddress)>> {
         let time_until_probe = neighbours
             .next_probe_time()
@@ -382,8 +388,8 @@ impl ArpNdpSockets {
     }
 }
 
-/// Opens a packet socket for frames of one EtherType that pass the filter. An empty filter passes all frames. Fails
-/// without CAP_NET_RAW.
+/// Opens a packet socket that receives frames of one EtherType that pass the filter. An empty filter passes all frames.
+/// Fails without CAP_NET_RAW.
 fn packet_socket(interface_index: u32, ethertype: u16, filter: &[libc::sock_filter]) -> anyhow::Result<OwnedFd> {
     // SAFETY: socket() returns a new descriptor that nothing else owns, or -1, which is checked. Protocol 0 receives
     // nothing before bind(), so no frame evades the filter.
@@ -418,15 +424,16 @@ fn packet_socket(interface_index: u32, ethertype: u16, filter: &[libc::sock_filt
     Ok(socket)
 }
 
-/// Returns a device's first IPv4 address or, if it has none, its first IPv6 address that is not link-local.
-pub fn own_routable_address(interface: &str) -> Option<IpAddr> {
+/// Returns an interface's first IPv4 address or, if it has none, its first IPv6 address that is not link-local.
+pub fn interface_routable_address(interface: &str) -> Option<IpAddr> {
     let own_addresses = OwnAddresses::of(interface)?;
     [own_addresses.ipv4.into(), own_addresses.routable_ipv6.into()]
         .into_iter()
         .find(|address: &IpAddr| !address.is_unspecified())
 }
 
-/// Returns the device's first IPv4 address, and its first IPv6 address that is not link-local.
+/// Returns the source addresses for outer headers: the interface's first IPv4 address, and its first IPv6 address that
+/// is not link-local.
 pub fn outer_source_addresses(interface: &str) -> OuterSourceAddresses {
     let own_addresses = OwnAddresses::of(interface);
     let (ipv4, ipv6) = own_addresses
@@ -434,24 +441,24 @@ pub fn outer_source_addresses(interface: &str) -> OuterSourceAddresses {
     OuterSourceAddresses { ipv4, ipv6 }
 }
 
-/// Addresses of a device. The first IPv4 and the first IPv6 address are the source addresses of probes.
+/// Addresses of an interface, of which the first IPv4 and the first IPv6 address are the source addresses of probes.
 struct OwnAddresses {
     mac: MacAddress,
-    /// First IPv4 address of the device, or 0.0.0.0 if it has none. Requests are then "ARP probes" (RFC 5227, Sect.
-    /// 1.1).
+    /// First IPv4 address of the device, or 0.0.0.0 if it has none. With 0.0.0.0, requests are "ARP probes" (RFC 5227,
+    /// Sect. 1.1).
     ipv4: Ipv4Addr,
-    /// First IPv6 address of the device. If it has none, solicitations are sent from the unspecified address, which
-    /// duplicate address detection also uses.
+    /// First IPv6 address of the device, or the unspecified address if it has none. Solicitations from the unspecified
+    /// address are those of duplicate address detection.
     ipv6: Ipv6Addr,
     /// First IPv6 address of the device that is not link-local, or the unspecified address if it has none.
     routable_ipv6: Ipv6Addr,
 }
 
 impl OwnAddresses {
-    /// Returns the addresses of the VLAN's device. If there is no such device, returns those of the interface. The
-    /// interface's IPv4 address is then omitted, because it belongs to another network.
+    /// Returns the addresses of the VLAN's device. If there is no such device, returns the interface's addresses
+    /// without the IPv4 address, which belongs to another network.
     fn read_vlan_device(interface: &str, vlan: Vlan) -> Option<Self> {
-        match vlan_device::device_for_vlan(interface, vlan) {
+        match vlan_device::vlan_device_name(interface, vlan) {
             Some(device) => Self::of(&device),
             None => Self::of(interface).map(|addresses| Self { ipv4: Ipv4Addr::UNSPECIFIED, ..addresses }),
         }
@@ -479,7 +486,7 @@ impl OwnAddresses {
     }
 }
 
-/// Own addresses, and the time at which they were read.
+/// Cache of the interface's own addresses, with the time at which they were read.
 #[derive(Default)]
 struct OwnAddressCache {
     addresses: Option<OwnAddresses>,
@@ -498,10 +505,10 @@ mod tests {
     }
 
     #[test]
-    fn neighbour_is_resolved_probed_and_lost() {
+    fn silent_neighbour_becomes_unresolved() {
         let mut neighbours = Neighbours::default();
         neighbours.set_addresses(&[A], at(0));
-        assert_eq!(neighbours.take_due_probes(at(0)).0, [NeighbourProbe { address: A, mac: None }]);
+        assert_eq!(neighbours.take_due_probes(at(0)).0, [NeighbourProbe { address: A, destination_mac: None }]);
         assert_eq!(
             neighbours.observe_sender(A, NEIGHBOUR_MAC, at(1)),
             Some(MacChange { address: A, mac: Some(NEIGHBOUR_MAC) })
@@ -509,11 +516,14 @@ mod tests {
         assert_eq!(neighbours.observe_sender(A, NEIGHBOUR_MAC, at(2)), None);
         assert!(neighbours.take_due_probes(at(500)).0.is_empty());
         // The first probe goes to the neighbour's MAC address. After a missed probe, probes are broadcast.
-        assert_eq!(neighbours.take_due_probes(at(1002)).0, [NeighbourProbe { address: A, mac: Some(NEIGHBOUR_MAC) }]);
+        assert_eq!(
+            neighbours.take_due_probes(at(1002)).0,
+            [NeighbourProbe { address: A, destination_mac: Some(NEIGHBOUR_MAC) }]
+        );
         let mut lost_time = None;
         for ms in (1003..10_000).step_by(10) {
             let (probes, changes) = neighbours.take_due_probes(at(ms));
-            assert!(probes.iter().all(|probe| probe.mac.is_none()));
+            assert!(probes.iter().all(|probe| probe.destination_mac.is_none()));
             if changes == [MacChange { address: A, mac: None }] {
                 assert_eq!(lost_time.replace(ms), None);
             }
@@ -522,7 +532,7 @@ mod tests {
     }
 
     #[test]
-    fn many_neighbours_are_probed_at_a_limited_rate() {
+    fn probe_rate_is_limited_with_many_neighbours() {
         let addresses: Vec<IpAddr> = (0..1000u32).map(|n| Ipv4Addr::from(0x0a01_0000 + n).into()).collect();
         let mut neighbours = Neighbours::default();
         neighbours.set_addresses(&addresses, at(0));
@@ -550,7 +560,7 @@ mod tests {
     }
 
     #[test]
-    fn parsed_arp_request_has_its_sender() {
+    fn sender_of_arp_request_is_parsed() {
         let target_address = Ipv4Addr::new(10, 1, 1, 1);
         let request_frame = arp_request_frame(target_address, None, NEIGHBOUR_MAC, Ipv4Addr::new(10, 1, 0, 1));
         assert_eq!(parse_sender(&request_frame), Some((Ipv4Addr::new(10, 1, 0, 1), NEIGHBOUR_MAC)));

@@ -11,11 +11,11 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 
-/// Lock of a pin directory. It is released when the value is dropped or the process ends.
+/// Lock of a directory of pins. It is released when the value is dropped or the process ends.
 ///
-/// Two daemons with the same pins would both free entries of the connection table, and undo each other's configuration.
-/// The controller would reject the second daemon only after that daemon has taken over the pins. Processes that only
-/// read (`coreward connections`) need no lock.
+/// The lock excludes a second daemon with the same pins. Two daemons would both free entries of the connection table,
+/// and undo each other's configuration. The controller would reject the second daemon only after that daemon has taken
+/// over the pins. Processes that only read (`coreward connections`) need no lock.
 #[derive(Debug)]
 pub struct PinDirectoryLock(#[allow(dead_code, reason = "held")] Flock<File>);
 
@@ -50,9 +50,9 @@ impl PinDirectoryLock {
     }
 }
 
-/// Returns other directories on the BPF file system of `directory` in which the relative path `file` is pinned.
-/// Unreadable directories are skipped. Pins are used because programs' names are visible only with CAP_SYS_ADMIN, which
-/// daemons lack.
+/// Returns the other directories on the BPF file system of `directory` in which the relative path `file` is pinned.
+/// Unreadable directories are skipped. The search is by pins, because the names of programs are visible only with
+/// CAP_SYS_ADMIN, which daemons lack.
 pub fn other_pin_directories(directory: &Path, file: &str) -> Vec<PathBuf> {
     let Some(root) = directory.ancestors().filter(|ancestor| ensure_bpf_file_system(ancestor).is_ok()).last() else {
         return Vec::new();
@@ -74,7 +74,7 @@ pub fn other_pin_directories(directory: &Path, file: &str) -> Vec<PathBuf> {
 }
 
 /// Removes a pin directory if it is empty. Fails when an empty directory cannot be removed.
-pub fn remove_if_empty(directory: &Path) -> anyhow::Result<()> {
+pub fn remove_pin_directory_if_empty(directory: &Path) -> anyhow::Result<()> {
     match fs::remove_dir(directory) {
         Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => Ok(()),
         outcome => outcome.with_context(|| directory.display().to_string()),

@@ -9,10 +9,12 @@ use anyhow::{Context as _, bail};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, libbpf_sys};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-/// Map of maps, with its inner map, that no program uses. Updates of its only element wait for an RCU grace period.
+/// Map of maps and its inner map, which no program uses. An update of the outer map's only element waits for an RCU
+/// grace period.
 static GRACE_PERIOD_MAPS: OnceLock<(MapHandle, MapHandle)> = OnceLock::new();
 
-/// Waits until every program that ran at the time of the call has ended. Programs run inside an RCU read-side section.
+/// Waits for an RCU grace period, until all BPF programs that ran at the time of the call have ended. Programs run
+/// inside RCU read-side critical sections.
 ///
 /// The kernel waits for a grace period after each update of a map of maps (maybe_wait_bpf_programs() in
 /// kernel/bpf/syscall.c, since Linux 5.0). membarrier(2)'s global command waits as well, but it returns EINVAL with
@@ -45,7 +47,8 @@ fn create_map_of_maps() -> anyhow::Result<(MapHandle, MapHandle)> {
     Ok((outer_map, inner_map))
 }
 
-/// Number of the first grace period that begins after programs were switched (see [`GracePeriods::has_passed`]).
+/// Ticket to wait for a grace period: the number of the first grace period that begins after the request (see
+/// [`GracePeriods::has_passed`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct GraceTicket(u64);
 
@@ -55,15 +58,15 @@ pub struct GracePeriods(Arc<GracePeriodShared>);
 
 #[derive(Debug, Default)]
 struct GracePeriodShared {
-    begun_count: AtomicU64,
-    ended_count: AtomicU64,
+    begun_period_count: AtomicU64,
+    ended_period_count: AtomicU64,
     wait_requests: Mutex<GraceWaitRequests>,
     state_changed: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct GraceWaitRequests {
-    /// Number of the latest grace period that a caller has requested.
+    /// Number of the latest grace period that callers have requested.
     last_requested_period: u64,
     is_stopped: bool,
     wait_error: Option<String>,
@@ -74,21 +77,23 @@ impl GracePeriodShared {
         self.wait_requests.lock()
     }
 
-    fn run_waiting_thread(&self) {
+    fn wait_for_requested_periods(&self) {
         loop {
             let mut requests = self.requests();
-            while !requests.is_stopped && requests.last_requested_period <= self.ended_count.load(Ordering::SeqCst) {
+            while !requests.is_stopped
+                && requests.last_requested_period <= self.ended_period_count.load(Ordering::SeqCst)
+            {
                 self.state_changed.wait(&mut requests);
             }
             if requests.is_stopped {
                 return;
             }
             drop(requests);
-            let period_number = self.begun_count.fetch_add(1, Ordering::SeqCst) + 1;
+            let period_number = self.begun_period_count.fetch_add(1, Ordering::SeqCst) + 1;
             let wait_result = wait_for_running_programs();
             let mut requests = self.requests();
             match wait_result {
-                Ok(()) => self.ended_count.store(period_number, Ordering::SeqCst),
+                Ok(()) => self.ended_period_count.store(period_number, Ordering::SeqCst),
                 Err(error) => {
                     requests.wait_error = Some(format!("{error:#}"));
                     requests.is_stopped = true;
@@ -106,16 +111,16 @@ impl GracePeriods {
         let thread_state = shared_state.clone();
         std::thread::Builder::new()
             .name("grace periods".to_owned())
-            .spawn(move || thread_state.run_waiting_thread())
+            .spawn(move || thread_state.wait_for_requested_periods())
             .context("a thread that waits for RCU grace periods")?;
         Ok(Self(shared_state))
     }
 
-    /// Requests a grace period and returns its ticket. It must be called after programs or tables were switched.
+    /// Requests a grace period and returns its ticket. It must be called after a program or a table was replaced.
     pub fn request_ticket(&self) -> GraceTicket {
         // Programs that begin after the fence see all earlier stores.
         fence(Ordering::SeqCst);
-        let ticket_number = self.0.begun_count.load(Ordering::SeqCst) + 1;
+        let ticket_number = self.0.begun_period_count.load(Ordering::SeqCst) + 1;
         let mut requests = self.0.requests();
         requests.last_requested_period = requests.last_requested_period.max(ticket_number);
         drop(requests);
@@ -125,7 +130,7 @@ impl GracePeriods {
 
     /// Returns whether all programs that ran when the ticket was requested have ended.
     pub fn has_passed(&self, ticket: GraceTicket) -> bool {
-        self.0.ended_count.load(Ordering::SeqCst) >= ticket.0
+        self.0.ended_period_count.load(Ordering::SeqCst) >= ticket.0
     }
 
     /// Waits until [`has_passed`](Self::has_passed) returns true for the ticket. Fails when the kernel has refused to
@@ -154,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn grace_tickets_pass_in_order() {
+    fn grace_periods_of_tickets_pass_in_order() {
         let grace_periods = GracePeriods::start().unwrap();
         let first_ticket = grace_periods.request_ticket();
         grace_periods.wait(first_ticket).unwrap();

@@ -12,16 +12,16 @@ use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 /// Cookie (SO_COOKIE) that identifies a socket for its lifetime.
 pub type SocketCookie = u64;
 
-/// Attaches a program of type sk_reuseport to the group that contains `socket`, and replaces a program attached there.
-/// Fails when the socket is in no SO_REUSEPORT group.
-pub fn attach(program: BorrowedFd<'_>, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
+/// Attaches a program of type sk_reuseport to the SO_REUSEPORT group that contains `socket`, in place of the group's
+/// present program, if any. Fails when the socket is in no such group.
+pub fn attach_to_group(program: BorrowedFd<'_>, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
     set_socket_option(socket, libc::SO_ATTACH_REUSEPORT_EBPF, program.as_raw_fd())
         .context("attaching to the group of sockets")
 }
 
-/// Detaches the program from the group that contains `socket`, so that the kernel selects sockets by hash again. Fails
-/// when no program is attached.
-pub fn detach(socket: BorrowedFd<'_>) -> anyhow::Result<()> {
+/// Detaches the program from the SO_REUSEPORT group that contains `socket`, so that the kernel selects sockets by hash
+/// again. Fails when no program is attached.
+pub fn detach_from_group(socket: BorrowedFd<'_>) -> anyhow::Result<()> {
     set_socket_option(socket, libc::SO_DETACH_REUSEPORT_BPF, 0).context("detaching from the group of sockets")
 }
 
@@ -57,7 +57,7 @@ pub fn socket_cookie(socket: BorrowedFd<'_>) -> anyhow::Result<SocketCookie> {
     Ok(socket_cookie)
 }
 
-/// BPF map of type BPF_MAP_TYPE_REUSEPORT_SOCKARRAY, which holds a socket in each used slot.
+/// BPF map of type BPF_MAP_TYPE_REUSEPORT_SOCKARRAY, which contains a socket in each used slot.
 #[derive(Debug)]
 pub struct SocketArray {
     map: MapHandle,

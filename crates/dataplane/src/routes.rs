@@ -29,12 +29,12 @@ const RTVIA_FAMILY_BYTES: usize = 2;
 const ROUTE_HEADERS_BYTES: usize = 16 + 12;
 /// Size of struct rtattr in bytes.
 const ATTRIBUTE_HEADER_BYTES: usize = 4;
-/// Range of the bytes of the sequence number `nlmsg_seq` in struct nlmsghdr.
+/// Byte range of the sequence number `nlmsg_seq` in struct nlmsghdr.
 const SEQUENCE_NUMBER_RANGE: Range<usize> = 8..12;
 /// Offset of `rtm_type` from the start of the message, in bytes.
 const ROUTE_TYPE_OFFSET: usize = 16 + 7;
-/// Multicast groups for changes of links, addresses, routes and rules (IPv4 and IPv6). The values are RTMGRP_* of
-/// include/uapi/linux/rtnetlink.h, and 1 << (RTNLGRP_IPV6_RULE - 1) for the last group.
+/// Bits of the netlink multicast groups for changes of links, addresses, routes and rules (IPv4 and IPv6). The values
+/// are RTMGRP_* of include/uapi/linux/rtnetlink.h, and 1 << (RTNLGRP_IPV6_RULE - 1) for the last group.
 const ROUTE_NETLINK_GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18;
 
 /// Reason why the load balancer's interface cannot send packets to a server.
@@ -56,8 +56,8 @@ pub enum RouteError {
     },
 }
 
-/// Netlink sockets to query the kernel's routes and get notified of changes. They belong to the network namespace of
-/// the thread that called [`open`](Self::open).
+/// Netlink sockets that query the kernel's routes and receive notifications of changes. They belong to the network
+/// namespace of the thread that called [`open`](Self::open).
 #[derive(Debug)]
 pub struct Routes {
     notification_socket: OwnedFd,
@@ -77,7 +77,7 @@ impl Routes {
         Ok(Self { notification_socket, query_socket, query_sequence: 0 })
     }
 
-    /// Returns whether a link, address, route or rule has changed since the last call.
+    /// Returns whether a link, address, route or routing rule has changed since the last call.
     pub fn has_changed(&self) -> bool {
         let mut has_changed = false;
         let mut notification_buffer = [0; 4096];
@@ -94,7 +94,7 @@ impl Routes {
     /// Returns the next hop of packets to `server`, which is a gateway or the server itself. Fails when the packets do
     /// not leave by the device with the index `interface`.
     pub fn next_hop(&mut self, interface: u32, server: IpAddr) -> Result<IpAddr, RouteError> {
-        self.send_query(server).map_err(RouteError::NoRoute)?;
+        self.send_route_query(server).map_err(RouteError::NoRoute)?;
         let mut answer_buffer = [0; 4096];
         loop {
             let answer_length = match recv(self.query_socket.as_raw_fd(), &mut answer_buffer, MsgFlags::empty()) {
@@ -109,7 +109,7 @@ impl Routes {
     }
 
     /// Sends a query for the route to `server` with the next sequence number.
-    fn send_query(&mut self, server: IpAddr) -> Result<(), Errno> {
+    fn send_route_query(&mut self, server: IpAddr) -> Result<(), Errno> {
         self.query_sequence = self.query_sequence.wrapping_add(1);
         let (family, destination) = match server {
             IpAddr::V4(address) => (libc::AF_INET, address.octets().to_vec()),
@@ -168,7 +168,7 @@ mod tests {
         let broadcast_result = Routes::open().unwrap().next_hop(loopback_index, Ipv4Addr::BROADCAST.into());
         let mut routes = Routes::open().unwrap();
         // The answer to this query waits in the socket, as after a timeout.
-        routes.send_query(Ipv4Addr::LOCALHOST.into()).unwrap();
+        routes.send_route_query(Ipv4Addr::LOCALHOST.into()).unwrap();
         assert_ne!(broadcast_result, Err(RouteError::UnexpectedRouteType(libc::RTN_LOCAL)));
         assert_eq!(routes.next_hop(loopback_index, Ipv4Addr::BROADCAST.into()), broadcast_result);
     }
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_with_gateway_other_interface_and_no_route_are_parsed() {
+    fn gateways_other_interfaces_and_missing_routes_are_parsed() {
         let server = IpAddr::from([10, 9, 0, 1]);
         let route_attribute = |kind: u16, value: &[u8]| {
             [&((ATTRIBUTE_HEADER_BYTES + value.len()) as u16).to_ne_bytes()[..], &kind.to_ne_bytes(), value].concat()

@@ -54,16 +54,17 @@ pub struct ServerOptions {
     pub interface_index: u32,
     /// Directory in a bpffs for pinned objects.
     pub pin_directory: PathBuf,
-    /// Whether all arriving TCP SYNs are sampled instead of only those to services. It cannot be changed after loading.
+    /// Whether all arriving TCP SYNs are sampled, not only SYNs to services. It cannot be changed after loading.
     pub sample_every_syn: bool,
 }
 
-/// Programs at the server's device, with the memory shared with them. They continue to work after the value is dropped.
+/// BPF programs at the server's device, and the memory shared with them. They continue to run after the value is
+/// dropped.
 #[derive(Debug)]
 pub struct ServerPrograms {
     options: ServerOptions,
     attach_mechanism: AttachMechanism,
-    is_taken_over: bool,
+    is_state_taken_over: bool,
     ingress_program: OwnedFd,
     egress_program: OwnedFd,
     rss_map: OwnedFd,
@@ -72,7 +73,7 @@ pub struct ServerPrograms {
     rss_mapping: MmapArray<intf::rss_mapping>,
     chained_server_entries: MmapArray<ChainedServerEntries>,
     has_ipv6_outer_headers: bool,
-    /// Maps of the programs that will replace another version's programs. They are pinned once the services are known.
+    /// Maps of the programs that will replace another version's programs. They are pinned when the services are known.
     pending_upgrade_maps: Option<[OwnedFd; MAP_NAMES.len()]>,
 }
 
@@ -81,11 +82,11 @@ const FIRST_LAYOUT_VERSION_WITH_KEYS: u64 = 3;
 type ChainedServerEntries = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
 
 impl ServerPrograms {
-    /// Loads the programs and attaches them to the device. State that an earlier process pinned is taken over with its
-    /// keys, services and counters, and the old programs are replaced atomically. Programs of another layout version
-    /// continue until [`set_services`](Self::set_services) has configured the new programs, which take over the keys.
-    /// Fails when the pin directory is not on a bpffs, or the kernel rejects the programs or links. Also fails when the
-    /// device has programs that are pinned in another directory.
+    /// Loads the programs and attaches them to the device. They take over the keys, services and counters that an
+    /// earlier process pinned, and replace the earlier programs atomically. Programs of another layout version continue
+    /// to run until [`set_services`](Self::set_services) has configured the new programs, which take over only the
+    /// keys. Fails when the pin directory is not on a bpffs, or the kernel rejects the programs or links. Also fails
+    /// when the device has programs that are pinned in another directory.
     pub fn attach(options: ServerOptions) -> anyhow::Result<Self> {
         let server_directory = options.pin_directory.join("server");
         ensure_no_other_stamping_program(options.interface_index, &options.pin_directory)?;
@@ -105,12 +106,12 @@ impl ServerPrograms {
             programs.pending_upgrade_maps = Some(maps_in_name_order(&loaded_skeleton)?);
             return Ok(programs);
         }
-        let is_taken_over = state_path.exists();
-        if !is_taken_over {
+        let is_state_taken_over = state_path.exists();
+        if !is_state_taken_over {
             unpin_maps(&server_directory)?;
         }
         let loaded_skeleton = load_programs(&mut object_storage, options.sample_every_syn, Some(&server_directory))?;
-        let mut programs = Self::new(&loaded_skeleton, options, AttachMechanism::Tcx, is_taken_over)?;
+        let mut programs = Self::new(&loaded_skeleton, options, AttachMechanism::Tcx, is_state_taken_over)?;
         programs.attach_programs()?;
         Ok(programs)
     }
@@ -132,9 +133,9 @@ impl ServerPrograms {
         Ok(())
     }
 
-    /// Copies the cookie keys and the time key from state with another layout, so that issued cookies stay valid and
-    /// TSvals continue. The keys have the same offsets in all layouts from [`FIRST_LAYOUT_VERSION_WITH_KEYS`] on. If
-    /// the layout is older, cookies that were issued under it are no longer recognised.
+    /// Copies the cookie keys and the time key from pinned state with another layout, so that issued cookies remain
+    /// valid and TSvals continue. The keys have the same offsets in all layouts since
+    /// [`FIRST_LAYOUT_VERSION_WITH_KEYS`]. If the layout is older, the cookies issued with it become invalid.
     fn copy_keys_from_state(&mut self, state_path: &Path) -> anyhow::Result<()> {
         let state_map = MapHandle::from_pinned_path(state_path).with_context(|| state_path.display().to_string())?;
         let old_state = state_map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an empty map")?;
@@ -208,7 +209,7 @@ impl ServerPrograms {
         Ok(Self {
             options,
             attach_mechanism: attachment,
-            is_taken_over,
+            is_state_taken_over: is_taken_over,
             ingress_program: skeleton.progs.server_ingress.as_fd().try_clone_to_owned()?,
             egress_program: skeleton.progs.server_egress.as_fd().try_clone_to_owned()?,
             rss_map: skeleton_maps.rss_mapping.as_fd().try_clone_to_owned()?,
@@ -221,9 +222,9 @@ impl ServerPrograms {
         })
     }
 
-    /// Returns whether an earlier process's pinned state was taken over.
-    pub fn is_taken_over(&self) -> bool {
-        self.is_taken_over
+    /// Returns whether the programs have taken over the pinned state of an earlier process.
+    pub fn is_state_taken_over(&self) -> bool {
+        self.is_state_taken_over
     }
 
     /// Returns the mechanism by which the programs are attached.
@@ -231,8 +232,8 @@ impl ServerPrograms {
         self.attach_mechanism
     }
 
-    /// Returns the file descriptor of the program for one direction, for `BPF_PROG_TEST_RUN`.
-    pub fn program(&self, direction: Direction) -> BorrowedFd<'_> {
+    /// Returns the file descriptor of the program for one direction of packets, for `BPF_PROG_TEST_RUN`.
+    pub fn program_for_direction(&self, direction: Direction) -> BorrowedFd<'_> {
         match direction {
             Direction::Ingress => self.ingress_program.as_fd(),
             Direction::Egress => self.egress_program.as_fd(),
@@ -244,14 +245,15 @@ impl ServerPrograms {
         self.rss_map.as_fd()
     }
 
-    /// Sets the address family of outer headers to that of `address`, this server's address. The default is IPv4. The
-    /// change applies from the next [`set_services`](Self::set_services) on.
+    /// Sets the address family of outer headers to the family of `address`, this server's address. The default is IPv4.
+    /// The next call of [`set_services`](Self::set_services) applies the change.
     pub fn set_outer_address_family(&mut self, address: IpAddr) {
         self.has_ipv6_outer_headers = address.is_ipv6();
     }
 
-    /// Replaces this server's services atomically. Each is given with the server's id in the service and the service's
-    /// mode. Fails when there are too many services, a service has port 0, or a service is listed twice.
+    /// Replaces this server's services atomically. `services` has each service's address, the server's id in the
+    /// service, and the service's settings. Fails when there are too many services, a service has port 0, or a service
+    /// is listed twice.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServerId, ServiceSettings)]) -> anyhow::Result<()> {
         let slot_number_for = |id, mode| encode_slot_number(id, mode, self.has_ipv6_outer_headers);
         let addresses_with_numbers: Vec<_> =
@@ -264,8 +266,8 @@ impl ServerPrograms {
         self.commit_upgrade()
     }
 
-    /// Returns whether the service's last SYN-ACK was forwarded by this host. If so, the listening socket is in another
-    /// network namespace.
+    /// Returns whether this host forwarded the service's last SYN-ACK instead of sending it itself. If so, the
+    /// listening socket is in another network namespace.
     pub fn forwards_syn_acks(&self, service: &ServiceAddress) -> bool {
         let service_word = service_slots::service_hash_word(&service.to_service_key());
         let slot_offset = service_slots::forwarded_service_index(service_word) * size_of::<u64>();
@@ -276,9 +278,10 @@ impl ServerPrograms {
         self.state.load(ACTIVE_HALF_OFFSET) & 1
     }
 
-    /// Sets the MAC address of another server, for daisy chaining (`SERVER_NUMBER_CHAINED`, and services without
-    /// timestamps). With `None`, the address is unknown, and packets for that server are not forwarded.
-    pub fn set_server_mac(&mut self, server: ServerId, mac: Option<MacAddress>) {
+    /// Sets the MAC address of another server, to which this server forwards packets of that server's connections
+    /// (daisy chaining, by `SERVER_NUMBER_CHAINED` and services without timestamps). With `None`, the address is
+    /// unknown, and packets for that server are not forwarded.
+    pub fn set_other_server_mac(&mut self, server: ServerId, mac: Option<MacAddress>) {
         let MacAddress(mac_address) = mac.unwrap_or(MacAddress([0; 6]));
         let server_flags = if mac.is_some() { intf::SERVER_RESOLVED as u16 } else { 0 };
         let server_entry = intf::server_entry { mac_address, flags: server_flags };
@@ -291,58 +294,62 @@ impl ServerPrograms {
         service_directory.slots.iter().any(|slot| slot.key.port != 0)
     }
 
-    /// Sets the fleet's cookie keys. Packets are stamped with the current key from the TSval `switch_ms` on, and with
-    /// the other key before. `switch_ms` is a time in ms by the server's own clock, within 2^31 ms of now. When the
-    /// current key changes, `switch_ms` must be later than every sent packet, and the whole fleet must have both keys.
-    pub fn set_keys(&mut self, keys: &FleetCookieKeys, switch_ms: u32) {
+    /// Sets the fleet's cookie keys. Packets with a TSval from `switch_ms` on are stamped with the current key, and
+    /// packets with an earlier TSval with the other key. `switch_ms` is a time in ms of the server's own clock, within
+    /// 2^31 ms of now. When the current key changes, `switch_ms` must be later than the TSval of every sent packet, and
+    /// the whole fleet must have both keys.
+    pub fn set_cookie_keys(&mut self, keys: &FleetCookieKeys, switch_ms: u32) {
         let bpf_keys = keys.keys.map(|key| key.to_bpf_key());
-        let switch_and_current_word = u64::from(switch_ms) << 32 | keys.current.get() as u64;
+        let switch_and_current_word = u64::from(switch_ms) << 32 | keys.current_key_index.get() as u64;
         // The keys are written first, because the new current key replaces a key that is not in use.
         self.state.write(KEYS_OFFSET, &bpf_keys);
         self.state.store(KEYS_OFFSET + offset_of!(intf::fleet_keys, current), switch_and_current_word);
     }
 
-    /// Returns the keys and `switch_ms` set by [`set_keys`](Self::set_keys), even if an earlier process set them.
+    /// Returns the keys and `switch_ms` set by [`set_cookie_keys`](Self::set_cookie_keys), even if an earlier process
+    /// set them.
     pub fn keys_and_switch_ms(&self) -> (FleetCookieKeys, u32) {
         let stored_keys = self.state.read::<intf::fleet_keys>(KEYS_OFFSET);
         let current_index = if stored_keys.current == 0 { KeyIndex::First } else { KeyIndex::Second };
         (
             FleetCookieKeys {
                 keys: stored_keys.key.map(|key| CookieKey { k0: key.k0, k1: key.k1 }),
-                current: current_index,
+                current_key_index: current_index,
             },
             stored_keys.switch_ms,
         )
     }
 
-    /// Keeps the stored times of TSval clamps within 2^29 ms of `now_ms`, by the server's own clock. It must be called
-    /// at least every few days, because the PAWS clamp compares 32-bit times.
+    /// Sets stored times of TSval clamps that are older than 2^29 ms to that age, where `now_ms` is the time of the
+    /// server's own clock. It must be called at least every few days, because the PAWS clamp compares 32-bit times.
     pub fn limit_clamp_time_ages(&mut self, now_ms: u32) {
-        let first_offset = offset_of!(intf::server_state, last_clamp_ms);
+        let first_offset = offset_of!(intf::server_state, last_clamp_tsval_ms);
         for group in 0..intf::CLAMP_GROUPS as usize {
-            let clamp_time = self.state.word32(first_offset + group * size_of::<u32>());
-            let stored_ms = clamp_time.load(Ordering::Relaxed);
+            let clamp_time_ms = self.state.word32(first_offset + group * size_of::<u32>());
+            let stored_ms = clamp_time_ms.load(Ordering::Relaxed);
             let age_ms = now_ms.wrapping_sub(stored_ms) as i32;
             // A time that seems to be in the future was never set. It is 0, and the clock is beyond 2^31 ms.
             if !(-MAX_CLAMP_AHEAD_MS..=MAX_CLAMP_AGE_MS).contains(&age_ms) {
-                let oldest_ms = now_ms.wrapping_sub(MAX_CLAMP_AGE_MS as u32);
+                let oldest_allowed_ms = now_ms.wrapping_sub(MAX_CLAMP_AGE_MS as u32);
                 // The exchange fails if a packet was clamped since, which made the stored time newer.
-                let _ = clamp_time.compare_exchange(stored_ms, oldest_ms, Ordering::Relaxed, Ordering::Relaxed);
+                let _ =
+                    clamp_time_ms.compare_exchange(stored_ms, oldest_allowed_ms, Ordering::Relaxed, Ordering::Relaxed);
             }
         }
     }
 
-    /// Returns the key that masks the time part of this server's stamps. It is drawn when the state is created.
+    /// Returns the key that masks the time part of the TSvals that this server stamps. It is random, and is set when
+    /// the state is created.
     pub fn time_key(&self) -> CookieKey {
         let stored_key = self.state.read::<intf::cookie_key>(TIME_KEY_OFFSET);
         CookieKey { k0: stored_key.k0, k1: stored_key.k1 }
     }
 
-    /// Sets the server's RSS configuration for sampling and steering, or `None` if it is unknown. `generation` is the
-    /// agent's number of this configuration.
+    /// Sets the server's RSS configuration for the sampling and steering of SYNs, or `None` if it is unknown.
+    /// `generation` is the number that the agent gave this configuration.
     ///
-    /// During the change no receive queue is predicted. A program that is already reading the old table may read parts
-    /// of the new one. The result over many SYNs tolerates such a sample.
+    /// During the change, the programs predict no receive queue. A program that is already reading the old table may
+    /// read parts of the new table. Statistics over many SYNs tolerate such a wrong sample.
     pub fn set_rss_config(&mut self, rss: Option<&RssConfig>, generation: u32) {
         // The map's first word holds entry_count in the lower half and generation in the upper half.
         let header_word = |entry_count: u32| u64::from(generation) << 32 | u64::from(entry_count);
@@ -374,18 +381,18 @@ impl ServerPrograms {
     }
 
     /// Returns the sequence number of the newest SYN sample, or 0 if no SYN has been sampled.
-    pub fn newest_sample_sequence(&self) -> u32 {
-        rss_samples::newest_sequence(&self.state)
+    pub fn newest_syn_sample_sequence(&self) -> u32 {
+        rss_samples::newest_sample_sequence(&self.state)
     }
 
     /// Returns the SYN samples whose sequence numbers are after `previous_sequence`, or all samples if
-    /// `previous_sequence` is 0. The oldest comes first. Only the last [`RSS_SAMPLES`](intf::RSS_SAMPLES) are stored,
-    /// so older ones may be missing.
-    pub fn samples_after(&self, previous_sequence: u32) -> Vec<intf::rss_sample> {
+    /// `previous_sequence` is 0, the oldest first. Only the last [`RSS_SAMPLES`](intf::RSS_SAMPLES) samples are stored,
+    /// so older samples may be missing.
+    pub fn syn_samples_after(&self, previous_sequence: u32) -> Vec<intf::rss_sample> {
         rss_samples::samples_after(&self.state, previous_sequence)
     }
 
-    /// Detaches the programs and removes their pins. Open connections whose packets are stamped break.
+    /// Detaches the programs and removes their pins. Open connections with stamped packets then break.
     pub fn detach_and_unpin(self) -> anyhow::Result<()> {
         detach_and_unpin(self.options.interface_index, &self.options.pin_directory)
     }
@@ -400,8 +407,9 @@ pub fn detach_and_unpin(interface_index: u32, pin_directory: &Path) -> anyhow::R
     fs::remove_dir(&server_directory).with_context(|| server_directory.display().to_string())
 }
 
-/// Fails when another stamping program is attached. Both programs would overwrite each other's cookies, so that no
-/// connection could open. (Before kernel 6.6, the fixed handle in the clsact qdisc excludes a second program.)
+/// Checks that no other stamping program is attached to the device. Two such programs would overwrite each other's
+/// cookies, so that no connection could open. (Before Linux 6.6, the fixed handle in the clsact qdisc excludes a second
+/// program.)
 fn ensure_no_other_stamping_program(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
     for other_pin_directory in pins::other_pin_directories(pin_directory, "server/egress") {
         let egress_pin = other_pin_directory.join("server").join("egress");
@@ -415,9 +423,9 @@ fn ensure_no_other_stamping_program(interface_index: u32, pin_directory: &Path) 
     Ok(())
 }
 
-/// Maximum age of a stored clamp time in ms. An older time is set to this age.
+/// Maximum age of the stored time of a TSval clamp, in ms. An older time is set to this age.
 const MAX_CLAMP_AGE_MS: i32 = 1 << 29;
-/// Maximum time in ms by which a stored clamp time may be in the future, because another CPU's clock may be ahead.
+/// Maximum time in ms by which the stored time of a TSval clamp may be in the future, because CPUs' clocks may differ.
 const MAX_CLAMP_AHEAD_MS: i32 = 60_000;
 
 const KEYS_OFFSET: usize = offset_of!(intf::server_state, keys);
@@ -450,8 +458,8 @@ fn maps_in_name_order(skeleton: &ServerSkel<'_>) -> anyhow::Result<[OwnedFd; MAP
     Ok(owned_fds.try_into().expect("one per name"))
 }
 
-/// Encodes the server's id and the flags of the service's mode as the number in the service's slot.
-fn encode_slot_number(id: ServerId, mode: ServiceSettings, outer_ipv6: bool) -> u32 {
+/// Encodes the server's id and the flags of the service's settings as the number in the service's directory slot.
+fn encode_slot_number(id: ServerId, mode: ServiceSettings, has_ipv6_outer_header: bool) -> u32 {
     let encapsulates = mode.forwarding.encapsulates();
     let flag_if = |is_set: bool, flag: u32| if is_set { flag } else { 0 };
     u32::from(id.get())
@@ -462,11 +470,11 @@ fn encode_slot_number(id: ServerId, mode: ServiceSettings, outer_ipv6: bool) -> 
         | flag_if(!mode.is_stamped_by_servers(), intf::SERVER_NUMBER_TIMESTAMPS_OFF)
         | flag_if(mode.carries_previous_server_id(), intf::SERVER_NUMBER_CHAINED)
         | flag_if(encapsulates, intf::SERVER_NUMBER_ENCAPSULATED)
-        | flag_if(encapsulates && outer_ipv6, intf::SERVER_NUMBER_OUTER_IPV6)
+        | flag_if(encapsulates && has_ipv6_outer_header, intf::SERVER_NUMBER_OUTER_IPV6)
 }
 
-fn unpin_maps(pins: &Path) -> anyhow::Result<()> {
-    MAP_NAMES.iter().try_for_each(|map| unpin_if_present(&pins.join(map)))
+fn unpin_maps(server_directory: &Path) -> anyhow::Result<()> {
+    MAP_NAMES.iter().try_for_each(|map| unpin_if_present(&server_directory.join(map)))
 }
 
 fn unpin_if_present(path: &Path) -> anyhow::Result<()> {
@@ -476,8 +484,8 @@ fn unpin_if_present(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Returns why [`ServerPrograms::attach`] would not take over the state that is pinned below `pin_directory`. Returns
-/// `None` if it would, or if nothing is pinned. Fails when the pins cannot be opened.
+/// Returns the reason why [`ServerPrograms::attach`] cannot take over the state pinned below `pin_directory`. Returns
+/// `None` if it can, or if nothing is pinned. Fails when the pins cannot be opened.
 pub fn take_over_problem(pin_directory: &Path) -> anyhow::Result<Option<String>> {
     state_take_over_problem(&pin_directory.join("server").join("state"))
 }

@@ -1,5 +1,5 @@
-//! Perfect hash tables, called directories, in which BPF programs find a service (`bpf/include/service.h`). The load
-//! balancer and the servers have different ones.
+//! Service directories, which are perfect hash tables in which BPF programs find a service (`bpf/include/service.h`).
+//! The directories of load balancers and of servers have different layouts.
 
 use std::collections::BTreeSet;
 
@@ -8,13 +8,13 @@ use coreward_model::ServiceAddress;
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
-/// Stream of [`seeded_rng`] from which the hash seeds are drawn.
+/// Stream number of [`seeded_rng`] for random hash seeds.
 const SLOT_SEED_RNG_STREAM: u64 = 16;
-/// Maximum number of seeds that are tried. On a server with 128 keys in 1024 slots, one seed in 4,000 fits, so all of
-/// them fail with probability e^-250. On a load balancer, most seeds fit.
+/// Maximum number of hash seeds to try. A seed fits if no two services share a slot. On a server with 128 keys in 1024
+/// slots, one seed in 4,000 fits, so all tries fail with probability e^-250. On a load balancer, most seeds fit.
 const MAX_TRIED_SEEDS: usize = 1 << 20;
 
-/// Reason why no directory can be built for a list of services.
+/// Reason why no service directory can be built for a list of services.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DirectoryError {
     /// There are more services than the directory holds.
@@ -37,8 +37,8 @@ fn last_key_word(key: &intf::service_key) -> u64 {
     u64::from(key.address[3]) | u64::from(key.port) << 32 | u64::from(key.protocol) << 48 | u64::from(key.family) << 56
 }
 
-/// Returns the word that is hashed to find a service's slot. It contains the last 64 bits of the service's key, for
-/// IPv6 combined with the rest of the address.
+/// Returns the word that is hashed to find a service's slot. It is the last 64 bits of the service's key, which are
+/// mixed with the rest of the address for IPv6.
 pub(crate) fn service_hash_word(key: &intf::service_key) -> u64 {
     if u32::from(key.family) == intf::ADDRESS_FAMILY_IPV4 {
         return last_key_word(key);
@@ -48,31 +48,33 @@ pub(crate) fn service_hash_word(key: &intf::service_key) -> u64 {
     last_key_word(key) ^ mixed_first_word ^ (middle | upper << 32).wrapping_mul(intf::SERVICE_WORD_MIDDLE_FACTOR)
 }
 
-/// Returns the index in `forwarded_services` (`bpf/include/server.h`) for the service with this hash word.
+/// Returns the index in `forwarded_services` (`bpf/include/server.h`) for the service with the hash word
+/// `service_word`.
 pub(crate) fn forwarded_service_index(service_word: u64) -> usize {
     (service_word.wrapping_mul(intf::FORWARDED_SERVICE_FACTOR) >> intf::FORWARDED_SERVICE_SHIFT) as usize
 }
 
-fn server_slot(service_word: u64, seed: u64) -> usize {
+fn server_slot_index(service_word: u64, seed: u64) -> usize {
     (service_word.wrapping_mul(seed) >> intf::SERVICE_SLOT_SHIFT) as usize
 }
 
-/// Returns a word's group in a load balancer's directory, and its slot before the group's displacement.
+/// Returns the group of a service's hash word in a load balancer's directory, and its slot before the group's
+/// displacement is applied.
 fn group_and_slot(service_word: u64, seed: u64) -> (usize, u16) {
     let word_hash = service_word.wrapping_mul(seed);
     let undisplaced_slot = word_hash >> intf::LB_SERVICE_SLOT_SHIFT & u64::from(intf::LB_SERVICE_SLOTS - 1);
     ((word_hash >> intf::LB_SERVICE_GROUP_SHIFT) as usize, undisplaced_slot as u16)
 }
 
-/// Returns the only slot of `directory` in which a service with this hash word may be.
-fn lb_slot(directory: &intf::lb_service_directory, service_word: u64) -> usize {
+/// Returns the index of the only slot of `directory` in which a service with the hash word `service_word` may be.
+fn lb_slot_index(directory: &intf::lb_service_directory, service_word: u64) -> usize {
     let (group, slot) = group_and_slot(service_word, directory.seed);
     usize::from(slot ^ directory.displacement[group])
 }
 
-/// Builds a server's directory from each service's address and number. It also contains an entry with the number
-/// [`SERVICE_ADDRESS_ONLY`](intf::SERVICE_ADDRESS_ONLY) for each VIP, with port and protocol 0. Fails for the reasons
-/// in [`DirectoryError`].
+/// Builds a server's service directory from the address and slot number of each service. The directory also contains an
+/// entry for each VIP, with port and protocol 0 and the number [`SERVICE_ADDRESS_ONLY`](intf::SERVICE_ADDRESS_ONLY).
+/// Fails for the reasons in [`DirectoryError`].
 pub fn build_server_directory(
     services: &[(ServiceAddress, u32)],
 ) -> Result<Box<intf::service_directory>, DirectoryError> {
@@ -82,12 +84,13 @@ pub fn build_server_directory(
     let service_words: Vec<u64> = slots.iter().map(|slot| service_hash_word(&slot.key)).collect();
     server_directory.seed = find_server_seed(&service_words).ok_or(DirectoryError::NoSuitableSeed(services.len()))?;
     for (slot, service_word) in slots.into_iter().zip(service_words) {
-        server_directory.slots[server_slot(service_word, server_directory.seed)] = slot;
+        server_directory.slots[server_slot_index(service_word, server_directory.seed)] = slot;
     }
     Ok(server_directory)
 }
 
-/// Builds a load balancer's directory with the same kinds of entries. Fails for the reasons in [`DirectoryError`].
+/// Builds a load balancer's service directory, with the same entries as [`build_server_directory`]. Fails for the
+/// reasons in [`DirectoryError`].
 pub fn build_lb_directory(
     services: &[(ServiceAddress, u32)],
 ) -> Result<Box<intf::lb_service_directory>, DirectoryError> {
@@ -99,7 +102,7 @@ pub fn build_lb_directory(
         find_perfect_hash(&service_words).ok_or(DirectoryError::NoSuitableSeed(services.len()))?;
     (lb_directory.seed, lb_directory.displacement) = (seed, displacement);
     for (slot, service_word) in slots.into_iter().zip(service_words) {
-        let slot_index = lb_slot(&lb_directory, service_word);
+        let slot_index = lb_slot_index(&lb_directory, service_word);
         lb_directory.slots[slot_index] = slot;
     }
     Ok(lb_directory)
@@ -132,7 +135,7 @@ fn build_slots(
     Ok(service_slots)
 }
 
-/// Address of a VIP without port and protocol.
+/// IP address of a VIP, without port and protocol, in the form of a service key.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct VipKey {
     address: [u32; 4],
@@ -152,20 +155,21 @@ fn find_server_seed(service_words: &[u64]) -> Option<u64> {
         let mut is_slot_used = [false; intf::SERVICE_SLOTS as usize];
         service_words
             .iter()
-            .all(|service_word| !std::mem::replace(&mut is_slot_used[server_slot(*service_word, *seed)], true))
+            .all(|service_word| !std::mem::replace(&mut is_slot_used[server_slot_index(*service_word, *seed)], true))
     })
 }
 
 type Displacements = [u16; intf::LB_SERVICE_GROUPS as usize];
 
-/// Finds a seed and displacements by which all words have different slots. Returns `None` if no tried seed fits.
+/// Finds a hash seed and displacements that give all hash words different slots. Returns `None` if no tried seed fits.
 fn find_perfect_hash(service_words: &[u64]) -> Option<(u64, Displacements)> {
     let mut seed_rng = seeded_rng(0, SLOT_SEED_RNG_STREAM);
     let mut tried_seeds = (0..MAX_TRIED_SEEDS).map(|_| seed_rng.next_u64() | 1);
     tried_seeds.find_map(|seed| Some((seed, find_displacements(service_words, seed)?)))
 }
 
-/// Finds displacements by which all words have different slots with this seed. The largest groups choose first.
+/// Finds displacements that give all hash words different slots with the hash `seed`. The largest groups are placed
+/// first.
 fn find_displacements(service_words: &[u64], seed: u64) -> Option<Displacements> {
     let mut slots_by_group: Vec<(usize, Vec<u16>)> =
         (0..intf::LB_SERVICE_GROUPS as usize).map(|group| (group, Vec::new())).collect();
@@ -200,9 +204,9 @@ mod tests {
         ServiceAddress { vip_and_port: text.parse().unwrap(), protocol: Protocol::Tcp }
     }
 
-    /// Returns `count` services on different VIPs, half of which are IPv6. The last service is UDP at the first
-    /// service's VIP. No port is 0 or 1 in either byte order.
-    fn many_services(count: u32) -> Vec<(ServiceAddress, u32)> {
+    /// Returns `count` services on different VIPs, half of which are IPv6. The last service is a UDP service at the
+    /// first service's VIP. No port is 0 or 1 in either byte order.
+    fn services_on_distinct_vips(count: u32) -> Vec<(ServiceAddress, u32)> {
         let service_text = |n: u32| match n % 2 {
             0 => format!("10.{}.{}.1:{}", 200 + n / 256, n % 256, 1024 + n),
             _ => format!("[2001:db8:{n:x}::1]:{}", 1024 + n),
@@ -212,8 +216,8 @@ mod tests {
         services
     }
 
-    /// Checks that all services and VIPs are found, and other ports are not. `find_slot` returns the slot that a
-    /// program reads for a word.
+    /// Checks that all services and VIPs are found, and that other ports are not found. `find_slot` returns the slot
+    /// that a program reads for a hash word.
     fn assert_all_services_found(services: &[(ServiceAddress, u32)], find_slot: impl Fn(u64) -> intf::service_slot) {
         let find_number =
             |key| Some(find_slot(service_hash_word(&key))).filter(|slot| slot.key == key).map(|slot| slot.number);
@@ -227,21 +231,25 @@ mod tests {
         }
     }
 
-    /// The test looks up services as `find_service` in bpf/include/service.h does.
+    /// The test searches for services as `find_service` in bpf/include/service.h does.
     #[test]
     fn server_directory_finds_the_maximum_number_of_services() {
-        let services = many_services(intf::MAX_SERVICES_OF_SERVER);
+        let services = services_on_distinct_vips(intf::MAX_SERVICES_OF_SERVER);
         let directory = build_server_directory(&services).unwrap();
-        assert_all_services_found(&services, |service_word| directory.slots[server_slot(service_word, directory.seed)]);
+        assert_all_services_found(&services, |service_word| {
+            directory.slots[server_slot_index(service_word, directory.seed)]
+        });
     }
 
-    /// The test looks up services as `find_lb_service` in bpf/include/service.h does.
+    /// The test searches for services as `find_lb_service` in bpf/include/service.h does.
     #[test]
     fn lb_directory_finds_the_maximum_number_of_services() {
         for count in [2, 64, intf::MAX_SERVICES] {
-            let services = many_services(count);
+            let services = services_on_distinct_vips(count);
             let directory = build_lb_directory(&services).unwrap();
-            assert_all_services_found(&services, |service_word| directory.slots[lb_slot(&directory, service_word)]);
+            assert_all_services_found(&services, |service_word| {
+                directory.slots[lb_slot_index(&directory, service_word)]
+            });
         }
     }
 

@@ -14,7 +14,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// Inode number of a socket, which identifies it for its lifetime.
 pub type SocketInode = u64;
 
-/// Header of a netlink message, struct nlmsghdr of linux/netlink.h. (The type in libc lacks zerocopy's traits.)
+/// Header of a netlink message (struct nlmsghdr of linux/netlink.h). The type in libc lacks zerocopy's traits.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct NetlinkHeader {
@@ -25,7 +25,7 @@ struct NetlinkHeader {
     port_id: u32,
 }
 
-/// Addresses and ports of a socket in network byte order, struct inet_diag_sockid of linux/inet_diag.h.
+/// Addresses and ports of a socket in network byte order (struct inet_diag_sockid of linux/inet_diag.h).
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct SocketId {
@@ -53,12 +53,13 @@ struct InetDiagRequest {
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
 /// Offset of inet_diag_msg.idiag_state in a reply, where it follows the header and the family.
 const STATE_OFFSET: usize = size_of::<NetlinkHeader>() + 1;
-/// TCP_LISTEN of include/net/tcp_states.h. If a connection does not exist, its look-up finds the listening socket.
+/// State of a listening socket (include/net/tcp_states.h). The kernel answers with this socket if a queried connection
+/// does not exist.
 const TCP_LISTEN: u8 = 10;
 /// Number of queries that are sent at once. Their replies fit into the smallest receive buffer.
 const QUERIES_PER_BATCH: usize = 64;
 
-fn socket_request(sequence: u32, connection: &FourTuple) -> InetDiagRequest {
+fn socket_query(sequence: u32, connection: &FourTuple) -> InetDiagRequest {
     let address_bytes = |socket: SocketAddr| {
         let mut padded_bytes = [0; 16];
         match socket {
@@ -93,25 +94,25 @@ fn socket_request(sequence: u32, connection: &FourTuple) -> InetDiagRequest {
     }
 }
 
-/// Returns for each connection, in order, whether this host has a socket for it. The socket may be established,
-/// half-open, closing or in TIME-WAIT. This takes about 2 us of CPU per connection. Fails when the kernel has no
-/// sock_diag(7) for TCP or does not answer.
-pub fn have_open_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>> {
+/// Returns whether this host has a socket for each connection, in the order of `connections`. The socket may be
+/// established, half-open, closing or in TIME-WAIT. A call takes about 2 us of CPU time per connection. Fails when the
+/// kernel has no sock_diag(7) for TCP or does not answer.
+pub fn query_open_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>> {
     static SOCK_DIAG_SUPPORT_CHECK: OnceLock<()> = OnceLock::new();
     if SOCK_DIAG_SUPPORT_CHECK.get().is_none() {
         counts::ensure_sock_diag_supports_tcp()?;
         SOCK_DIAG_SUPPORT_CHECK.get_or_init(|| ());
     }
     let diag_socket = open_diag_socket()?;
-    let mut has_open_socket = vec![false; connections.len()];
+    let mut has_socket_by_connection = vec![false; connections.len()];
     for (batch, batch_has_open_socket) in
-        connections.chunks(QUERIES_PER_BATCH).zip(has_open_socket.chunks_mut(QUERIES_PER_BATCH))
+        connections.chunks(QUERIES_PER_BATCH).zip(has_socket_by_connection.chunks_mut(QUERIES_PER_BATCH))
     {
-        let socket_requests: Vec<InetDiagRequest> =
-            (0..).zip(batch).map(|(sequence, tuple)| socket_request(sequence, tuple)).collect();
-        let written_bytes = nix::unistd::write(&diag_socket, socket_requests.as_bytes()).context("asking sock_diag")?;
+        let socket_queries: Vec<InetDiagRequest> =
+            (0..).zip(batch).map(|(sequence, tuple)| socket_query(sequence, tuple)).collect();
+        let written_bytes = nix::unistd::write(&diag_socket, socket_queries.as_bytes()).context("asking sock_diag")?;
         ensure!(
-            written_bytes == size_of_val(&socket_requests[..]),
+            written_bytes == size_of_val(&socket_queries[..]),
             "sock_diag took {written_bytes} bytes of {} questions",
             batch.len()
         );
@@ -120,10 +121,10 @@ pub fn have_open_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>>
             let mut answer_buffer = [0; 16384];
             let answer_length =
                 nix::unistd::read(&diag_socket, &mut answer_buffer).context("no answer from sock_diag")?;
-            answer_count += read_answers(&answer_buffer[..answer_length], batch_has_open_socket)?;
+            answer_count += record_answers(&answer_buffer[..answer_length], batch_has_open_socket)?;
         }
     }
-    Ok(has_open_socket)
+    Ok(has_socket_by_connection)
 }
 
 /// Opens a sock_diag(7) socket with a receive timeout of one second.
@@ -150,9 +151,9 @@ fn open_diag_socket() -> anyhow::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Records in `has_open_socket` which queried connections have a socket, by the replies in `bytes`. Returns the number
-/// of replies.
-fn read_answers(mut bytes: &[u8], has_open_socket: &mut [bool]) -> anyhow::Result<usize> {
+/// Parses the kernel's replies in `bytes`, and sets `has_open_socket` for each queried connection that has a socket.
+/// Returns the number of replies.
+fn record_answers(mut bytes: &[u8], has_open_socket: &mut [bool]) -> anyhow::Result<usize> {
     let mut answer_count = 0;
     while let Ok((header, _)) = NetlinkHeader::read_from_prefix(bytes) {
         let message = bytes.get(..header.length as usize).context("sock_diag: a message cut short")?;

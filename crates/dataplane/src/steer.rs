@@ -25,23 +25,25 @@ pub use coreward_intf::STEER_COUNTER_NAMES as COUNTER_NAMES;
 /// Number of counters of the steering program.
 pub const COUNTER_COUNT: usize = intf::STEER_COUNTER_COUNT as usize;
 
-/// BPF program that steers one service's connections to sockets. It continues to work after the value is dropped.
+/// BPF program that selects a listening socket for each connection to one service. It continues to run after the value
+/// is dropped.
 #[derive(Debug)]
 pub struct SteerProgram {
     select_program: OwnedFd,
     worker_sockets: SocketArray,
     state: MmapArray<intf::steer_state>,
-    is_taken_over: bool,
+    is_state_taken_over: bool,
 }
 
-/// Read access to one service's steering counters, for which the agent need not run.
+/// Read access to the pinned steering counters of one service, even if no agent is running.
 #[derive(Debug)]
 pub struct SteerCounters(MmapArray<intf::steer_state>);
 
 impl SteerCounters {
-    /// Opens the pins of [`SteerProgram::load`]. Fails when nothing is pinned, or the pins are of another version.
-    pub fn open_pinned(pin_directory: &Path, name: &str) -> anyhow::Result<Self> {
-        let state_path = pin_directory.join("steer").join(name).join("state");
+    /// Opens the counters that [`SteerProgram::load`] pinned. Fails when nothing is pinned, or the pins are of another
+    /// version.
+    pub fn open_pinned(pin_directory: &Path, service_name: &str) -> anyhow::Result<Self> {
+        let state_path = pin_directory.join("steer").join(service_name).join("state");
         let state_map = MapHandle::from_pinned_path(&state_path).with_context(|| state_path.display().to_string())?;
         let (found_bytes, expected_bytes) = (state_map.value_size() as usize, size_of::<intf::steer_state>());
         anyhow::ensure!(
@@ -59,14 +61,13 @@ impl SteerCounters {
 }
 
 impl SteerProgram {
-    /// Loads the program. `name` is the service's name, which becomes part of the pins' path. Pinned sockets stay in
-    /// their slots. `rss_map` is the map that [`rss_map`](crate::server::ServerPrograms::rss_map) of the server's
-    /// programs returns. Fails when the pin directory is not on a bpffs, the pins are of another version, or the kernel
-    /// rejects the program.
-    pub fn load(pin_directory: &Path, name: &str, rss_map: BorrowedFd<'_>) -> anyhow::Result<Self> {
-        let service_directory = pin_directory.join("steer").join(name);
+    /// Loads the program for a service, whose name is part of the pins' path. Pinned sockets stay in their slots.
+    /// `rss_map` is the map that [`ServerPrograms::rss_map`](crate::server::ServerPrograms::rss_map) returns. Fails
+    /// when the pin directory is not on a bpffs, the pins are of another version, or the kernel rejects the program.
+    pub fn load(pin_directory: &Path, service_name: &str, rss_map: BorrowedFd<'_>) -> anyhow::Result<Self> {
+        let service_directory = pin_directory.join("steer").join(service_name);
         fs::create_dir_all(&service_directory).with_context(|| service_directory.display().to_string())?;
-        let is_taken_over = service_directory.join("workers").exists();
+        let is_state_taken_over = service_directory.join("workers").exists();
         let mut object_storage = MaybeUninit::uninit();
         let mut open_skeleton =
             SteerSkelBuilder::default().open(&mut object_storage).context("bpf/server/steer.bpf.c")?;
@@ -83,41 +84,42 @@ impl SteerProgram {
             select_program: loaded_skeleton.progs.steer.as_fd().try_clone_to_owned()?,
             worker_sockets: SocketArray::new((&loaded_skeleton.maps.workers).try_into()?, intf::MAX_STEERED_SOCKETS),
             state: MmapArray::new(&loaded_skeleton.maps.bss_steer).context("mapping steer_state")?,
-            is_taken_over,
+            is_state_taken_over,
         };
-        if !is_taken_over {
-            steer_program.set_slots_of_queues(&[]);
+        if !is_state_taken_over {
+            steer_program.set_slots_by_queue(&[]);
         }
         Ok(steer_program)
     }
 
-    /// Returns whether an earlier process's pinned state was taken over.
-    pub fn is_taken_over(&self) -> bool {
-        self.is_taken_over
+    /// Returns whether the program has taken over the pinned state of an earlier process.
+    pub fn is_state_taken_over(&self) -> bool {
+        self.is_state_taken_over
     }
 
-    /// Attaches the program to the SO_REUSEPORT group that contains `socket`, and replaces a program attached there.
+    /// Attaches the program to the SO_REUSEPORT group that contains `socket`, and replaces the group's program, if any.
     /// Fails when the socket is in no such group.
-    pub fn attach(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
-        reuseport::attach(self.select_program.as_fd(), socket)
+    pub fn attach_to_socket_group(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
+        reuseport::attach_to_group(self.select_program.as_fd(), socket)
     }
 
     /// Returns the cookie of the socket in each used slot. The kernel clears the slot of a closed socket.
-    pub fn worker_sockets(&self) -> BTreeMap<u32, SocketCookie> {
+    pub fn socket_cookies_by_slot(&self) -> BTreeMap<u32, SocketCookie> {
         self.worker_sockets.cookies_by_slot()
     }
 
     /// Inserts a listening socket into a free slot and returns that slot. Fails when all slots are taken, the socket
     /// does not listen, or it is in another array.
-    pub fn add_socket(&self, socket: BorrowedFd<'_>) -> anyhow::Result<u32> {
+    pub fn add_listening_socket(&self, socket: BorrowedFd<'_>) -> anyhow::Result<u32> {
         let free_slot = self.worker_sockets.find_free_slot()?;
         self.worker_sockets.insert_socket(free_slot, socket)?;
         Ok(free_slot)
     }
 
-    /// Sets which slot's socket gets the connections of each receive queue. For `None`, and for queues beyond the list,
-    /// the kernel selects the socket. Panics with more than [`MAX_STEERED_QUEUES`](intf::MAX_STEERED_QUEUES) queues.
-    pub fn set_slots_of_queues(&self, slots: &[Option<u32>]) {
+    /// Sets the slot whose socket gets the connections of each receive queue. For `None`, and for queues beyond the
+    /// list, the kernel selects the socket. Panics with more than [`MAX_STEERED_QUEUES`](intf::MAX_STEERED_QUEUES)
+    /// queues.
+    pub fn set_slots_by_queue(&self, slots: &[Option<u32>]) {
         let mut slots_by_queue = [intf::NO_SOCKET; intf::MAX_STEERED_QUEUES as usize];
         for (queue_entry, slot) in slots_by_queue[..slots.len()].iter_mut().zip(slots) {
             *queue_entry = slot.unwrap_or(intf::NO_SOCKET);

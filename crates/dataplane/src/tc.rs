@@ -44,29 +44,30 @@ pub enum AttachMechanism {
     Clsact,
 }
 
-/// Priority of coreward's filter in the clsact qdisc, ahead of other filters. The handle identifies the filter.
+/// Priority of coreward's filter in the clsact qdisc, which precedes other filters. The handle identifies the filter.
 const CLSACT_FILTER_PRIORITY: u32 = 1;
 const CLSACT_FILTER_HANDLE: u32 = 0xc03e;
 const CLSACT_TEMPORARY_PRIORITY: u32 = 2;
 
-/// Attaches `program` to a device. If the link pinned at `pin` is of the same device, its program is replaced. Fails
-/// when neither tcx nor clsact accepts the program.
+/// Attaches `program` to a device. If the link pinned at `pin_path` belongs to the same device, replaces its program.
+/// Fails when neither tcx nor clsact accepts the program.
 pub fn attach(
     program: BorrowedFd<'_>,
     interface_index: u32,
     direction: Direction,
-    pin: &Path,
+    pin_path: &Path,
 ) -> anyhow::Result<AttachMechanism> {
-    if let Some(link) = open_pinned_link(pin)? {
+    if let Some(link) = open_pinned_link(pin_path)? {
         if is_attached_to(&link, interface_index) {
-            replace_program(&link, program).with_context(|| format!("replacing the program of {}", pin.display()))?;
+            replace_program(&link, program)
+                .with_context(|| format!("replacing the program of {}", pin_path.display()))?;
             return Ok(AttachMechanism::Tcx);
         }
-        fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?;
+        fs::remove_file(pin_path).with_context(|| format!("removing {}", pin_path.display()))?;
     }
     match create_tcx_link(program, interface_index, direction) {
         Ok(link) => {
-            pin_object(link.as_fd(), pin)?;
+            pin_object(link.as_fd(), pin_path)?;
             Ok(AttachMechanism::Tcx)
         }
         Err(error) if error.kind() == ErrorKind::InvalidInput => {
@@ -86,9 +87,9 @@ enum TemporaryHook {
     Clsact { hook: TcHook, interface_index: u32, direction: Direction },
 }
 
-/// Attaches `program` in addition to others until the result is dropped. If the process is killed, the program is
-/// detached from kernel 6.6 on. Before, it stays attached until the next call replaces it. Fails when neither tcx nor
-/// clsact accepts the program.
+/// Attaches `program` to a device, in addition to other programs, until the result is dropped. If the process is
+/// killed, Linux 6.6 and later detach the program. On earlier kernels, it remains attached until the next call replaces
+/// it. Fails when neither tcx nor clsact accepts the program.
 pub fn attach_until_drop(
     program: BorrowedFd<'_>,
     interface_index: u32,
@@ -123,7 +124,7 @@ impl Drop for TemporaryAttachment {
     }
 }
 
-/// Attaches `program` by a clsact filter, which kernels before 6.6 need. It replaces an earlier program.
+/// Attaches `program` by a clsact filter, as kernels before 6.6 require, in place of an earlier program.
 pub fn attach_to_clsact(program: BorrowedFd<'_>, interface_index: u32, direction: Direction) -> anyhow::Result<()> {
     let mut clsact_hook = new_clsact_hook(program, interface_index, direction);
     clsact_hook.create().context("making a clsact qdisc")?;
@@ -132,19 +133,19 @@ pub fn attach_to_clsact(program: BorrowedFd<'_>, interface_index: u32, direction
 }
 
 /// Detaches the program that [`attach`] has attached, if any.
-pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow::Result<()> {
-    if let Some(link) = open_pinned_link(pin)? {
+pub fn detach(interface_index: u32, direction: Direction, pin_path: &Path) -> anyhow::Result<()> {
+    if let Some(link) = open_pinned_link(pin_path)? {
         // An error means that the device was removed, so that nothing is attached.
         if let Err(error) = link.detach() {
             tracing::debug!(
                 event = "link-not-detached",
                 interface_index,
-                pin = %pin.display(),
+                pin = %pin_path.display(),
                 %error,
                 "the agent cannot detach its program: the device may be gone"
             );
         }
-        return fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()));
+        return fs::remove_file(pin_path).with_context(|| format!("removing {}", pin_path.display()));
     }
     // SAFETY: detaching and querying use the hook alone, not the program's descriptor.
     let unused_fd = unsafe { BorrowedFd::borrow_raw(0) };
@@ -155,16 +156,16 @@ pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow:
     Ok(())
 }
 
-/// Returns whether the link pinned at `pin` attaches a program to this hook. Fails when the pin is not a link, or the
-/// kernel does not list the hook's programs.
-pub fn is_attached(interface_index: u32, direction: Direction, pin: &Path) -> anyhow::Result<bool> {
-    let Some(link) = open_pinned_link(pin)? else { return Ok(false) };
+/// Returns whether the link pinned at `pin_path` attaches a program to the device's tc hook for `direction`. Fails when
+/// the pin is not a link, or the kernel does not list the hook's programs.
+pub fn is_attached(interface_index: u32, direction: Direction, pin_path: &Path) -> anyhow::Result<bool> {
+    let Some(link) = open_pinned_link(pin_path)? else { return Ok(false) };
     // The program ids decide, because the same interface index may exist in another network namespace.
     let program_ids_at_hook = query_program_ids(interface_index, direction)?;
     Ok(is_attached_to(&link, interface_index) && program_ids_at_hook.contains(&link.info()?.prog_id))
 }
 
-/// Maximum number of programs that can be attached to one hook (the kernel's BPF_MPROG_MAX).
+/// Maximum number of programs on one tc hook (the kernel's BPF_MPROG_MAX).
 const MAX_PROGRAMS_PER_HOOK: usize = 64;
 
 fn query_program_ids(interface_index: u32, direction: Direction) -> anyhow::Result<Vec<u32>> {
@@ -192,11 +193,11 @@ fn query_program_ids(interface_index: u32, direction: Direction) -> anyhow::Resu
     Ok(program_ids.into_iter().take(program_count).collect())
 }
 
-fn open_pinned_link(pin: &Path) -> anyhow::Result<Option<Link>> {
-    if !pin.exists() {
+fn open_pinned_link(pin_path: &Path) -> anyhow::Result<Option<Link>> {
+    if !pin_path.exists() {
         return Ok(None);
     }
-    Link::open(pin).map(Some).with_context(|| pin.display().to_string())
+    Link::open(pin_path).map(Some).with_context(|| pin_path.display().to_string())
 }
 
 fn is_attached_to(link: &Link, interface_index: u32) -> bool {
@@ -229,13 +230,13 @@ fn replace_program(link: &Link, program: BorrowedFd<'_>) -> std::io::Result<()> 
     if result < 0 { Err(std::io::Error::from_raw_os_error(-result)) } else { Ok(()) }
 }
 
-pub(crate) fn pin_object(object: BorrowedFd<'_>, pin: &Path) -> anyhow::Result<()> {
-    let c_path = std::ffi::CString::new(pin.as_os_str().as_encoded_bytes()).context("a path with a zero byte")?;
+pub(crate) fn pin_object(object: BorrowedFd<'_>, pin_path: &Path) -> anyhow::Result<()> {
+    let c_path = std::ffi::CString::new(pin_path.as_os_str().as_encoded_bytes()).context("a path with a zero byte")?;
     // SAFETY: a valid descriptor and a terminated string.
     let result = unsafe { libbpf_sys::bpf_obj_pin(object.as_raw_fd(), c_path.as_ptr()) };
     if result < 0 {
         let pin_error = std::io::Error::from_raw_os_error(-result);
-        return Err(pin_error).with_context(|| format!("pinning {} (is bpffs mounted there?)", pin.display()));
+        return Err(pin_error).with_context(|| format!("pinning {} (is bpffs mounted there?)", pin_path.display()));
     }
     Ok(())
 }

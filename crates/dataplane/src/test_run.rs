@@ -8,7 +8,8 @@ use libbpf_rs::libbpf_sys;
 
 pub use crate::skip_if;
 
-/// Skips a test if `$missing` is `Some`. Prints the missing requirement and returns `$result` from the function.
+/// Skips a test if `$missing` contains a missing requirement. Prints the requirement, and returns `$result` from the
+/// calling function.
 #[macro_export]
 macro_rules! skip_if {
     ($missing:expr $(, $result:expr)?) => {
@@ -28,25 +29,26 @@ pub fn surrounding_function<F>(_inner: F) -> &'static str {
         .unwrap_or_default()
 }
 
-/// Returns what this process lacks to run tests that load BPF programs, or `None` if it lacks nothing. scripts/test
-/// sets COREWARD_WITHOUT_RIGHTS if scripts/capabilities reported a missing requirement.
+/// Returns a description of the rights that this process lacks for tests that load BPF programs, or `None` if it lacks
+/// none. scripts/test sets COREWARD_WITHOUT_RIGHTS if scripts/capabilities reported a missing requirement.
 pub fn missing_bpf_rights() -> Option<&'static str> {
     let may_load_programs = nix::unistd::geteuid().is_root() && std::env::var_os("COREWARD_WITHOUT_RIGHTS").is_none();
     (!may_load_programs).then_some("needs root, to load BPF programs")
 }
 
-/// Result of a program's run by `BPF_PROG_TEST_RUN`.
+/// Result of a BPF program's run by `BPF_PROG_TEST_RUN`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunOutcome {
     /// Return value of the program.
     pub verdict: i32,
-    /// Packet as the program left it.
+    /// Packet after the program has processed it.
     pub packet: Vec<u8>,
     /// Mean duration of one repetition, measured by the kernel.
     pub mean_duration: Duration,
 }
 
-/// Receive queue from which packets seem to arrive. Its device is in the calling thread's network namespace.
+/// Receive queue on which the packets of a test run arrive for the program. Its device is in the calling thread's
+/// network namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReceiveQueueId {
     /// Index of the network device.
@@ -55,18 +57,18 @@ pub struct ReceiveQueueId {
     pub queue_index: u32,
 }
 
-/// Maximum number of bytes by which a program may lengthen a packet.
-const MAX_PACKET_GROWTH: usize = 256;
+/// Maximum number of bytes by which a program may extend a packet.
+const MAX_PACKET_GROWTH_BYTES: usize = 256;
 
-/// Runs `program` `repeat` times on `packet`, an Ethernet frame of at least 14 bytes.
+/// Runs `program` `repeat_count` times on `packet`, an Ethernet frame of at least 14 bytes.
 ///
-/// With `repeat` above 1 the kernel does not restore the packet between runs. Fails without privilege, when the packet
-/// is too short or too long, or when the program's type does not support test runs.
-pub fn run(program: BorrowedFd<'_>, packet: &[u8], repeat: u32) -> io::Result<RunOutcome> {
-    run_from_queue(program, packet, repeat, None)
+/// The kernel does not restore the packet between runs. Fails without privileges, when the packet is too short or too
+/// long, or when the program's type does not support test runs.
+pub fn run(program: BorrowedFd<'_>, packet: &[u8], repeat_count: u32) -> io::Result<RunOutcome> {
+    run_from_queue(program, packet, repeat_count, None)
 }
 
-/// Runs `program` like [`run`], on a packet that seems to come from the receive queue `queue`. With `None`, that is the
+/// Runs `program` as [`run`] does, on a packet from the receive queue `queue`. With `None`, the packet is from the
 /// first queue of the loopback device. Fails as [`run`] does, and when the queue does not exist.
 pub fn run_from_queue(
     program: BorrowedFd<'_>,
@@ -74,16 +76,17 @@ pub fn run_from_queue(
     repeat: u32,
     queue: Option<ReceiveQueueId>,
 ) -> io::Result<RunOutcome> {
-    let mut output_buffer = vec![0; packet.len() + MAX_PACKET_GROWTH];
+    let mut output_buffer = vec![0; packet.len() + MAX_PACKET_GROWTH_BYTES];
     let run_options = run_with_context(program, packet, repeat, queue, &mut output_buffer)?;
     output_buffer.truncate(run_options.data_size_out as usize);
     let mean_duration = Duration::from_nanos(run_options.duration.into());
     Ok(RunOutcome { verdict: run_options.retval as i32, packet: output_buffer, mean_duration })
 }
 
-/// Runs `program` once without allocating memory and writes the packet to `output_buffer`. Returns the program's return
-/// value and the packet's length. Fails as [`run`] does, and when the packet does not fit into `output_buffer`.
-pub fn run_into(program: BorrowedFd<'_>, packet: &[u8], output_buffer: &mut [u8]) -> io::Result<(i32, usize)> {
+/// Runs `program` once, without allocating memory, and writes the resulting packet to `output_buffer`. Returns the
+/// program's return value and the length of the resulting packet. Fails as [`run`] does, and when that packet does not
+/// fit into `output_buffer`.
+pub fn run_into_buffer(program: BorrowedFd<'_>, packet: &[u8], output_buffer: &mut [u8]) -> io::Result<(i32, usize)> {
     let run_options = run_with_context(program, packet, 1, None, output_buffer)?;
     Ok((run_options.retval as i32, run_options.data_size_out as usize))
 }

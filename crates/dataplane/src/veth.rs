@@ -18,13 +18,14 @@ const IFLA_XDP: u16 = 43;
 const IFLA_TARGET_NETNSID: u16 = 46;
 const IFLA_INFO_KIND: u16 = 1;
 const IFLA_XDP_ATTACHED: u16 = 2;
-/// Modes in which XDP runs in the driver, XDP_ATTACHED_DRV and XDP_ATTACHED_MULTI of include/uapi/linux/if_link.h.
+/// XDP modes in which the program runs in the driver: XDP_ATTACHED_DRV and XDP_ATTACHED_MULTI of
+/// include/uapi/linux/if_link.h.
 const DRIVER_ATTACH_MODES: [u8; 2] = [1, 4];
 /// Size of struct nlmsghdr and struct ifinfomsg together, in bytes.
 const LINK_HEADERS_BYTES: usize = 16 + 16;
 
-/// Returns whether the other end of a veth has a native XDP program. Returns `None` if the device is not a veth, or the
-/// kernel does not show the other end.
+/// Returns whether the other end of a veth pair has a native XDP program. Returns `None` if the device is not a veth
+/// device, or the kernel does not reveal the other end.
 pub fn peer_has_native_xdp(interface_index: u32) -> Option<bool> {
     let own_attributes = query_link_attributes(interface_index, None).ok()?;
     let link_kind = find_attribute(find_attribute(&own_attributes, IFLA_LINKINFO)?, IFLA_INFO_KIND)?;
@@ -40,7 +41,8 @@ pub fn peer_has_native_xdp(interface_index: u32) -> Option<bool> {
     Some(attach_mode.first().is_some_and(|mode| DRIVER_ATTACH_MODES.contains(mode)))
 }
 
-/// Returns a link's attributes. `namespace` is the id that the link's network namespace has in the caller's namespace.
+/// Returns a network device's netlink attributes. `namespace` is the id of the device's network namespace in the
+/// caller's namespace.
 fn query_link_attributes(interface_index: u32, namespace: Option<u32>) -> io::Result<Vec<u8>> {
     let namespace_attribute = namespace.map(|namespace| {
         [&8u16.to_ne_bytes()[..], &IFLA_TARGET_NETNSID.to_ne_bytes(), &namespace.to_ne_bytes()].concat()

@@ -14,7 +14,7 @@ use crate::lb::mac_of;
 
 /// Number of the ioctl for VLAN devices (linux/sockios.h).
 const SIOCGIFVLAN: libc::c_ulong = 0x8982;
-/// Commands of SIOCGIFVLAN, from `enum vlan_ioctl_cmds` in linux/if_vlan.h.
+/// Command of SIOCGIFVLAN that returns the underlying device's name (`enum vlan_ioctl_cmds` in linux/if_vlan.h).
 const GET_VLAN_REALDEV_NAME_CMD: c_int = 8;
 const GET_VLAN_VID_CMD: c_int = 9;
 const NAME_FIELD_BYTES: usize = 24;
@@ -24,7 +24,7 @@ const NAME_FIELD_BYTES: usize = 24;
 struct VlanIoctlRequest {
     command: c_int,
     device_name: [c_char; NAME_FIELD_BYTES],
-    /// Kernel's answer, which is the name of the underlying device, or the VLAN id in the first bytes.
+    /// Answer of the kernel: the name of the underlying device, or the VLAN id in the first bytes.
     answer_field: [u8; NAME_FIELD_BYTES],
     priority: c_short,
 }
@@ -49,7 +49,8 @@ fn query_vlan_device(command: c_int, device: &str) -> io::Result<[u8; NAME_FIELD
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(vlan_request.answer_field) }
 }
 
-/// Returns the name of the device below a VLAN device, and the VLAN. Returns `None` if `device` is not a VLAN device.
+/// Returns the name of a VLAN device's underlying device, and the VLAN. Returns `None` if `device` is not a VLAN
+/// device.
 pub fn underlying_device(device: &str) -> Option<(String, Vlan)> {
     let device_name = query_vlan_device(GET_VLAN_REALDEV_NAME_CMD, device).ok()?;
     let device_name = CStr::from_bytes_until_nul(&device_name).ok()?.to_str().ok()?.to_owned();
@@ -58,21 +59,21 @@ pub fn underlying_device(device: &str) -> Option<(String, Vlan)> {
     Some((device_name, Vlan::new(u64::try_from(id).ok()?).ok()?))
 }
 
-/// Returns the device whose receive queues and RSS apply. For a VLAN device that is the underlying device, and
-/// otherwise `device` itself.
-pub fn underlying_nic(device: &str) -> String {
+/// Returns the name of the device whose receive queues and RSS configuration apply to `device`: the underlying device
+/// of a VLAN device, and otherwise `device` itself.
+pub fn underlying_device_or_self(device: &str) -> String {
     underlying_device(device).map_or_else(|| device.to_owned(), |(nic, _)| nic)
 }
 
 /// Returns the name of the device for a VLAN at `interface`, or `None` if there is no such device. Untagged frames use
 /// `interface` itself.
-pub fn device_for_vlan(interface: &str, vlan: Vlan) -> Option<String> {
-    devices_for_vlans(interface, [vlan]).remove(&vlan)
+pub fn vlan_device_name(interface: &str, vlan: Vlan) -> Option<String> {
+    vlan_device_names(interface, [vlan]).remove(&vlan)
 }
 
-/// Returns the name of the device for each of these VLANs at `interface`. VLANs without a device are omitted. Queries
-/// all devices of the network namespace if `vlans` has a tagged VLAN.
-pub fn devices_for_vlans(interface: &str, vlans: impl IntoIterator<Item = Vlan>) -> BTreeMap<Vlan, String> {
+/// Returns the name of the device for each of `vlans` at `interface`. VLANs without a device are omitted. If `vlans`
+/// has a tagged VLAN, queries all devices of the network namespace.
+pub fn vlan_device_names(interface: &str, vlans: impl IntoIterator<Item = Vlan>) -> BTreeMap<Vlan, String> {
     let mut tagged_vlans: BTreeSet<Vlan> = vlans.into_iter().collect();
     let mut names_by_vlan = BTreeMap::new();
     if tagged_vlans.remove(&Vlan::UNTAGGED) {
@@ -114,7 +115,7 @@ pub fn mac_mismatch_message(interface: &str, device: &str) -> Option<String> {
     })
 }
 
-/// Makes the driver leave VLAN tags in received frames. Fails when the driver does not support that.
+/// Configures the driver to leave VLAN tags in received frames. Fails when the driver does not support this.
 pub fn disable_rx_vlan_offload(interface: &str) -> io::Result<()> {
     let offload_flags = ethtool::offload_flags(interface)?;
     if offload_flags & ETH_FLAG_RXVLAN == 0 {
@@ -135,11 +136,11 @@ mod tests {
 
     #[test]
     fn loopback_is_no_vlan_device() {
-        assert_eq!((underlying_device("lo"), underlying_nic("lo")), (None, "lo".to_owned()));
+        assert_eq!((underlying_device("lo"), underlying_device_or_self("lo")), (None, "lo".to_owned()));
         assert_eq!(underlying_device("a-name-that-is-longer-than-allowed"), None);
-        assert_eq!(device_for_vlan("lo", Vlan::UNTAGGED).as_deref(), Some("lo"));
+        assert_eq!(vlan_device_name("lo", Vlan::UNTAGGED).as_deref(), Some("lo"));
         let some_vlan = Vlan::new(7).unwrap();
-        assert_eq!(device_for_vlan("lo", some_vlan), None);
+        assert_eq!(vlan_device_name("lo", some_vlan), None);
         assert!(missing_device_message("lo", some_vlan).contains("ip link add link lo name lo.7 type vlan id 7"));
     }
 }

@@ -42,7 +42,8 @@ enum Format {
     Json,
 }
 
-/// Runs the command and returns its output, if any. Fails when the file is invalid or the kernel rejects something.
+/// Runs the command and returns its output, if any. Fails when the configuration file is invalid or the kernel rejects
+/// a program or a map.
 pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
     let config = args.config()?;
     let pin_directory = match &config {
@@ -54,7 +55,7 @@ pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
             .services
             .iter()
             .map(|service_config| {
-                service::service_pin_directory(&pin_directory, service_config.program_options.service)
+                service::service_pin_directory(&pin_directory, service_config.program_options.service_address)
             })
             .collect(),
         None => service::service_pin_directories(&pin_directory),

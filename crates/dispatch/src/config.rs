@@ -35,12 +35,12 @@ pub struct Service {
     pub program_options: Options,
     /// Timeouts that are checked in user space instead of by the BPF programs.
     pub user_space_timeouts: Timeouts,
-    /// Expected service time of each request type, followed by that of all other requests. `None` means that it is
-    /// learned.
+    /// Expected service time of each request type, followed by that of all other requests. `None` means that the time
+    /// is learned.
     pub expected_service_times: Vec<Option<Duration>>,
-    /// Default for the bounds that [`Service::class_bounds`] returns.
+    /// Default bound on a worker's outstanding requests, from which [`Service::class_bounds`] computes the bounds.
     default_class_bound: u32,
-    reserved_workers: u16,
+    reserved_worker_count: u16,
     reserved_worker_bound: u32,
     class_count: u8,
 }
@@ -49,29 +49,29 @@ impl Service {
     pub fn new(listen: SocketAddr, policy: Policy) -> Self {
         Self {
             program_options: Options {
-                service: listen,
+                service_address: listen,
                 policy,
                 request_id_position: None,
                 type_offset: 0,
-                types: Vec::new(),
-                default_class: 0,
+                request_types: Vec::new(),
+                default_priority_class: 0,
                 measures_service_times: policy == Policy::LightestQueue,
             },
             user_space_timeouts: Timeouts::default(),
             expected_service_times: vec![None],
             default_class_bound: DEFAULT_CLASS_BOUND,
-            reserved_workers: DEFAULT_RESERVED_WORKERS,
+            reserved_worker_count: DEFAULT_RESERVED_WORKERS,
             reserved_worker_bound: 0,
             class_count: 1,
         }
     }
 
-    /// Returns the bounds on each class's outstanding requests, for a service with the given number of workers.
-    pub fn class_bounds(&self, workers: u16) -> ClassBounds {
+    /// Returns the bounds on a worker's outstanding requests for each class, in a service with this number of workers.
+    pub fn class_bounds(&self, worker_count: u16) -> ClassBounds {
         ClassBounds::with_reserved_cores(
-            workers,
+            worker_count,
             self.class_count,
-            self.reserved_workers,
+            self.reserved_worker_count,
             self.default_class_bound,
             self.reserved_worker_bound,
         )
@@ -92,7 +92,7 @@ config_struct! {
         cgroup: Option<PathBuf>,
         /// Address and port of the metrics for Prometheus; without it none are served.
         metrics: Option<Spanned<SocketAddr>>,
-        /// The services.
+        /// Services whose requests are dispatched to workers.
         services as "service": Spanned<Vec<ServiceTable>>,
     }
 }
@@ -117,13 +117,13 @@ config_struct! {
         response_timeout: Option<BoundedDuration<MIN_RESPONSE_TIMEOUT_NS, { MAX_RESPONSE_TIMEOUT.as_nanos() as u64 }>>,
         /// Time without a response after which a worker with queued requests gets no further ones until it responds.
         stall_after: Option<BoundedDuration<MIN_RESPONSE_TIMEOUT_NS, HOUR_NS>>,
-        /// Position of the id that request and response share.
+        /// Position of the request id, which the response repeats.
         request_id: Option<PayloadFieldTable>,
-        /// Position of the type; without it each type has a prefix.
+        /// Position of the number that identifies the request type. Without it, each type has a prefix.
         type_field: Option<PayloadFieldTable>,
         /// Properties of requests that match no type.
         other: OtherTypesTable = OtherTypesTable::default(),
-        /// Types of requests; the first match counts.
+        /// Types of requests. The first type that matches a request applies.
         types as "type": Vec<Spanned<RequestTypeTable>>,
     }
 }
@@ -135,7 +135,7 @@ config_struct! {
     struct PayloadFieldTable {
         /// Offset of the field in the payload, in bytes.
         offset: BoundedInteger<0, MAX_FIELD_OFFSET>,
-        /// Offset in a response's payload, if it differs.
+        /// Offset of the field in a response's payload, if it differs from that in a request.
         response_offset: Option<BoundedInteger<0, MAX_FIELD_OFFSET>>,
         /// Length of the field in bytes.
         bytes: BoundedInteger<1, 8>,
@@ -150,22 +150,22 @@ type ClassNumber = BoundedInteger<0, { MAX_CLASSES as u64 - 1 }>;
 config_struct! {
     #[derive(Default)]
     struct OtherTypesTable {
-        /// Service time; without it, it is learned.
+        /// Expected service time; without it, the service time is learned.
         expected: Option<ExpectedServiceTime>,
-        /// Priority: 0 is the highest.
+        /// Priority class; 0 is the highest.
         class: Option<ClassNumber>,
     }
 }
 
 config_struct! {
     struct RequestTypeTable {
-        /// Value of the service's type_field.
+        /// Value of the service's `type_field` in requests of this type.
         value: Option<u64>,
-        /// First bytes of the payload, 1 to 8.
+        /// First 1 to 8 bytes of the payload in requests of this type.
         prefix: Option<String>,
-        /// Service time; without it, it is learned.
+        /// Expected service time; without it, the service time is learned.
         expected: Option<ExpectedServiceTime>,
-        /// Priority: 0 is the highest.
+        /// Priority class; 0 is the highest.
         class: ClassNumber = BoundedInteger(0),
     }
 }
@@ -193,7 +193,8 @@ impl FromToml for Config {
 }
 
 impl UncheckedConfig {
-    /// Checks a table in another daemon's file. It must not have `metrics`, because the other daemon serves them.
+    /// Checks a `[dispatch]` table in another daemon's file. It must not have `metrics`, because the other daemon
+    /// serves them.
     fn check_embedded(self, reader: &mut Reader<'_>) -> Config {
         if let Some(metrics) = &self.metrics {
             let metrics_address = metrics.get_ref();
@@ -212,8 +213,8 @@ impl UncheckedConfig {
         for table in self.services.into_inner() {
             let listen_span = table.listen.span.clone();
             let Some(service) = table.check(reader) else { continue };
-            let listen_address = service.program_options.service;
-            if services.iter().any(|service| service.program_options.service == listen_address) {
+            let listen_address = service.program_options.service_address;
+            if services.iter().any(|service| service.program_options.service_address == listen_address) {
                 reader.report(listen_span, format!("{listen_address} is listed twice: expected each once"));
             }
             services.push(service);
@@ -238,7 +239,7 @@ impl ServiceTable {
         // mistakes, too.
         let mut service = Service::new(listen_address.unwrap_or_else(|| ([0, 0, 0, 0], 1).into()), self.policy.0);
         service.default_class_bound = self.bound.0 as u32;
-        service.reserved_workers = self.reserved.0 as u16;
+        service.reserved_worker_count = self.reserved.0 as u16;
         service.reserved_worker_bound = self.reserved_bound.0 as u32;
         if let Some(BoundedDuration(timeout)) = self.response_timeout {
             service.user_space_timeouts.response_timeout = timeout;
@@ -266,15 +267,25 @@ impl ServiceTable {
             let request_type = spanned_type.get_ref();
             let value_and_mask = match_value_and_mask(request_type, self.type_field.as_ref());
             let Some((value, mask)) = reader.ok_or_report(value_and_mask, spanned_type.span()) else { continue };
-            service.program_options.types.push(RequestType { value, mask, class: request_type.class.0 as u8 });
+            service.program_options.request_types.push(RequestType {
+                value,
+                mask,
+                priority_class: request_type.class.0 as u8,
+            });
             service.expected_service_times.push(request_type.expected.map(|BoundedDuration(time)| time));
         }
-        let lowest_priority_class =
-            service.program_options.types.iter().map(|request_type| request_type.class).max().unwrap_or(0);
+        let lowest_priority_class = service
+            .program_options
+            .request_types
+            .iter()
+            .map(|request_type| request_type.priority_class)
+            .max()
+            .unwrap_or(0);
         // Unless `other` has a class, requests that match no type have the lowest priority.
-        service.program_options.default_class = self.other.class.map_or(lowest_priority_class, |class| class.0 as u8);
+        service.program_options.default_priority_class =
+            self.other.class.map_or(lowest_priority_class, |class| class.0 as u8);
         service.expected_service_times.push(self.other.expected.map(|BoundedDuration(time)| time));
-        service.class_count = lowest_priority_class.max(service.program_options.default_class) + 1;
+        service.class_count = lowest_priority_class.max(service.program_options.default_priority_class) + 1;
         service.program_options.measures_service_times = service.program_options.policy == Policy::LightestQueue
             && service.expected_service_times.iter().any(Option::is_none);
     }
@@ -337,7 +348,7 @@ mod tests {
         let config = parse(DNS_SERVICE_CONFIG).unwrap();
         assert_eq!(config.pin_directory, Path::new(DEFAULT_PIN_DIRECTORY));
         assert_eq!(config.services, [Service::new("0.0.0.0:53".parse().unwrap(), Policy::ShortestQueue)]);
-        assert_eq!(config.services[0].class_bounds(3).for_class(0), [4, 4, 4]);
+        assert_eq!(config.services[0].class_bounds(3).bounds_for_class(0), [4, 4, 4]);
     }
 
     const TYPED_SERVICES_CONFIG: &str = r#"
@@ -367,24 +378,28 @@ class = 1
         let config = parse(TYPED_SERVICES_CONFIG).unwrap();
         let [first, second] = &config.services[..] else { panic!("{config:?}") };
         assert_eq!((first.program_options.type_offset, first.program_options.measures_service_times), (3, false));
-        assert_eq!(first.program_options.types[0].value, [1, 2, 0, 0, 0, 0, 0, 0]);
-        assert_eq!(first.program_options.types[0].mask, [255, 255, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(first.program_options.request_types[0].value, [1, 2, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(first.program_options.request_types[0].mask, [255, 255, 0, 0, 0, 0, 0, 0]);
         assert_eq!(first.expected_service_times, [Some(Duration::from_micros(100)), Some(Duration::from_nanos(7500))]);
         let id = dispatch::RequestIdPosition { request_offset: 0, response_offset: 4, byte_count: 2 };
         assert_eq!(first.program_options.request_id_position, Some(id));
-        assert_eq!(&second.program_options.types[0].value, b"get \0\0\0\0");
+        assert_eq!(&second.program_options.request_types[0].value, b"get \0\0\0\0");
         assert_eq!(
-            (second.program_options.default_class, second.class_count, second.program_options.measures_service_times),
+            (
+                second.program_options.default_priority_class,
+                second.class_count,
+                second.program_options.measures_service_times
+            ),
             (1, 2, false)
         );
         assert_eq!(
-            (second.class_bounds(3).for_class(0), second.class_bounds(3).for_class(1)),
+            (second.class_bounds(3).bounds_for_class(0), second.class_bounds(3).bounds_for_class(1)),
             (&[2, 2, 2][..], &[0, 2, 2][..])
         );
     }
 
     #[test]
-    fn mistakes_name_line_key_and_what_was_expected() {
+    fn error_messages_name_line_key_and_expected_value() {
         let error_of_config = |extra_lines: &str| parse(&format!("{DNS_SERVICE_CONFIG}{extra_lines}\n")).unwrap_err();
         assert_eq!(
             error_of_config("policy = \"jsk\""),
@@ -426,8 +441,9 @@ class = 1
 
     #[test]
     fn all_mistakes_are_reported_at_once() {
-        let text = "[[service]]\npolicy = \"x\"\n[[service.type]]\n[[service]]\nlisten = \"0.0.0.0:0\"\nbound = 0\n";
-        let mistakes = parse(text).unwrap_err();
+        let invalid_config =
+            "[[service]]\npolicy = \"x\"\n[[service.type]]\n[[service]]\nlisten = \"0.0.0.0:0\"\nbound = 0\n";
+        let mistakes = parse(invalid_config).unwrap_err();
         let mistake_positions: Vec<&str> = mistakes.lines().map(|line| line.split(": ").next().unwrap()).collect();
         assert_eq!(
             mistake_positions,

@@ -15,10 +15,10 @@ use crate::config::Config;
 use crate::dispatcher::Dispatcher;
 use crate::{service, status};
 
-/// Interval between the checks whether the services' maintenance thread is running.
+/// Interval between checks that the services' maintenance thread is running.
 const THREAD_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Runs the dispatcher until SIGTERM or SIGINT. The pinned BPF programs continue to dispatch.
+/// Runs the dispatcher until SIGTERM or SIGINT. Afterwards, the pinned BPF programs continue to dispatch requests.
 pub fn run(config: &Config) -> anyhow::Result<()> {
     let (stop_sender, stop_receiver) = channel();
     ctrlc::set_handler(move || _ = stop_sender.send(())).context("cannot handle SIGTERM and SIGINT")?;
@@ -27,7 +27,7 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
         .services
         .iter()
         .map(|service_config| {
-            service::service_pin_directory(&config.pin_directory, service_config.program_options.service)
+            service::service_pin_directory(&config.pin_directory, service_config.program_options.service_address)
         })
         .collect();
     metrics_endpoint::serve(config.metrics, || (), move || metrics_snapshot(&service_pin_directories))?;

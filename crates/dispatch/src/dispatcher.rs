@@ -35,7 +35,7 @@ pub struct DispatchState {
 }
 
 impl Dispatcher {
-    /// Loads the programs or takes over running ones, in the calling thread's network namespace.
+    /// Loads the services' BPF programs or takes over running ones, in the calling thread's network namespace.
     pub fn start(config: &Config) -> anyhow::Result<Self> {
         let mut services = MaintainedServices::start(config)?;
         let (config_change_sender, config_change_receiver) = channel();
@@ -75,11 +75,11 @@ impl Dispatcher {
     }
 }
 
-/// Stops dispatching for these services, so that the kernel selects workers again. Fails when something cannot be
-/// removed.
+/// Stops dispatching for these services, so that the kernel selects workers again. Fails when a service's programs or
+/// pins cannot be removed.
 pub fn detach(config: &Config) -> anyhow::Result<()> {
     let to_pin_directory = |service_config: &crate::config::Service| {
-        service::service_pin_directory(&config.pin_directory, service_config.program_options.service)
+        service::service_pin_directory(&config.pin_directory, service_config.program_options.service_address)
     };
     config.services.iter().try_for_each(|service_config| service::end_dispatch(&to_pin_directory(service_config)))?;
     // An error is ignored, because other services may still use the directory.
@@ -148,7 +148,7 @@ impl MaintainedServices {
                 && config
                     .services
                     .iter()
-                    .any(|service_config| service_config.program_options.service == service.listen_address())
+                    .any(|service_config| service_config.program_options.service_address == service.listen_address())
         };
         let (kept_services, removed_services): (Vec<_>, Vec<_>) = self.services.drain(..).partition(is_kept);
         self.services = kept_services;
@@ -164,7 +164,7 @@ impl MaintainedServices {
             let service_index = self
                 .services
                 .iter()
-                .position(|service| service.listen_address() == service_config.program_options.service);
+                .position(|service| service.listen_address() == service_config.program_options.service_address);
             match (service_index, DispatchedService::start(service_config, &self.pin_directory, &cgroup)) {
                 (Some(index), Ok(service)) => self.services[index] = service,
                 (None, Ok(service)) => self.services.push(service),

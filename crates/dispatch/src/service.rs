@@ -19,7 +19,7 @@ use crate::status::ServiceStatus;
 /// Interval between searches for new workers, unless a worker has died recently.
 const WORKER_SEARCH_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Service whose requests are dispatched to workers. They are still dispatched after this value is dropped.
+/// Service whose requests are dispatched to workers. Requests are still dispatched after this value is dropped.
 #[derive(Debug)]
 pub struct DispatchedService {
     service_config: config::Service,
@@ -38,7 +38,7 @@ pub struct DispatchedService {
 impl DispatchedService {
     /// Loads the service's BPF programs or takes over running ones.
     pub fn start(config: &config::Service, pin_directory: &Path, cgroup: &Path) -> anyhow::Result<Self> {
-        let listen_address = config.program_options.service;
+        let listen_address = config.program_options.service_address;
         let dispatch_programs = DispatchPrograms::load(
             &service_pin_directory(pin_directory, listen_address),
             cgroup,
@@ -54,7 +54,7 @@ impl DispatchedService {
             event = "dispatch-started",
             service = %listen_address,
             policy = config.program_options.policy.name(),
-            taken_over = dispatch_programs.is_taken_over(),
+            taken_over = dispatch_programs.is_state_taken_over(),
             "the dispatcher selects a worker for each request of the service"
         );
         let last_observed_service_times =
@@ -76,8 +76,9 @@ impl DispatchedService {
 
     /// Performs the service's periodic maintenance. Called once per [`dispatch::POLL_INTERVAL`].
     pub fn poll(&mut self) {
-        let poll_result =
-            self.dispatch_programs.maintain(self.started_at.elapsed(), &self.service_config.user_space_timeouts);
+        let poll_result = self
+            .dispatch_programs
+            .maintain_service(self.started_at.elapsed(), &self.service_config.user_space_timeouts);
         let has_worker_died = poll_result.unwrap_or_else(|error| {
             self.record_warning(format!("{error:#}"));
             false
@@ -103,7 +104,7 @@ impl DispatchedService {
     }
 
     pub fn listen_address(&self) -> SocketAddr {
-        self.service_config.program_options.service
+        self.service_config.program_options.service_address
     }
 
     pub fn status(&self) -> ServiceStatus {
@@ -116,7 +117,7 @@ impl DispatchedService {
 
     fn record_warning(&mut self, warning: String) {
         if self.last_warning.as_ref() != Some(&warning) {
-            let service = self.service_config.program_options.service;
+            let service = self.service_config.program_options.service_address;
             tracing::warn!(
                 event = "dispatch-problem",
                 %service,
@@ -168,7 +169,7 @@ impl DispatchedService {
     }
 
     fn find_workers(&mut self, has_worker_died: bool) -> anyhow::Result<()> {
-        let listen_address = self.service_config.program_options.service;
+        let listen_address = self.service_config.program_options.service_address;
         let socket_inodes = listeners::udp_socket_inodes(listen_address)?;
         if socket_inodes == self.worker_socket_inodes && !has_worker_died {
             return Ok(());
@@ -179,30 +180,35 @@ impl DispatchedService {
             "no UDP socket receives at {listen_address}: expected a running server"
         );
         let socket_readers = find_socket_readers(&socket_inodes)?;
-        let steered_cookies: BTreeSet<u64> = self.dispatch_programs.worker_sockets().into_values().collect();
+        let steered_socket_cookies: BTreeSet<u64> =
+            self.dispatch_programs.socket_cookies_by_slot().into_values().collect();
         let mut problem = None;
-        let mut is_complete = socket_readers.len() == socket_inodes.len();
+        let mut is_search_complete = socket_readers.len() == socket_inodes.len();
         for listener in &socket_readers {
-            match self.add_worker_if_unsteered(listener, &steered_cookies) {
+            match self.add_worker_if_new(listener, &steered_socket_cookies) {
                 Ok(()) => {}
                 Err(error) => {
-                    is_complete = false;
+                    is_search_complete = false;
                     problem = Some(error);
                 }
             }
         }
         self.dispatch_programs.set_request_limits(|workers| self.service_config.class_bounds(workers));
-        if is_complete {
+        if is_search_complete {
             self.worker_socket_inodes = socket_inodes;
         }
         problem.map_or(Ok(()), Err)
     }
 
-    fn add_worker_if_unsteered(&self, listener: &ServiceSocket, steered_cookies: &BTreeSet<u64>) -> anyhow::Result<()> {
-        let socket = listeners::duplicate_socket(listener)?;
-        if !steered_cookies.contains(&reuseport::socket_cookie(socket.as_fd())?) {
+    fn add_worker_if_new(
+        &self,
+        listener: &ServiceSocket,
+        steered_socket_cookies: &BTreeSet<u64>,
+    ) -> anyhow::Result<()> {
+        let socket = listeners::duplicate_process_socket(listener)?;
+        if !steered_socket_cookies.contains(&reuseport::socket_cookie(socket.as_fd())?) {
             let slot = self.dispatch_programs.add_worker(socket.as_fd(), listener.pid as u32)?;
-            let service = self.service_config.program_options.service;
+            let service = self.service_config.program_options.service_address;
             tracing::info!(
                 event = "worker-added",
                 %service,
@@ -212,34 +218,37 @@ impl DispatchedService {
             );
         }
         // Sockets of a restarted server may be in several reuseport groups, and each group needs the program.
-        self.dispatch_programs.attach(socket.as_fd()).context("the service must open its sockets with SO_REUSEPORT")
+        self.dispatch_programs
+            .attach_to_socket_group(socket.as_fd())
+            .context("the service must open its sockets with SO_REUSEPORT")
     }
 }
 
-/// Returns the process that reads each socket, which is one that waits for it with epoll or else one that has it open.
+/// Returns for each socket the process that reads it: one that waits for it with epoll, or else one that has it open.
 fn find_socket_readers(socket_inodes: &BTreeSet<SocketInode>) -> anyhow::Result<Vec<ServiceSocket>> {
-    let mut socket_readers = listeners::find_epoll_waiters(socket_inodes)?;
+    let mut socket_readers = listeners::find_processes_waiting_with_epoll(socket_inodes)?;
     let inodes_without_waiter: BTreeSet<SocketInode> = socket_inodes
         .iter()
         .copied()
         .filter(|inode| socket_readers.iter().all(|listener| listener.inode != *inode))
         .collect();
     if !inodes_without_waiter.is_empty() {
-        socket_readers.extend(listeners::find_socket_owners(&inodes_without_waiter)?);
+        socket_readers.extend(listeners::find_owning_processes(&inodes_without_waiter)?);
     }
     // The readers are in the order in which the workers started.
     socket_readers.sort_by_key(|listener| (listener.descriptor, listener.pid, listener.inode));
     Ok(socket_readers)
 }
 
-/// Stops dispatching for a service, so that the kernel selects workers again. Fails when something cannot be removed.
+/// Stops dispatching for a service, so that the kernel selects workers again. Fails when its programs or pins cannot be
+/// removed.
 pub fn end_dispatch(pin_directory: &Path) -> anyhow::Result<()> {
     if let Ok(ledger) = dispatch::open_pinned_ledger(pin_directory) {
         let listen_address = ledger.service_and_policy().0;
         // If all sockets are closed, the kernel has already detached the program.
         for listener in find_socket_readers(&listeners::udp_socket_inodes(listen_address)?)? {
-            if let Err(error) =
-                listeners::duplicate_socket(&listener).and_then(|socket| reuseport::detach(socket.as_fd()))
+            if let Err(error) = listeners::duplicate_process_socket(&listener)
+                .and_then(|socket| reuseport::detach_from_group(socket.as_fd()))
             {
                 tracing::debug!(
                     event = "not-detached",
@@ -279,8 +288,8 @@ mod tests {
 
     #[test]
     fn pin_directory_names_have_no_dots() {
-        let directory_of = |listen: &str| service_pin_directory(Path::new("/d"), listen.parse().unwrap());
-        assert_eq!(directory_of("10.0.0.1:53"), Path::new("/d/10_0_0_1_53"));
-        assert_eq!(directory_of("[::]:53"), Path::new("/d/___53"));
+        let pin_directory = |listen: &str| service_pin_directory(Path::new("/d"), listen.parse().unwrap());
+        assert_eq!(pin_directory("10.0.0.1:53"), Path::new("/d/10_0_0_1_53"));
+        assert_eq!(pin_directory("[::]:53"), Path::new("/d/___53"));
     }
 }

@@ -80,8 +80,9 @@ pub fn format_status(services: &[ServiceStatus]) -> String {
             );
         }
         let _ = writeln!(text, "{}", worker_table(&service.worker_counts));
-        let counters: Vec<String> = service.counters.iter().map(|(name, count)| format!("{name} {count}")).collect();
-        let _ = writeln!(text, "{}", counters.join(", "));
+        let counter_texts: Vec<String> =
+            service.counters.iter().map(|(name, count)| format!("{name} {count}")).collect();
+        let _ = writeln!(text, "{}", counter_texts.join(", "));
     }
     text
 }

@@ -50,7 +50,7 @@ enum Format {
     Json,
 }
 
-/// Service on the command line, written as ADDRESS:PORT, optionally with /tcp or /udp.
+/// Service on the command line. Its text has the form ADDRESS:PORT, with an optional suffix /tcp or /udp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ServiceArgument(ServiceAddress);
 
@@ -67,7 +67,7 @@ impl FromStr for ServiceArgument {
     }
 }
 
-/// Runs the checks. Returns the output, and whether no fault remains. Fails if the file or the options are invalid.
+/// Runs the checks. Returns the output, and true if no fault remains. Fails if the file or the options are invalid.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<(String, bool)> {
     if args.list {
         return Ok((list_checks(args.format), true));
@@ -89,12 +89,12 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<(String, bool)> {
             findings = checks::run_all_checks(&facts);
         }
     }
-    let has_no_fault = findings.iter().all(|(_, finding)| finding.severity < Severity::Fault);
+    let is_free_of_faults = findings.iter().all(|(_, finding)| finding.severity < Severity::Fault);
     let text = match args.format {
         Format::Text => report::format_text(&facts, &findings, &executed_repairs),
         Format::Json => format!("{:#}", report::format_json(&facts, &findings, &executed_repairs)),
     };
-    Ok((text, has_no_fault))
+    Ok((text, is_free_of_faults))
 }
 
 fn list_checks(format: Format) -> String {
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn service_argument_is_parsed_with_optional_protocol() {
+    fn service_argument_is_parsed_with_and_without_protocol() {
         let parse_service = |text: &str| ServiceArgument::from_str(text).map(|argument| argument.0);
         let expected_address = |protocol| ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol };
         assert_eq!(parse_service("10.200.0.1:80").unwrap(), expected_address(Protocol::Tcp));

@@ -38,7 +38,7 @@ impl Role {
     }
 }
 
-/// Settings from the daemon's configuration file, or their defaults.
+/// Settings from the daemon's configuration file, or their defaults without a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
     /// Network device that receives the services' packets, or `None` for a controller.
@@ -46,49 +46,49 @@ pub struct Settings {
     /// Directory in which the daemon pins its programs and maps.
     pub pin_directory: Option<PathBuf>,
     pub controllers: Vec<SocketAddr>,
-    /// Whether the agent sets the sysctl net.ipv4.tcp_timestamps.
+    /// Whether the agent sets the sysctl net.ipv4.tcp_timestamps itself.
     pub manage_timestamps: bool,
-    /// Whether the agent reports a core's load as the busy time of its CPU.
+    /// Whether the agent reports the busy time of a CPU as the load of its core.
     pub reports_cpu_time_as_load: bool,
-    /// Method by which the agent assigns connections to workers.
+    /// Method by which the agent selects the worker for a connection.
     pub steer: Steer,
     pub xdp_mode: XdpMode,
     /// Number of the routing table in which the load balancer announces VIPs, or `None` if it announces none.
     pub announcement_table: Option<u32>,
 }
 
-/// All facts that the checks examine.
+/// All facts about this machine that the checks examine.
 #[derive(Debug, Clone)]
 pub struct Facts {
     pub role: Role,
     pub settings: Settings,
     pub kernel: Kernel,
-    /// Capabilities that this process lacks.
+    /// Names of the required capabilities that this process lacks.
     pub missing_capabilities: Vec<&'static str>,
-    /// Hard limit of open files, which a daemon makes its own limit.
+    /// Hard limit of open files. A daemon raises its own soft limit to it.
     pub open_files_limit: u64,
     /// Values of sysctls, by path below /proc/sys. Sysctls that do not exist have no entry.
     pub sysctl_values: BTreeMap<String, String>,
     pub bpf_file_system: BpfFileSystem,
-    /// Reason why another process could not take over the pinned programs and maps, if there is one.
+    /// Reason why a new process could not take over the pinned programs and maps, or `None` if it could.
     pub pins_problem: Option<String>,
-    /// Network device that receives the services' packets, or `None` if it is not configured or does not exist.
+    /// Network device that receives the services' packets. `None` if it is not configured or does not exist.
     pub device: Option<Device>,
     /// Addresses of all network devices.
     pub addresses: Vec<Address>,
-    /// Names of the devices that default routes use.
+    /// Names of the network devices of the default routes.
     pub default_route_devices: BTreeSet<String>,
     /// Number of online CPUs.
     pub cpu_count: usize,
     pub clock: Clock,
     pub netfilter: Netfilter,
-    /// Address of the controller that answered, or the error. `None` without a configured address, or for a controller.
+    /// Address of the controller that answered, or the error. `None` for a controller, or if no address is configured.
     pub controller_answer: Option<Result<SocketAddr, String>>,
-    /// Services that this machine serves or balances.
+    /// Services for which this machine is a server or a load balancer.
     pub services: Vec<Service>,
     /// Servers of these services, by name.
     pub servers_by_name: BTreeMap<String, Server>,
-    /// Number of reports that the controller rejected because they were from the future by its clock.
+    /// Number of agents' reports that the controller rejected because their time was in the future by its clock.
     pub future_dated_report_count: u64,
     /// Facts about the announcement of VIPs, or `None` if this machine announces none.
     pub announcement: Option<Announcement>,
@@ -100,7 +100,7 @@ pub struct Facts {
     pub certificates: Vec<CertificateFacts>,
 }
 
-/// Thread that is pinned to one CPU and never waits, because it polls or is at full load.
+/// Thread that is pinned to one CPU and never sleeps, because it polls or is at full load.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PollingThread {
     pub thread_id: u32,
@@ -112,10 +112,10 @@ pub struct PollingThread {
 /// Facts about one of the daemon's certificates.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertificateFacts {
-    /// Use of the certificate, which is "own", or "ca" for an authority.
+    /// Use of the certificate: "own", or "ca" for an authority.
     pub usage: &'static str,
     pub subject: String,
-    /// Identity in the certificate if it belongs to another daemon.
+    /// Identity in the certificate with the expected identity, if the certificate belongs to another daemon.
     pub wrong_owner: Option<String>,
     /// Remaining validity, which is zero if the certificate has expired.
     pub remaining_validity: Duration,
@@ -127,26 +127,26 @@ pub struct CertificateFacts {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Announcement {
     pub routing_table_number: u32,
-    /// Entries of `ip rule` that use the table, or the error if they cannot be read.
+    /// Entries of `ip rule` that refer to the routing table, or the error if they cannot be read.
     pub ip_rules: Result<Vec<String>, String>,
-    /// Name of the routing daemon that is running, if any.
+    /// Name of the running routing daemon, or `None` if none is running.
     pub routing_daemon: Option<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kernel {
-    /// Kernel release, as `uname -r` prints it.
+    /// Kernel release, in the form that `uname -r` prints.
     pub release: String,
     /// Whether the kernel provides its BTF at /sys/kernel/btf/vmlinux.
     pub has_btf: bool,
-    /// Result of loading each BPF program of the role. Empty if this process lacks the capabilities to load programs.
+    /// Result of loading each of the role's BPF programs. Empty if this process lacks the capabilities for it.
     pub program_load_results: BTreeMap<&'static str, Result<(), String>>,
 }
 
 /// File system that contains the pin directory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BpfFileSystem {
-    /// Pin directory, or its nearest ancestor that exists.
+    /// Pin directory, or its nearest existing ancestor.
     pub existing_directory: PathBuf,
     /// Whether this directory is in a BPF file system.
     pub is_bpf: bool,
@@ -162,41 +162,42 @@ pub struct Device {
     /// MTU of the device, in bytes.
     pub mtu: u32,
     pub driver: String,
-    /// Numbers of the device's channels (queues), or `None` if the driver does not report them.
-    pub channels: Option<QueueCounts>,
-    /// Whether the device merges received packets in hardware (LRO).
+    /// Current and maximum numbers of the device's queues, or `None` if the driver does not report them.
+    pub queue_counts: Option<QueueCounts>,
+    /// Whether the device merges received packets in hardware (large receive offload, LRO).
     pub is_lro_enabled: bool,
-    /// Whether RSS includes ports in its hash, by flow type. Types that the driver does not report have no entry.
+    /// Whether the RSS hash includes the ports, by flow type. Types that the driver does not report have no entry.
     pub port_hashing_by_flow_type: BTreeMap<FlowType, bool>,
     pub xdp: XdpState,
-    /// Whether the veth peer has an XDP program. `None` if the device is no veth, or the peer is not visible.
+    /// Whether the peer of a veth device has an XDP program. `None` for other devices, or if the peer is not visible.
     pub veth_peer_has_xdp: Option<bool>,
-    /// Counters above 0 of frames that XDP sent and the driver dropped.
+    /// Names and values of the nonzero counters of frames that XDP sent and the driver dropped.
     pub xdp_send_errors: Vec<(String, u64)>,
-    /// Id of the XDP program that coreward has attached, found through its pinned link.
+    /// Id of the XDP program that coreward has attached, which is found through its pinned link.
     pub own_program_id: Option<u32>,
-    /// Settings that direct packets to other cores than RSS selects.
+    /// Settings that send packets to other cores than those that RSS selects.
     pub rss_conflicts: RssConflicts,
-    /// Interrupts of the device that are known, by receive queue.
+    /// Known interrupts of the device, by receive queue.
     pub interrupts_by_queue: BTreeMap<u16, Interrupt>,
-    /// Number of entries in the RSS indirection table and the hash's input transform, or why they are unknown.
+    /// Number of entries in the RSS indirection table and input transform of the hash, or the reason why they are
+    /// unknown.
     pub rss_entries_and_transform: Result<(usize, InputTransform), RssProblem>,
-    /// Whether the driver moves open connections to other queues (ATR), or `None` if it cannot.
+    /// Whether the driver moves open connections to other queues (ATR), or `None` if it never can.
     pub moves_open_connections: Option<bool>,
     /// Whether the device removes the VLAN tags of received frames.
     pub strips_vlan_tags: bool,
-    /// VLAN devices that use this device.
+    /// Names of the VLAN devices that use this device.
     pub vlan_devices: Vec<String>,
-    /// Whether /sys shows this network namespace. If it does not, RPS and interrupts are not visible.
+    /// Whether /sys belongs to this network namespace. If not, RPS and interrupts are not visible.
     pub is_sysfs_visible: bool,
 }
 
-/// Reason why it cannot be predicted which receive queue a connection's packets arrive at.
+/// Reason why the receive queue of a connection's packets cannot be predicted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RssProblem {
-    /// The device reports no indirection table.
+    /// The device reports no RSS indirection table.
     NoIndirectionTable(String),
-    /// The device uses another hash function, or reports none.
+    /// The device uses a hash function other than Toeplitz, or reports none.
     UnsupportedHash(String),
 }
 
@@ -209,9 +210,9 @@ pub struct Address {
 }
 
 impl Address {
-    /// Returns whether `other` is in the network of this address.
-    pub fn shares_network_with(&self, other: IpAddr) -> bool {
-        match (self.address, self.mask, other) {
+    /// Returns whether an IP address belongs to the network of this address.
+    pub fn shares_network_with(&self, address: IpAddr) -> bool {
+        match (self.address, self.mask, address) {
             (IpAddr::V4(own), IpAddr::V4(mask), IpAddr::V4(other)) => own & mask == other & mask,
             (IpAddr::V6(own), IpAddr::V6(mask), IpAddr::V6(other)) => own & mask == other & mask,
             _ => false,
@@ -221,9 +222,9 @@ impl Address {
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Clock {
-    /// Name of the kernel's clock source, which is empty if unknown.
+    /// Name of the kernel's clock source, or an empty string if it is unknown.
     pub clock_source: String,
-    /// Whether the wall clock is synchronised (NTP), or `None` if unknown.
+    /// Whether the wall clock is synchronized (NTP), or `None` if this is unknown.
     pub is_synchronised: Option<bool>,
 }
 
@@ -236,7 +237,7 @@ pub struct Netfilter {
     pub legacy_tables: Vec<String>,
 }
 
-/// Service that this machine serves or balances.
+/// Service for which this machine is a server or a load balancer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Service {
     pub name: String,
@@ -247,7 +248,7 @@ pub struct Service {
     pub is_stamped: bool,
     /// Method by which load balancers forward packets to the servers.
     pub forwarding: Forwarding,
-    /// Sockets of the service on this machine, or the error. `None` if this machine does not serve the service.
+    /// Sockets of the service on this machine, or the error. `None` if this machine is not a server of the service.
     pub sockets: Option<Result<Sockets, String>>,
 }
 
@@ -257,22 +258,22 @@ impl Service {
     }
 }
 
-/// Server of a service, as seen by load balancers.
+/// Server of a service, as its load balancers reach it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Server {
     /// Address at which load balancers reach the server.
     pub address: IpAddr,
-    /// Whether load balancers forward to the server with untagged frames (`forwarding = "l2"`).
+    /// Whether load balancers forward to the server in untagged Ethernet frames (`forwarding = "l2"`).
     pub is_on_segment: bool,
 }
 
-/// Sockets on this machine that receive a service's packets.
+/// Sockets on this machine that receive the packets of a service.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Sockets {
     pub socket_count: usize,
-    /// Whether the sockets have SO_REUSEPORT, or `None` if unknown.
+    /// Whether the sockets have SO_REUSEPORT set, or `None` if this is unknown.
     pub has_reuseport: Option<bool>,
-    /// Sets of CPUs, one for each process that waits at a socket. The process may run on these CPUs.
+    /// CPU affinity of each process that waits at one of the sockets.
     pub worker_cpus: Vec<BTreeSet<usize>>,
 }
 
@@ -280,43 +281,43 @@ pub struct Sockets {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ControllerFacts {
     pub listen_address: SocketAddr,
-    /// Reason why the listening address cannot be bound, if any.
+    /// Reason why the listening address cannot be bound, or `None` if it can.
     pub listen_problem: Option<String>,
-    /// Whether a controller answers at the listening address.
+    /// Whether a controller already answers at the listening address.
     pub is_running: bool,
     pub store: StoreFacts,
 }
 
-/// Store of the controller's records, with its problems.
+/// Store of the controller's records, with its current problem.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StoreFacts {
     File {
         path: PathBuf,
-        /// Reason why the file cannot be created or written, if any.
+        /// Reason why the file cannot be created or written, or `None` if it can.
         problem: Option<String>,
         /// Permission bits of the file, or `None` if the file does not exist.
-        mode: Option<u32>,
+        permission_bits: Option<u32>,
     },
     Etcd {
         endpoints: Vec<String>,
-        /// Name of the leading controller according to etcd, or the error.
+        /// Name of the leading controller according to etcd, or the error of the request.
         leader: Result<String, String>,
     },
 }
 
 impl Facts {
-    pub fn interface(&self) -> &str {
+    pub fn interface_name(&self) -> &str {
         self.settings.interface.as_deref().unwrap_or_default()
     }
 
-    pub fn sysctl(&self, path: &str) -> Option<u32> {
+    pub fn sysctl_value(&self, path: &str) -> Option<u32> {
         self.sysctl_values.get(path)?.trim().parse().ok()
     }
 
-    /// Returns a sysctl's values in net.ipv4.conf for `all` and for the services' device.
+    /// Returns the values of a sysctl in net.ipv4.conf, for `all` and for the services' device.
     pub fn all_and_device_sysctl_values(&self, name: &str) -> Option<(u32, u32)> {
-        let of = |device: &str| self.sysctl(&device_sysctl_path(device, name));
-        Some((of("all")?, of(self.interface())?))
+        let of = |device: &str| self.sysctl_value(&device_sysctl_path(device, name));
+        Some((of("all")?, of(self.interface_name())?))
     }
 
     pub fn vips(&self) -> BTreeSet<IpAddr> {
@@ -324,15 +325,15 @@ impl Facts {
     }
 }
 
-/// Returns the path, below /proc/sys, of the sysctl that disables IPv6 on a device.
+/// Returns the path below /proc/sys of the sysctl that disables IPv6 on a device.
 pub fn disable_ipv6_sysctl_path(device: &str) -> String {
     format!("net/ipv6/conf/{device}/disable_ipv6")
 }
 
-/// Path, below /proc/sys, of the sysctl that makes the machine forward IPv6 packets.
+/// Path below /proc/sys of the sysctl that makes the machine forward IPv6 packets.
 pub const IPV6_FORWARDING_SYSCTL: &str = "net/ipv6/conf/all/forwarding";
 
-/// Returns the path, below /proc/sys, of a device's sysctl in net.ipv4.conf.
+/// Returns the path below /proc/sys of a device's sysctl in net.ipv4.conf.
 pub fn device_sysctl_path(device: &str, name: &str) -> String {
     format!("net/ipv4/conf/{device}/{name}")
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
-    /// The observed state is as expected.
+    /// The observed state is the expected state.
     Ok,
     /// The state cannot be observed.
     Unknown,
@@ -29,11 +29,11 @@ impl Severity {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
     pub severity: Severity,
-    /// Observed value or state, from which the finding follows.
+    /// Observed value or state that caused the finding.
     pub observation: String,
-    /// Consequence for the operator if nothing changes. It is empty for `Ok`.
+    /// Consequence for the operator if the state remains. Empty for `Ok`.
     pub consequence: String,
-    /// Steps that repair the problem.
+    /// Steps that solve the problem.
     pub remedies: Vec<RemedyStep>,
 }
 
@@ -41,24 +41,24 @@ pub struct Finding {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RemedyStep {
     pub command: String,
-    /// Equivalent of the command, for `--fix` to execute. `None` if only an operator may execute the step.
+    /// Equivalent of the command that `--fix` executes, or `None` if only an operator may execute the step.
     pub automatic_fix: Option<Fix>,
 }
 
-/// Repair that `--fix` can execute. Repairs never break connections.
+/// Repair that `--fix` can execute. No repair breaks connections.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fix {
-    /// Set a sysctl now, and at the next boot by a drop-in file.
+    /// Sets a sysctl now, and by a drop-in file at the next boot.
     Sysctl {
         /// Path of the sysctl, below /proc/sys.
         path: String,
         value: &'static str,
     },
-    /// Write to a file in /sys, with effect until the next boot.
+    /// Writes to a file in /sys, with effect until the next boot.
     WriteFile { path: PathBuf, value: &'static str },
-    /// Mount the BPF file system at /sys/fs/bpf until the next boot, when systemd mounts it.
+    /// Mounts the BPF file system at /sys/fs/bpf. At the next boot, systemd mounts it.
     MountBpf,
-    /// Remove all permissions of a file, except for its owner's.
+    /// Removes all permissions of a file except its owner's permissions.
     RestrictToOwner(PathBuf),
 }
 
@@ -83,27 +83,27 @@ impl Finding {
         Self::new(Severity::Fault, observation, consequence)
     }
 
-    /// Returns a fault if `is_fault` is true, otherwise a warning.
+    /// Returns a fault if `is_fault` is true, and otherwise a warning.
     pub fn fault_or_warning(is_fault: bool, observation: impl Into<String>, consequence: &str) -> Self {
         Self::new(if is_fault { Severity::Fault } else { Severity::Warning }, observation, consequence)
     }
 
-    /// Adds a remedy step that only an operator executes.
+    /// Adds a remedy step that only an operator may execute.
     pub fn with_remedy_step(mut self, command: impl Into<String>) -> Self {
         self.remedies.push(RemedyStep { command: command.into(), automatic_fix: None });
         self
     }
 
-    /// Adds a remedy step that `--fix` may execute.
-    pub fn with_fix(mut self, fix: Fix) -> Self {
+    /// Adds a remedy step that `--fix` can execute.
+    pub fn with_automatic_fix(mut self, fix: Fix) -> Self {
         self.remedies.push(RemedyStep { command: fix.shell_command(), automatic_fix: Some(fix) });
         self
     }
 
-    /// Adds a remedy step that sets a sysctl. `--fix` may execute it if `is_safe_to_fix` is true.
+    /// Adds a remedy step that sets a sysctl. `--fix` executes it only if `is_safe_to_fix` is true.
     pub fn with_sysctl_remedy(self, path: String, value: &'static str, is_safe_to_fix: bool) -> Self {
         let fix = Fix::Sysctl { path, value };
-        if is_safe_to_fix { self.with_fix(fix) } else { self.with_remedy_step(fix.shell_command()) }
+        if is_safe_to_fix { self.with_automatic_fix(fix) } else { self.with_remedy_step(fix.shell_command()) }
     }
 }
 
@@ -119,7 +119,7 @@ impl Fix {
     }
 }
 
-/// Returns a sysctl's name as in sysctl.d(5). Slashes are replaced by dots unless the path contains a dot.
+/// Returns the name of a sysctl in the syntax of sysctl.d(5). Dots replace the slashes, unless the path contains a dot.
 pub fn sysctl_name(path: &str) -> String {
     if path.contains('.') { path.to_owned() } else { path.replace('/', ".") }
 }

@@ -11,10 +11,10 @@ use nix::mount::{MsFlags, mount};
 use crate::checks::Check;
 use crate::finding::{Finding, Fix, sysctl_name};
 
-/// Drop-in file that sets sysctls at the next boot.
+/// Path of the drop-in file that sets sysctls at the next boot.
 pub const SYSCTL_DROP_IN_PATH: &str = "/etc/sysctl.d/90-coreward.conf";
 
-/// Executes all repairs. Returns a sentence for each one that was done or has failed.
+/// Executes the repairs of all findings. Returns a sentence about each repair that was executed or has failed.
 pub fn apply_fixes(findings: &[(&'static Check, Finding)]) -> Vec<String> {
     let mut repair_reports = Vec::new();
     for (check, finding) in findings {
@@ -28,25 +28,25 @@ pub fn apply_fixes(findings: &[(&'static Check, Finding)]) -> Vec<String> {
     repair_reports
 }
 
-fn apply_fix(fix: &Fix, check: &str) -> anyhow::Result<String> {
+fn apply_fix(fix: &Fix, check_name: &str) -> anyhow::Result<String> {
     match fix {
         Fix::Sysctl { path, value } => {
             let file = Path::new("/proc/sys").join(path);
             let previous_value = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
             fs::write(&file, value).with_context(|| file.display().to_string())?;
             let sysctl_name = sysctl_name(path);
-            let persistence_note = match write_drop_in_line(Path::new(SYSCTL_DROP_IN_PATH), &sysctl_name, value, check)
-            {
-                Ok(()) => format!("also at the next boot, by {SYSCTL_DROP_IN_PATH}"),
-                Err(error) => format!("until the next boot only ({SYSCTL_DROP_IN_PATH}: {error})"),
-            };
+            let persistence_note =
+                match write_drop_in_line(Path::new(SYSCTL_DROP_IN_PATH), &sysctl_name, value, check_name) {
+                    Ok(()) => format!("also at the next boot, by {SYSCTL_DROP_IN_PATH}"),
+                    Err(error) => format!("until the next boot only ({SYSCTL_DROP_IN_PATH}: {error})"),
+                };
             Ok(format!("{sysctl_name}: {} -> {value}, {persistence_note}", previous_value.trim()))
         }
         Fix::WriteFile { path, value } => {
             let previous_value = fs::read_to_string(path).with_context(|| path.display().to_string())?;
             fs::write(path, value).with_context(|| path.display().to_string())?;
-            let until_boot_note = "until the next boot, unless another program sets it again";
-            Ok(format!("{}: {} -> {value}, {until_boot_note}", path.display(), previous_value.trim()))
+            let until_next_boot_note = "until the next boot, unless another program sets it again";
+            Ok(format!("{}: {} -> {value}, {until_next_boot_note}", path.display(), previous_value.trim()))
         }
         Fix::MountBpf => {
             let mount_point = PathBuf::from("/sys/fs/bpf");
@@ -67,27 +67,27 @@ const DROP_IN_HEADER: &str = "\
 # By `coreward doctor --fix`. The name behind each line is the check (`coreward doctor --list`).\n\
                     # Delete a line, or the file, to undo it for the next boot.\n";
 
-/// Writes `name = value` to the drop-in file, and removes an earlier line for the same sysctl.
-fn write_drop_in_line(file: &Path, name: &str, value: &str, check: &str) -> io::Result<()> {
+/// Writes a line `NAME = VALUE` into the drop-in file, and removes an earlier line for the same sysctl.
+fn write_drop_in_line(file: &Path, sysctl_name: &str, value: &str, check_name: &str) -> io::Result<()> {
     let text = match fs::read_to_string(file) {
         Err(error) if error.kind() == ErrorKind::NotFound => DROP_IN_HEADER.to_owned(),
         text => text?,
     };
-    let sets_same_sysctl = |line: &&str| line.split('=').next().is_some_and(|key| key.trim() == name);
-    let mut kept_lines: String =
+    let sets_same_sysctl = |line: &&str| line.split('=').next().is_some_and(|key| key.trim() == sysctl_name);
+    let mut new_text: String =
         text.lines().filter(|line| !sets_same_sysctl(line)).map(|line| format!("{line}\n")).collect();
-    kept_lines += &format!("# {check}\n{name} = {value}\n");
-    fs::write(file, remove_orphan_comments(&kept_lines))
+    new_text += &format!("# {check_name}\n{sysctl_name} = {value}\n");
+    fs::write(file, remove_orphan_comments(&new_text))
 }
 
-/// Removes comments whose sysctl line has been replaced.
+/// Returns the text without comments whose sysctl line has been removed.
 fn remove_orphan_comments(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
-    let is_orphan = |line_index: usize| {
+    let is_orphan_comment = |line_index: usize| {
         let is_comment = |line: &str| line.starts_with("# ") && !DROP_IN_HEADER.contains(line);
         is_comment(lines[line_index]) && lines.get(line_index + 1).is_none_or(|next| is_comment(next))
     };
-    (0..lines.len()).filter(|line_index| !is_orphan(*line_index)).map(|at| format!("{}\n", lines[at])).collect()
+    (0..lines.len()).filter(|line_index| !is_orphan_comment(*line_index)).map(|at| format!("{}\n", lines[at])).collect()
 }
 
 #[cfg(test)]
@@ -119,8 +119,8 @@ mod tests {
             apply_fix(&Fix::RestrictToOwner(file.clone()), "store").unwrap(),
             format!("{}: mode 644 -> 600", file.display())
         );
-        let failing_finding =
-            Finding::warning("x", "y").with_fix(Fix::WriteFile { path: directory.path().join("no"), value: "0" });
+        let failing_finding = Finding::warning("x", "y")
+            .with_automatic_fix(Fix::WriteFile { path: directory.path().join("no"), value: "0" });
         let repair_reports = apply_fixes(&[(&crate::checks::CHECKS[0], failing_finding)]);
         assert!(
             repair_reports.len() == 1

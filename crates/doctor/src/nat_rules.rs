@@ -10,17 +10,17 @@ use coreward_model::tuple::Protocol;
 /// Chain of nftables rules.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NetfilterChain {
-    /// Names of the chain's address family and table, and of the chain itself.
+    /// Address family and name of the chain's table, and name of the chain, separated by spaces.
     pub qualified_name: String,
-    /// Name of the netfilter hook to which the chain is attached. It is empty for a chain without a hook.
+    /// Name of the netfilter hook to which the chain is attached, or an empty string if it has no hook.
     pub hook_name: String,
     /// Whether the chain drops packets that no rule accepts.
     pub drops_by_default: bool,
-    /// Whether any rule accepts packets or jumps to another chain.
+    /// Whether at least one rule accepts packets or jumps to another chain.
     pub accepts_packets: bool,
-    /// Whether any rule uses the state of connection tracking, or NAT.
+    /// Whether at least one rule uses connection tracking or NAT, so that connections are tracked.
     pub tracks_connections: bool,
-    /// Whether any rule exempts packets from connection tracking.
+    /// Whether at least one rule exempts packets from connection tracking.
     pub exempts_from_tracking: bool,
     /// Rules that change destination addresses or jump to other chains.
     pub rules: Vec<NatRule>,
@@ -29,15 +29,15 @@ pub struct NetfilterChain {
 /// Rule that changes destination addresses or jumps to other chains.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NatRule {
-    /// Conditions that a packet must meet to match the rule. Conditions that are not understood are left out, so the
-    /// rule seems to match more packets.
+    /// Conditions that a packet must meet to match the rule. Conditions of an unknown form are omitted, so that the
+    /// rule may seem to match more packets than it does.
     pub conditions: Vec<MatchCondition>,
     pub changes_destination: bool,
     /// Names of the chains to which the rule jumps.
     pub jump_targets: Vec<String>,
 }
 
-/// Condition that a rule requires of a packet's destination.
+/// Condition of a rule on the destination of a packet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MatchCondition {
     Address(Vec<RangeInclusive<IpAddr>>),
@@ -55,8 +55,8 @@ impl MatchCondition {
     }
 }
 
-/// Returns the names of the chains that contain a rule which can change the destination of the service's packets.
-pub fn translating_chains<'a>(chains: &'a [NetfilterChain], service: &ServiceAddress) -> BTreeSet<&'a str> {
+/// Returns the names of the chains with a rule that can change the destination of the service's packets.
+pub fn find_translating_chains<'a>(chains: &'a [NetfilterChain], service: &ServiceAddress) -> BTreeSet<&'a str> {
     let (mut translating_chain_names, mut visited_chain_names) = (BTreeSet::new(), BTreeSet::new());
     let mut pending_chains: Vec<&NetfilterChain> =
         chains.iter().filter(|chain| chain.hook_name == "prerouting").collect();
@@ -105,15 +105,15 @@ mod tests {
         NatRule { conditions, changes_destination: true, jump_targets: vec![] }
     }
 
-    fn service_at(socket: &str) -> ServiceAddress {
+    fn tcp_service_at(socket: &str) -> ServiceAddress {
         ServiceAddress { vip_and_port: socket.parse().unwrap(), protocol: Protocol::Tcp }
     }
 
     #[test]
-    fn rule_translates_a_service_if_all_conditions_may_match() {
+    fn nat_rule_applies_to_service_if_all_conditions_may_match() {
         let is_translated_with = |conditions| {
             let chains = [new_chain("ip nat PREROUTING", "prerouting", vec![dnat_rule(conditions)])];
-            !translating_chains(&chains, &service_at("10.200.0.1:80")).is_empty()
+            !find_translating_chains(&chains, &tcp_service_at("10.200.0.1:80")).is_empty()
         };
         let address_condition = |first_address: &str, last_address: &str| {
             MatchCondition::Address(vec![first_address.parse().unwrap()..=last_address.parse().unwrap()])
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn nat_chains_translate_only_if_reachable_from_prerouting() {
+    fn nat_chains_apply_only_if_reachable_from_prerouting() {
         let unrelated_rule =
             NatRule { conditions: vec![MatchCondition::Port(vec![443..=443])], ..jump_rule("ip nat OTHER") };
         let chains = [
@@ -144,7 +144,10 @@ mod tests {
             new_chain("ip nat UNUSED", "", vec![dnat_rule(vec![])]),
             new_chain("ip nat OUTPUT", "output", vec![dnat_rule(vec![])]),
         ];
-        assert_eq!(translating_chains(&chains, &service_at("10.200.0.1:80")), BTreeSet::from(["ip nat DOCKER"]));
-        assert!(translating_chains(&chains, &service_at("[2001:db8::1]:80")).is_empty());
+        assert_eq!(
+            find_translating_chains(&chains, &tcp_service_at("10.200.0.1:80")),
+            BTreeSet::from(["ip nat DOCKER"])
+        );
+        assert!(find_translating_chains(&chains, &tcp_service_at("[2001:db8::1]:80")).is_empty());
     }
 }

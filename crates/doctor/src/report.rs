@@ -12,7 +12,8 @@ fn count_with_severity(findings: &[(&Check, Finding)], severity: Severity) -> us
     findings.iter().filter(|(_, finding)| finding.severity == severity).count()
 }
 
-/// Describes a check in one line with its name, its roles, whether `--fix` can repair findings, and the expected state.
+/// Returns one line about a check: its name, its roles, whether `--fix` can repair its findings, and the expected
+/// state.
 pub fn describe_check(check: &Check) -> String {
     let role_names: Vec<&str> = check.roles.iter().map(|role| role.name()).collect();
     let fix_note = if check.is_fixable { " (--fix)" } else { "" };
@@ -24,7 +25,7 @@ pub fn check_to_json(check: &Check) -> Value {
     json!({ "check": check.name, "roles": role_names, "fix": check.is_fixable, "expects": check.expectation })
 }
 
-/// Formats the report as text. `repair_reports` describes the repairs that were executed.
+/// Returns the report as text. `repair_reports` contains sentences about the repairs that were executed.
 pub fn format_text(facts: &Facts, findings: &[(&'static Check, Finding)], repair_reports: &[String]) -> String {
     let mut text = String::new();
     for line in repair_reports {
@@ -40,15 +41,15 @@ pub fn format_text(facts: &Facts, findings: &[(&'static Check, Finding)], repair
             }
         }
     }
-    let severity_count = |severity| count_with_severity(findings, severity);
+    let count_severity = |severity| count_with_severity(findings, severity);
     let _ = write!(
         text,
         "{}: {} ok, {} unknown, {} warnings, {} faults",
         facts.role.name(),
-        severity_count(Severity::Ok),
-        severity_count(Severity::Unknown),
-        severity_count(Severity::Warning),
-        severity_count(Severity::Fault)
+        count_severity(Severity::Ok),
+        count_severity(Severity::Unknown),
+        count_severity(Severity::Warning),
+        count_severity(Severity::Fault)
     );
     text
 }

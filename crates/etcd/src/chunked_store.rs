@@ -1,5 +1,5 @@
 //! Store of a state that consists of named parts. The state of 10,000 servers exceeds etcd's limits of 1.5 MB for a
-//! request and 128 operations for a transaction. So a change first writes its parts under its own number. One
+//! request and 128 operations for a transaction. A change therefore first writes its parts under its own number. One
 //! transaction then replaces the manifest, which names the current parts. The next leader deletes unnamed parts.
 
 use std::collections::{BTreeMap, HashSet};
@@ -13,21 +13,21 @@ use crate::EtcdError;
 use crate::clock::Deadline;
 use crate::leadership::{Leadership, WriteOutcome};
 
-/// Version of the manifest's format.
-const MANIFEST_FORMAT: u32 = 1;
-/// Maximum number of operations in a transaction. It is below 128, the default of etcd's --max-txn-ops.
+/// Version of the manifest's JSON format.
+const MANIFEST_FORMAT_VERSION: u32 = 1;
+/// Maximum number of operations in an etcd transaction. It is below 128, the default of etcd's --max-txn-ops.
 const MAX_TXN_OPERATIONS: usize = 100;
-/// Maximum size of a request, in bytes. It is below 1.5 MiB, the default of etcd's --max-request-bytes.
+/// Maximum size of a request to etcd, in bytes. It is below 1.5 MiB, the default of etcd's --max-request-bytes.
 const MAX_REQUEST_BYTES: usize = 1_000_000;
-/// Maximum number of parts that one request reads.
-const CHUNKS_PER_READ: i64 = 64;
+/// Maximum number of parts that one range request reads from etcd.
+const MAX_PARTS_PER_READ: i64 = 64;
 const MAX_RESPONSE_BYTES: usize = 256 << 20;
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Parts of the stored state, by name.
+/// Parts of the stored state: each part's content, by the part's name.
 pub type StateParts = BTreeMap<String, Vec<u8>>;
 
-/// Store of a state whose parts have one key in etcd each. Only the leader can write it.
+/// Store that keeps a state in etcd, with one key for each part of the state. Only the leader can write the state.
 pub struct ChunkedStore {
     leadership: Arc<Leadership>,
     key_prefix: String,
@@ -50,7 +50,7 @@ impl ChunkedStore {
         let mut store = Self {
             leadership,
             key_prefix: prefix.to_owned(),
-            manifest: Manifest { format: MANIFEST_FORMAT, ..Manifest::default() },
+            manifest: Manifest { format: MANIFEST_FORMAT_VERSION, ..Manifest::default() },
             manifest_revision: 0,
             saved_parts: StateParts::new(),
         };
@@ -59,12 +59,12 @@ impl ChunkedStore {
         Ok(store)
     }
 
-    /// Returns the parts of the current state, which is empty before the first change.
+    /// Returns the parts of the stored state. There are none before the first change.
     pub fn parts(&self) -> &StateParts {
         &self.saved_parts
     }
 
-    /// Returns the leadership that is required for writing the state.
+    /// Returns the leadership, without which this process cannot write the state.
     pub fn leadership(&self) -> &Arc<Leadership> {
         &self.leadership
     }
@@ -73,15 +73,15 @@ impl ChunkedStore {
         format!("{}/manifest", self.key_prefix)
     }
 
-    fn all_parts_key(&self) -> String {
+    fn part_key_prefix(&self) -> String {
         format!("{}/parts/", self.key_prefix)
     }
 
-    fn part_key(&self, name: &str, number: u64) -> String {
-        format!("{}{name}/{number}", self.all_parts_key())
+    fn part_key(&self, name: &str, change_number: u64) -> String {
+        format!("{}{name}/{change_number}", self.part_key_prefix())
     }
 
-    fn content_error(&self, key: &str, problem: impl ToString) -> EtcdError {
+    fn invalid_content_error(&self, key: &str, problem: impl ToString) -> EtcdError {
         EtcdError::InvalidContent { key: key.to_owned(), problem: problem.to_string() }
     }
 
@@ -93,20 +93,20 @@ impl ChunkedStore {
         };
         let response = self.leadership.cluster().call_until(Deadline::now() + REQUEST_TIMEOUT, read_manifest).await?;
         let Some(manifest_entry) = response.kvs().first() else { return Ok(()) };
-        let manifest: Manifest =
-            serde_json::from_slice(manifest_entry.value()).map_err(|error| self.content_error(&manifest_key, error))?;
-        if manifest.format != MANIFEST_FORMAT {
-            let format_problem = format!("format {}: expected {MANIFEST_FORMAT}", manifest.format);
-            return Err(self.content_error(&manifest_key, format_problem));
+        let manifest: Manifest = serde_json::from_slice(manifest_entry.value())
+            .map_err(|error| self.invalid_content_error(&manifest_key, error))?;
+        if manifest.format != MANIFEST_FORMAT_VERSION {
+            let format_problem = format!("format {}: expected {MANIFEST_FORMAT_VERSION}", manifest.format);
+            return Err(self.invalid_content_error(&manifest_key, format_problem));
         }
         // The parts are read at the manifest's revision, because all parts that it names exist then.
-        let revision = response.header().map_or(0, etcd_client::ResponseHeader::revision);
-        let mut stored_parts = self.read_all_parts(revision, false).await?;
+        let manifest_read_revision = response.header().map_or(0, etcd_client::ResponseHeader::revision);
+        let mut stored_parts = self.read_all_parts(manifest_read_revision, false).await?;
         for (name, number) in &manifest.parts {
             let part_key = self.part_key(name, *number);
             let value = stored_parts
                 .remove(&part_key)
-                .ok_or_else(|| self.content_error(&part_key, "it is in force, and not there"))?;
+                .ok_or_else(|| self.invalid_content_error(&part_key, "it is in force, and not there"))?;
             self.saved_parts.insert(name.clone(), value);
         }
         (self.manifest, self.manifest_revision) = (manifest, manifest_entry.mod_revision());
@@ -114,13 +114,13 @@ impl ChunkedStore {
     }
 
     async fn read_all_parts(&self, revision: i64, keys_only: bool) -> Result<StateParts, EtcdError> {
-        let mut chunks = StateParts::new();
-        let mut next_key = self.all_parts_key().into_bytes();
+        let mut parts_by_key = StateParts::new();
+        let mut next_key = self.part_key_prefix().into_bytes();
         // '0' is the character after '/', so this key ends the range.
         let range_end = format!("{}/parts0", self.key_prefix);
         loop {
             let mut options =
-                GetOptions::new().with_range(range_end.clone()).with_limit(CHUNKS_PER_READ).with_revision(revision);
+                GetOptions::new().with_range(range_end.clone()).with_limit(MAX_PARTS_PER_READ).with_revision(revision);
             if keys_only {
                 options = options.with_keys_only();
             }
@@ -130,14 +130,14 @@ impl ChunkedStore {
                 async move { client.get(next_key, Some(options)).await }
             };
             let mut page = self.leadership.cluster().call_until(Deadline::now() + REQUEST_TIMEOUT, read_page).await?;
-            let has_more = page.more();
+            let has_more_pages = page.more();
             for key_value in page.take_kvs() {
                 let (key, value) = key_value.into_key_value();
                 next_key = [key.as_slice(), b"\0"].concat();
-                chunks.insert(String::from_utf8_lossy(&key).into_owned(), value);
+                parts_by_key.insert(String::from_utf8_lossy(&key).into_owned(), value);
             }
-            if !has_more {
-                return Ok(chunks);
+            if !has_more_pages {
+                return Ok(parts_by_key);
             }
         }
     }
@@ -158,8 +158,8 @@ impl ChunkedStore {
         Ok(())
     }
 
-    /// Replaces the state, but writes only the changed parts. Retries until the lease ends if etcd does not answer. The
-    /// outcome is then unknown, and this process no longer leads.
+    /// Replaces the stored state, and writes only the parts that have changed. If etcd does not answer, retries until
+    /// the lease ends. The outcome is then unknown, and this process is no longer the leader.
     pub async fn save(&mut self, parts: StateParts) -> Result<(), EtcdError> {
         let mut next_manifest = Manifest { number: self.manifest.number + 1, ..self.manifest.clone() };
         let mut delete_operations = Vec::new();
@@ -175,19 +175,19 @@ impl ChunkedStore {
             next_manifest.parts.insert(name.clone(), next_manifest.number);
         }
         let manifest_json =
-            serde_json::to_vec(&next_manifest).map_err(|error| self.content_error("manifest", error))?;
+            serde_json::to_vec(&next_manifest).map_err(|error| self.invalid_content_error("manifest", error))?;
         put_batches.add(TxnOp::put(self.manifest_key(), manifest_json.clone(), None), manifest_json.len());
         let mut batches = put_batches.batches;
         let mut last_batch = batches.pop().unwrap_or_default();
         for batch in &batches {
             self.leadership.write_if_leading(None, batch).await?;
         }
-        let deferred_deletes = delete_operations
+        let deferred_delete_operations = delete_operations
             .split_off(delete_operations.len().min(MAX_TXN_OPERATIONS.saturating_sub(last_batch.len())));
         last_batch.extend(delete_operations);
         self.manifest_revision = self.write_manifest(&last_batch, &manifest_json).await?;
         (self.manifest, self.saved_parts) = (next_manifest, parts);
-        for batch in deferred_deletes.chunks(MAX_TXN_OPERATIONS) {
+        for batch in deferred_delete_operations.chunks(MAX_TXN_OPERATIONS) {
             // The change is already complete. If this fails, the next leader deletes the remaining parts.
             if let Err(error) = self.leadership.write_if_leading(None, batch).await {
                 tracing::warn!(
@@ -210,14 +210,13 @@ impl ChunkedStore {
             WriteOutcome::Conflict(Some(manifest_entry)) if manifest_entry.value() == manifest => {
                 Ok(manifest_entry.mod_revision())
             }
-            WriteOutcome::Conflict(_) => {
-                Err(self.content_error(&manifest_key, "something else has changed it: expected one fleet per prefix"))
-            }
+            WriteOutcome::Conflict(_) => Err(self
+                .invalid_content_error(&manifest_key, "something else has changed it: expected one fleet per prefix")),
         }
     }
 }
 
-/// Operations in batches, each of which fits into one transaction.
+/// etcd operations, divided into batches that each fit into one transaction.
 #[derive(Default)]
 struct TxnBatches {
     batches: Vec<Vec<TxnOp>>,
@@ -225,17 +224,18 @@ struct TxnBatches {
 }
 
 impl TxnBatches {
-    fn add(&mut self, operation: TxnOp, bytes: usize) {
-        let is_full =
-            |batch: &Vec<TxnOp>| batch.len() == MAX_TXN_OPERATIONS || self.last_batch_bytes + bytes > MAX_REQUEST_BYTES;
+    fn add(&mut self, operation: TxnOp, operation_bytes: usize) {
+        let is_full = |batch: &Vec<TxnOp>| {
+            batch.len() == MAX_TXN_OPERATIONS || self.last_batch_bytes + operation_bytes > MAX_REQUEST_BYTES
+        };
         match self.batches.last_mut() {
             Some(batch) if !is_full(batch) => {
                 batch.push(operation);
-                self.last_batch_bytes += bytes;
+                self.last_batch_bytes += operation_bytes;
             }
             _ => {
                 self.batches.push(vec![operation]);
-                self.last_batch_bytes = bytes;
+                self.last_batch_bytes = operation_bytes;
             }
         }
     }

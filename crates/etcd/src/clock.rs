@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
 
-/// Point in time on CLOCK_BOOTTIME, which continues while the machine is suspended. With CLOCK_MONOTONIC, which does
-/// not, an expired lease would seem valid after a suspension.
+/// Point in time on CLOCK_BOOTTIME. This clock continues while the machine is suspended, unlike CLOCK_MONOTONIC, with
+/// which an expired lease would seem valid after a suspension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Deadline(Duration);
 
 impl Deadline {
-    /// Returns the current time as a deadline, to which a duration can be added.
+    /// Returns the current time. The caller adds a duration to it to get a deadline.
     pub fn now() -> Self {
         Self(clock_gettime(ClockId::CLOCK_BOOTTIME).expect("the kernel has CLOCK_BOOTTIME").into())
     }

@@ -1,4 +1,4 @@
-//! Members of an etcd cluster, which are tried in turn. So a member that hangs costs a second, and not the lease.
+//! Members of an etcd cluster, which are tried in turn, so that a member that hangs costs a second and not the lease.
 //! etcd-client can balance requests over members, but does not repeat a request at another member.
 
 use std::collections::BTreeSet;
@@ -19,10 +19,10 @@ use crate::clock::Deadline;
 
 /// Time limit for one member to answer one request.
 const MEMBER_TIMEOUT: Duration = Duration::from_secs(1);
-/// Time limit for a request on which no lease depends, including retries at other members.
+/// Time limit for a request that no lease depends on, including retries at other members.
 pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(3);
-/// Pause before the next attempt after a request has failed at all members.
-const ROUND_PAUSE: Duration = Duration::from_millis(100);
+/// Pause after a request has failed at all members, before the members are tried again.
+const RETRY_PAUSE: Duration = Duration::from_millis(100);
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Connections to all members of an etcd cluster.
@@ -32,14 +32,14 @@ pub struct Cluster {
     /// Index of the member that answered most recently. The next request tries it first.
     preferred_member_index: AtomicUsize,
     request_latencies: Mutex<LatencyHistogram>,
-    /// Ids of the leases that this process holds, or `None` after [`Cluster::revoke_all_leases`].
+    /// Ids of the leases that this process holds. `None` after [`Cluster::revoke_all_leases`] has been called.
     lease_ids: Mutex<Option<BTreeSet<i64>>>,
-    /// Runtime with a thread of its own, so that a busy controller still renews its lease. `None` only during the drop.
+    /// Runtime with a thread of its own, so that a busy controller still renews its lease. `None` only in `drop`.
     runtime: Option<Runtime>,
 }
 
 impl Cluster {
-    /// Prepares connections to at least one member at `http://HOST:PORT` or `https://HOST:PORT`. Does no I/O.
+    /// Prepares connections to the members at `endpoints` (`http://HOST:PORT` or `https://HOST:PORT`). Does no I/O.
     pub fn new(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Self, EtcdError> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -47,7 +47,7 @@ impl Cluster {
             .enable_all()
             .build()
             .map_err(|error| EtcdError::Rejected(format!("no thread for it: {error}")))?;
-        let clients = RwLock::new(runtime.block_on(connect_all(endpoints, tls))?);
+        let clients = RwLock::new(runtime.block_on(connect_all_members(endpoints, tls))?);
         let (preferred_member_index, latencies) = Default::default();
         let lease_ids = Mutex::new(Some(BTreeSet::new()));
         Ok(Self {
@@ -60,10 +60,11 @@ impl Cluster {
         })
     }
 
-    /// Uses new certificates for further requests. Fails and keeps the previous ones if they are unusable.
+    /// Replaces the TLS certificates for later requests. Fails and keeps the old certificates if the new ones are
+    /// unusable.
     pub async fn replace_certificates(self: Arc<Self>, tls: TlsOptions) -> Result<(), EtcdError> {
         let cluster = self.clone();
-        let connect_result = self.spawn(async move { connect_all(&cluster.endpoints, Some(&tls)).await }).await;
+        let connect_result = self.spawn(async move { connect_all_members(&cluster.endpoints, Some(&tls)).await }).await;
         let clients = connect_result.map_err(|_| EtcdError::Rejected("the thread for it has ended".to_owned()))??;
         *self.clients.write() = clients;
         Ok(())
@@ -86,7 +87,7 @@ impl Cluster {
         self.lease_ids.lock()
     }
 
-    /// Registers a lease of this process. Returns false after [`Cluster::revoke_all_leases`].
+    /// Registers a lease of this process. Returns false if [`Cluster::revoke_all_leases`] has already been called.
     pub(crate) fn register_lease(&self, lease_id: i64) -> bool {
         self.lock_lease_ids().as_mut().is_some_and(|lease_ids| lease_ids.insert(lease_id))
     }
@@ -101,8 +102,8 @@ impl Cluster {
             .map(|_| ())
     }
 
-    /// Revokes all leases of this process and prevents new ones. Returns whether there were any. If etcd is
-    /// unreachable, they expire by themselves.
+    /// Revokes all leases of this process and prevents new ones. Returns whether there were any leases. If etcd is
+    /// unreachable, the leases expire by themselves.
     pub async fn revoke_all_leases(&self) -> Result<bool, EtcdError> {
         let lease_ids = self.lock_lease_ids().take().unwrap_or_default();
         let deadline = Deadline::now() + CALL_TIMEOUT;
@@ -112,12 +113,12 @@ impl Cluster {
         Ok(!lease_ids.is_empty())
     }
 
-    /// Spawns `work` on the thread that is reserved for etcd, so that a busy controller does not delay it.
+    /// Spawns a future on the thread that is reserved for etcd, so that a busy controller does not delay it.
     pub fn spawn<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> JoinHandle<T> {
         self.runtime().spawn(work)
     }
 
-    /// Blocks the calling thread until `work` has finished. Panics if it is called from asynchronous code.
+    /// Blocks the calling thread until the future has finished. Panics if it is called from asynchronous code.
     pub fn block_on<T>(&self, work: impl Future<Output = T>) -> T {
         self.runtime().block_on(work)
     }
@@ -149,7 +150,7 @@ impl Cluster {
                     self.request_latencies.lock().observe(start_time.elapsed());
                     return Ok(answer);
                 }
-                Ok(Err(error)) if is_final(&error) => return Err(EtcdError::Rejected(error.to_string())),
+                Ok(Err(error)) if is_permanent(&error) => return Err(EtcdError::Rejected(error.to_string())),
                 Ok(Err(error)) => {
                     let member_error = MemberError::of(&error);
                     if member_error.is_tls_error || !is_tls_error {
@@ -161,14 +162,14 @@ impl Cluster {
                 Err(_) => last_problem = format!("{endpoint}: no answer within {MEMBER_TIMEOUT:?}"),
             }
             if member_index + 1 == self.endpoints.len() {
-                tokio::time::sleep(ROUND_PAUSE.min(deadline.remaining_time())).await;
+                tokio::time::sleep(RETRY_PAUSE.min(deadline.remaining_time())).await;
             }
         }
         Err(EtcdError::Unreachable { endpoints: self.endpoint_list(), problem: last_problem })
     }
 }
 
-async fn connect_all(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Vec<Client>, EtcdError> {
+async fn connect_all_members(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Vec<Client>, EtcdError> {
     let mut options = ConnectOptions::new()
         .with_connect_timeout(MEMBER_TIMEOUT)
         .with_keep_alive(KEEP_ALIVE_INTERVAL, KEEP_ALIVE_INTERVAL)
@@ -195,7 +196,8 @@ impl Drop for Cluster {
 
 struct MemberError {
     message: String,
-    /// Whether a TLS certificate is known to be the cause. When etcd rejects one, it often just closes the connection.
+    /// Whether a TLS certificate is the known cause. When etcd rejects a certificate, it often only closes the
+    /// connection.
     is_tls_error: bool,
 }
 
@@ -226,8 +228,8 @@ impl MemberError {
     }
 }
 
-/// Returns whether every member would return the same error, so that retries are useless.
-fn is_final(error: &Error) -> bool {
+/// Returns whether every member would return the same error, so that a retry cannot succeed.
+fn is_permanent(error: &Error) -> bool {
     match error {
         Error::GRpcStatus(status) => matches!(
             status.code(),

@@ -19,40 +19,41 @@ use crate::EtcdError;
 use crate::clock::Deadline;
 use crate::cluster::{CALL_TIMEOUT, Cluster};
 
-/// Divisor of the lease duration that yields a safety margin, which the leader does not use (one tenth).
+/// Divisor of the lease duration that yields the safety margin (one tenth). The leader stops this long before its lease
+/// ends.
 const LEASE_MARGIN_DIVISOR: u32 = 10;
-/// Number of times that a lease is renewed per lease duration, so that several renewals may fail.
+/// Number of renewals within one lease duration, so that the lease survives several failed renewals.
 const RENEWALS_PER_LEASE: u32 = 5;
-/// Maximum time to wait for a watch event. The leader's key is then read again.
+/// Maximum time to wait for a watch event, after which the leader's key is read again.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 const CLOCK_POLL_INTERVAL: Duration = Duration::from_millis(100);
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Controller that competes for the key of the leader in etcd.
+/// Controller that competes with others for the leader's key in etcd.
 #[derive(Debug, Clone)]
 pub struct Candidate {
     pub key_prefix: String,
-    /// Value that the leader writes to its key, for followers to read.
+    /// Text that the leader writes as the value of its key, for followers to read.
     pub leader_record: String,
-    /// Time for which a leader continues when it cannot reach etcd, and maximum time without a leader after a failure.
-    /// Must be whole seconds, at least 2.
+    /// Time after which a leader that cannot reach etcd stops. It is also the maximum time without a leader after a
+    /// failure. It must be a whole number of seconds, at least 2.
     pub lease_duration: Duration,
 }
 
-/// Leader of the fleet, according to the leader's key in etcd.
+/// State of the fleet's leadership, according to the leader's key in etcd.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LeaderState {
     NoLeader,
-    /// Another process leads, which has written this value to the leader's key.
+    /// Another process is the leader. Contains the value that it wrote to the leader's key.
     Leader(String),
-    /// etcd did not answer, for this reason.
+    /// etcd did not answer. Contains the reason.
     Unknown(String),
 }
 
-/// Leadership of this process. It lasts until its lease ends or this value is dropped.
+/// Leadership that this process has acquired. It lasts until its lease ends or this value is dropped.
 pub struct Leadership {
     cluster: Arc<Cluster>,
-    key: String,
+    leader_key: String,
     lease_id: i64,
     term: i64,
     lease_end_ns: Arc<AtomicU64>,
@@ -65,20 +66,20 @@ impl Candidate {
         format!("{}/leader", self.key_prefix)
     }
 
-    /// Waits until this process has acquired the leader's key. Until then, calls `on_leader_change` whenever the leader
-    /// changes.
+    /// Waits until this process has acquired the leader's key, and so has become the leader. Meanwhile, calls
+    /// `on_leader_change` whenever the leader changes.
     pub async fn campaign(&self, cluster: Arc<Cluster>, mut on_leader_change: impl FnMut(LeaderState)) -> Leadership {
         let mut reported_state = None;
         loop {
             let state = match self.try_campaign(&cluster).await {
                 Ok(CampaignOutcome::Elected(leadership)) => return leadership,
-                Ok(CampaignOutcome::Lost { leader, revision }) => {
+                Ok(CampaignOutcome::Lost { leader_record: leader, leader_key_revision: revision }) => {
                     let state = LeaderState::Leader(leader);
                     if reported_state.as_ref() != Some(&state) {
                         on_leader_change(state.clone());
                     }
                     reported_state = Some(state);
-                    self.wait_for_change(&cluster, revision).await;
+                    self.wait_for_leader_key_change(&cluster, revision).await;
                     continue;
                 }
                 Ok(CampaignOutcome::NoLeader) => LeaderState::NoLeader,
@@ -95,11 +96,11 @@ impl Candidate {
         }
     }
 
-    /// Acquires the leader's key. Fails if another process holds it.
+    /// Tries once to acquire the leader's key. Fails if another process holds it.
     pub async fn campaign_once(&self, cluster: Arc<Cluster>) -> Result<Leadership, EtcdError> {
         match self.try_campaign(&cluster).await? {
             CampaignOutcome::Elected(leadership) => Ok(leadership),
-            CampaignOutcome::Lost { leader, .. } => Err(EtcdError::Deposed(format!("{leader} leads"))),
+            CampaignOutcome::Lost { leader_record: leader, .. } => Err(EtcdError::Deposed(format!("{leader} leads"))),
             CampaignOutcome::NoLeader => {
                 Err(EtcdError::Deposed("other controllers campaign at the same time".to_owned()))
             }
@@ -137,8 +138,8 @@ impl Candidate {
         if !cluster.register_lease(lease_id) {
             return Err(EtcdError::Deposed("this process is ending".to_owned()));
         }
-        let attempt = self.write_leader_key(cluster, lease_id, start_time, lease_duration).await;
-        if !matches!(attempt, Ok(CampaignOutcome::Elected(_))) {
+        let campaign_result = self.write_leader_key(cluster, lease_id, start_time, lease_duration).await;
+        if !matches!(campaign_result, Ok(CampaignOutcome::Elected(_))) {
             // The unused lease would also expire by itself, but revoking it is faster.
             let cluster_clone = cluster.clone();
             drop(
@@ -146,7 +147,7 @@ impl Candidate {
                     .spawn(async move { cluster_clone.revoke_lease(lease_id, Deadline::now() + CALL_TIMEOUT).await }),
             );
         }
-        attempt
+        campaign_result
     }
 
     /// Writes the leader's key with a lease that was requested at `start_time` and is valid for `lease_duration`.
@@ -159,22 +160,22 @@ impl Candidate {
     ) -> Result<CampaignOutcome, EtcdError> {
         // The lease is measured from before the first attempt, so that it never seems longer than it is.
         let lease_end = start_time + (lease_duration - lease_duration / LEASE_MARGIN_DIVISOR);
-        let request = |mut client: Client| {
-            let transaction = self.leader_transaction(lease_id);
+        let send_transaction = |mut client: Client| {
+            let transaction = self.build_leader_transaction(lease_id);
             async move { client.txn(transaction).await }
         };
-        let outcome = cluster.call_until(lease_end, request).await?;
-        let revision = outcome.header().map_or(0, etcd_client::ResponseHeader::revision);
-        let become_leader =
+        let transaction_result = cluster.call_until(lease_end, send_transaction).await?;
+        let revision = transaction_result.header().map_or(0, etcd_client::ResponseHeader::revision);
+        let start_leadership =
             |term| CampaignOutcome::Elected(self.start_leadership(cluster, lease_id, term, lease_duration, lease_end));
-        if outcome.succeeded() {
-            return Ok(become_leader(revision));
+        if transaction_result.succeeded() {
+            return Ok(start_leadership(revision));
         }
-        for response in outcome.op_responses() {
+        for response in transaction_result.op_responses() {
             let TxnOpResponse::Get(get_response) = response else { continue };
             // An earlier attempt has succeeded, but its answer was lost.
             if let Some(own_entry) = get_response.kvs().iter().find(|leader| leader.lease() == lease_id) {
-                return Ok(become_leader(own_entry.create_revision()));
+                return Ok(start_leadership(own_entry.create_revision()));
             }
             if let Some(leader) = get_response.kvs().first() {
                 return Ok(CampaignOutcome::from_leader_key(leader));
@@ -183,13 +184,13 @@ impl Candidate {
         Ok(CampaignOutcome::NoLeader)
     }
 
-    /// Returns the transaction that writes the leader's key if there is no leader, and otherwise reads it.
-    fn leader_transaction(&self, lease_id: i64) -> Txn {
+    /// Returns the transaction that writes the leader's key if the key does not exist, and otherwise reads it.
+    fn build_leader_transaction(&self, lease_id: i64) -> Txn {
         let leader_key = self.leader_key();
-        let key_is_free = Compare::create_revision(leader_key.clone(), CompareOp::Equal, 0);
+        let leader_key_is_absent = Compare::create_revision(leader_key.clone(), CompareOp::Equal, 0);
         let put_options = PutOptions::new().with_lease(lease_id);
         let put_operation = TxnOp::put(leader_key.clone(), self.leader_record.clone(), Some(put_options));
-        Txn::new().when([key_is_free]).and_then([put_operation]).or_else([TxnOp::get(leader_key, None)])
+        Txn::new().when([leader_key_is_absent]).and_then([put_operation]).or_else([TxnOp::get(leader_key, None)])
     }
 
     fn start_leadership(
@@ -213,7 +214,7 @@ impl Candidate {
             .abort_handle();
         Leadership {
             cluster: cluster.clone(),
-            key: self.leader_key(),
+            leader_key: self.leader_key(),
             lease_id,
             term,
             lease_end_ns,
@@ -223,18 +224,18 @@ impl Candidate {
     }
 
     /// Waits until the leader's key has changed after `revision`, but at most for [`POLL_INTERVAL`].
-    async fn wait_for_change(&self, cluster: &Cluster, revision: i64) {
+    async fn wait_for_leader_key_change(&self, cluster: &Cluster, revision: i64) {
         let watch_options = WatchOptions::new().with_start_revision(revision + 1);
         let start_watch = |mut client: Client| {
             let (key, watch_options) = (self.leader_key(), watch_options.clone());
             async move { client.watch(key, Some(watch_options)).await }
         };
-        let first_change = async {
+        let wait_for_first_change = async {
             let mut watch_stream = cluster.call_until(Deadline::now() + POLL_INTERVAL, start_watch).await.ok()?;
             while watch_stream.message().await.ok()??.events().is_empty() {}
             Some(())
         };
-        if let Ok(None) = tokio::time::timeout(POLL_INTERVAL, first_change).await {
+        if let Ok(None) = tokio::time::timeout(POLL_INTERVAL, wait_for_first_change).await {
             tokio::time::sleep(RETRY_INTERVAL).await;
         }
     }
@@ -242,18 +243,18 @@ impl Candidate {
 
 enum CampaignOutcome {
     Elected(Leadership),
-    Lost { leader: String, revision: i64 },
+    Lost { leader_record: String, leader_key_revision: i64 },
     NoLeader,
 }
 
 impl CampaignOutcome {
     fn from_leader_key(leader: &etcd_client::KeyValue) -> Self {
         let leader_record = String::from_utf8_lossy(leader.value()).into_owned();
-        Self::Lost { leader: leader_record, revision: leader.mod_revision() }
+        Self::Lost { leader_record, leader_key_revision: leader.mod_revision() }
     }
 }
 
-/// Renews the lease until that is no longer possible, and sends the reason to `end_reason_sender`.
+/// Renews the lease until renewal is no longer possible. Then sends the reason to `end_reason_sender`.
 async fn renew_lease_until_end(
     cluster: Arc<Cluster>,
     lease_id: i64,
@@ -293,17 +294,17 @@ async fn renew_lease_until_end(
 }
 
 impl Leadership {
-    /// Returns the term, which is the create revision of the leader's key. It grows with every new leader.
+    /// Returns the leader's term, which is the create revision of the leader's key. It grows with every new leader.
     pub fn term(&self) -> u64 {
         self.term.unsigned_abs()
     }
 
-    /// Returns whether the lease is still valid according to this machine's clock.
+    /// Returns whether the lease is still valid by this machine's clock, so that this process is the leader.
     pub fn is_valid(&self) -> bool {
-        !self.lease_end().remaining_time().is_zero()
+        !self.lease_deadline().remaining_time().is_zero()
     }
 
-    pub fn lease_end(&self) -> Deadline {
+    pub fn lease_deadline(&self) -> Deadline {
         Deadline::at(Duration::from_nanos(self.lease_end_ns.load(Ordering::Relaxed)))
     }
 
@@ -321,23 +322,23 @@ impl Leadership {
         }
     }
 
-    /// Revokes the lease, so that other controllers need not wait until it expires.
+    /// Revokes the lease, so that another controller can become the leader before the lease expires.
     pub async fn resign(&self) -> Result<(), EtcdError> {
         self.renewal_task.abort();
         self.lease_end_ns.store(0, Ordering::Relaxed);
         self.cluster.revoke_lease(self.lease_id, Deadline::now() + CALL_TIMEOUT).await
     }
 
-    /// Executes operations in one transaction if this process still leads. `required_revision` is another key and its
-    /// required revision.
+    /// Executes operations in one transaction if this process is still the leader. `required_revision`, if given, is
+    /// another key and the modification revision that it must have.
     pub(crate) async fn write_if_leading(
         &self,
         required_revision: Option<(&str, i64)>,
         operations: &[TxnOp],
     ) -> Result<WriteOutcome, EtcdError> {
-        let leader_condition = Compare::create_revision(self.key.clone(), CompareOp::Equal, self.term);
+        let leader_condition = Compare::create_revision(self.leader_key.clone(), CompareOp::Equal, self.term);
         let mut conditions = vec![leader_condition];
-        let mut read_operations = vec![TxnOp::get(self.key.clone(), Some(GetOptions::new().with_keys_only()))];
+        let mut read_operations = vec![TxnOp::get(self.leader_key.clone(), Some(GetOptions::new().with_keys_only()))];
         if let Some((key, revision)) = required_revision {
             conditions.push(Compare::mod_revision(key, CompareOp::Equal, revision));
             read_operations.push(TxnOp::get(key, None));
@@ -347,20 +348,20 @@ impl Leadership {
             let transaction = transaction.clone();
             async move { client.txn(transaction).await }
         };
-        let txn_response = self.cluster.call_until(self.lease_end(), send_transaction).await?;
+        let txn_response = self.cluster.call_until(self.lease_deadline(), send_transaction).await?;
         if txn_response.succeeded() {
             let revision = txn_response.header().map_or(0, etcd_client::ResponseHeader::revision);
             return Ok(WriteOutcome::Written { revision });
         }
-        let mut entries = txn_response.op_responses().into_iter().map(|response| match response {
+        let mut read_entries = txn_response.op_responses().into_iter().map(|response| match response {
             TxnOpResponse::Get(get_response) => get_response.kvs().first().cloned(),
             _ => None,
         });
-        if entries.next().flatten().is_none_or(|leader| leader.create_revision() != self.term) {
+        if read_entries.next().flatten().is_none_or(|leader| leader.create_revision() != self.term) {
             self.lease_end_ns.store(0, Ordering::Relaxed);
             return Err(EtcdError::Deposed("another one does, or its lease has ended".to_owned()));
         }
-        Ok(WriteOutcome::Conflict(entries.next().flatten()))
+        Ok(WriteOutcome::Conflict(read_entries.next().flatten()))
     }
 
     pub(crate) fn cluster(&self) -> &Arc<Cluster> {
@@ -368,11 +369,11 @@ impl Leadership {
     }
 }
 
-/// Outcome of a write that requires the leadership.
+/// Outcome of a write that only the leader may do.
 pub(crate) enum WriteOutcome {
-    /// The operations were executed at this revision.
+    /// The operations were executed. Contains the revision of the transaction.
     Written { revision: i64 },
-    /// The key in `required_revision` has another revision. Contains the key's current value.
+    /// The key in `required_revision` has another revision, so nothing was written. Contains the key's current value.
     Conflict(Option<etcd_client::KeyValue>),
 }
 

@@ -21,8 +21,8 @@ pub mod local;
 
 pub use etcd_client::{Certificate, Identity, TlsOptions};
 
-/// Key segments that follow a fleet's prefix. No prefix may contain them. Otherwise its keys would be among another
-/// fleet's records, where that fleet's leader would delete them.
+/// Key segments that follow a fleet's key prefix. No prefix may contain them. Otherwise, the fleet's keys would be
+/// among the keys of another fleet, whose leader would delete them.
 pub const RESERVED_KEY_SEGMENTS: [&str; 3] = ["leader", "manifest", "parts"];
 
 /// Reason why a request to etcd failed.
@@ -39,7 +39,7 @@ pub enum EtcdError {
     Rejected(String),
     #[error("this controller no longer leads: {0}")]
     Deposed(String),
-    /// A record was written by another program, or by a later version of this one.
+    /// A key contains a record of another program, or of a later version of this one.
     #[error("{key} in etcd: {problem}")]
     InvalidContent { key: String, problem: String },
 }

@@ -16,26 +16,26 @@ pub struct LocalMember {
 /// TLS files (PEM) for a member's connections with clients.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientTls {
-    /// File with the authorities that may sign clients' certificates.
+    /// Path of the file with the certificates of the authorities that may sign clients' certificates.
     pub ca_file: PathBuf,
     pub certificate_file: PathBuf,
     pub key_file: PathBuf,
 }
 
 impl LocalMember {
-    /// Returns the `count` members of a cluster at `address`. Each has two ports, numbered consecutively from `port`.
-    pub fn local_cluster(count: u16, address: IpAddr, port: u16) -> Vec<Self> {
-        let local_member = |number: u16| Self {
+    /// Returns the `count` members of an etcd cluster at `address`. Each uses two ports, and all ports are consecutive.
+    pub fn local_cluster_members(count: u16, address: IpAddr, first_port: u16) -> Vec<Self> {
+        let member_with_number = |number: u16| Self {
             name: format!("etcd{}", number + 1),
-            client_address: (address, port + 2 * number).into(),
-            peer_address: (address, port + 2 * number + 1).into(),
+            client_address: (address, first_port + 2 * number).into(),
+            peer_address: (address, first_port + 2 * number + 1).into(),
         };
-        (0..count).map(local_member).collect()
+        (0..count).map(member_with_number).collect()
     }
 
-    /// Returns a member that forms a cluster of its own and uses free ports of this host.
+    /// Returns the only member of a new cluster, which uses free ports of this host.
     pub fn single_member() -> std::io::Result<Self> {
-        let [client_address, peer_address] = [free_port()?, free_port()?];
+        let [client_address, peer_address] = [find_free_address()?, find_free_address()?];
         Ok(Self { name: "etcd1".to_owned(), client_address, peer_address })
     }
 
@@ -47,13 +47,13 @@ impl LocalMember {
         format!("https://{}", self.client_address)
     }
 
-    /// Returns the command that starts this one of `members`. Its data is below `directory`, also after a restart.
-    pub fn start_command(&self, members: &[LocalMember], directory: &Path) -> Command {
-        self.start_command_at(members, directory, &self.endpoint())
+    /// Returns the command that starts this member of a cluster. Its data persists below `directory`.
+    pub fn start_command(&self, cluster_members: &[LocalMember], directory: &Path) -> Command {
+        self.start_command_at(cluster_members, directory, &self.endpoint())
     }
 
-    pub fn secure_start_command(&self, members: &[LocalMember], directory: &Path, tls: &ClientTls) -> Command {
-        let mut command = self.start_command_at(members, directory, &self.secure_endpoint());
+    pub fn secure_start_command(&self, cluster_members: &[LocalMember], directory: &Path, tls: &ClientTls) -> Command {
+        let mut command = self.start_command_at(cluster_members, directory, &self.secure_endpoint());
         command.arg("--client-cert-auth");
         for (option, file) in
             [("--trusted-ca-file", &tls.ca_file), ("--cert-file", &tls.certificate_file), ("--key-file", &tls.key_file)]
@@ -63,9 +63,9 @@ impl LocalMember {
         command
     }
 
-    fn start_command_at(&self, members: &[LocalMember], directory: &Path, endpoint: &str) -> Command {
+    fn start_command_at(&self, cluster_members: &[LocalMember], directory: &Path, endpoint: &str) -> Command {
         let initial_cluster: Vec<String> =
-            members.iter().map(|member| format!("{}=http://{}", member.name, member.peer_address)).collect();
+            cluster_members.iter().map(|member| format!("{}=http://{}", member.name, member.peer_address)).collect();
         let mut command = Command::new("etcd");
         command.args(["--name", &self.name, "--data-dir"]).arg(directory.join(&self.name));
         command.args(["--listen-client-urls", endpoint, "--advertise-client-urls", endpoint]);
@@ -84,8 +84,9 @@ impl LocalMember {
 /// Ports outside of `ip_local_port_range` (32768 to 60999), so that the kernel does not assign them to other processes.
 const TEST_PORTS: std::ops::Range<u16> = 12_000..32_000;
 
-/// Returns a free port that this process has not returned before. Each process begins with another port.
-fn free_port() -> std::io::Result<SocketAddr> {
+/// Returns a loopback address with a free port that this process has not returned before. Processes search from
+/// different first ports.
+fn find_free_address() -> std::io::Result<SocketAddr> {
     static NEXT_PORT_OFFSET: AtomicU32 = AtomicU32::new(0);
     let port_count = TEST_PORTS.len() as u32;
     for _ in TEST_PORTS {

@@ -8,11 +8,12 @@ use coreward_api::types::AuditEntry;
 
 use crate::records::FleetRecords;
 
-/// Maximum number of entries in the audit log. The oldest ones are dropped.
-pub const MAX_ENTRIES: usize = 1000;
-/// Maximum length of a name in bytes. These limits keep an entry at about 1 KB, because fifty are written per change.
+/// Maximum number of entries in the audit log. When it is exceeded, the oldest entries are dropped.
+pub const MAX_AUDIT_ENTRIES: usize = 1000;
+/// Maximum length of a name in bytes. These limits keep an entry at about 1 KB, because up to fifty entries are written
+/// per change.
 const MAX_NAME_BYTES: usize = 100;
-/// Maximum length of `state_before` and of `state_after` in bytes.
+/// Maximum length in bytes of each of `state_before` and `state_after`.
 const MAX_STATE_BYTES: usize = 500;
 /// Maximum length of one described change of a document, in bytes.
 const MAX_CHANGE_BYTES: usize = 150;
@@ -21,25 +22,25 @@ const MAX_TOTAL_CHANGES_BYTES: usize = 400;
 const TRUNCATION_MARK_BYTES: usize = 32;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Author {
+pub struct ChangeAuthor {
     /// Name of the person or program that made the change, as in [`AuditEntry::actor`].
     pub actor: String,
     /// Address from which the change was requested, as in [`AuditEntry::from_address`].
     pub from_address: String,
 }
 
-impl Author {
-    /// Returns the controller as the author of scheduled changes.
+impl ChangeAuthor {
+    /// Returns the controller as the author, for scheduled changes.
     pub fn controller() -> Self {
         Self { actor: "controller".to_owned(), from_address: String::new() }
     }
 
-    pub fn signal() -> Self {
+    pub fn hangup_signal() -> Self {
         Self { actor: "SIGHUP".to_owned(), from_address: String::new() }
     }
 }
 
-impl From<&Caller> for Author {
+impl From<&Caller> for ChangeAuthor {
     fn from(caller: &Caller) -> Self {
         Self { actor: caller.principal.to_string(), from_address: caller.address.to_string() }
     }
@@ -53,7 +54,7 @@ pub struct ChangeDescription {
     pub state_after: String,
 }
 
-/// Returns a document's changes in one line, followed by the number of changes that do not fit.
+/// Returns one line that describes the changes of a document, followed by the number of changes that do not fit.
 pub fn describe_changes(changes: &[String]) -> String {
     let mut description = String::new();
     for (number, change) in changes.iter().enumerate() {
@@ -67,17 +68,17 @@ pub fn describe_changes(changes: &[String]) -> String {
     description
 }
 
-/// Returns the text if it has at most `limit` bytes. Otherwise returns its beginning and the number of missing bytes.
-fn truncate_text(text: &str, limit: usize) -> String {
-    if text.len() <= limit {
+/// Returns the text if it has at most `max_bytes` bytes. Otherwise returns its beginning and the number of omitted
+/// bytes.
+fn truncate_text(text: &str, max_bytes: usize) -> String {
+    if text.len() <= max_bytes {
         return text.to_owned();
     }
-    let truncated_length =
-        (0..limit - TRUNCATION_MARK_BYTES).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
-    format!("{} [{} more bytes]", &text[..truncated_length], text.len() - truncated_length)
+    let kept_bytes = (0..max_bytes - TRUNCATION_MARK_BYTES).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+    format!("{} [{} more bytes]", &text[..kept_bytes], text.len() - kept_bytes)
 }
 
-/// Returns the entry with its texts truncated to the maximum lengths.
+/// Returns the entry with its texts truncated to their maximum lengths.
 pub fn truncate_entry(entry: AuditEntry) -> AuditEntry {
     AuditEntry {
         actor: truncate_text(&entry.actor, MAX_NAME_BYTES),
@@ -91,8 +92,8 @@ pub fn truncate_entry(entry: AuditEntry) -> AuditEntry {
 }
 
 impl FleetRecords {
-    /// Appends an entry with this wall-clock time (since 1970) to the audit log.
-    pub fn record_change(&mut self, author: &Author, description: ChangeDescription, wall_time: Duration) {
+    /// Appends an entry with the time `wall_time` (wall clock, since 1970) to the audit log.
+    pub fn append_audit_entry(&mut self, author: &ChangeAuthor, description: ChangeDescription, wall_time: Duration) {
         let entries = Arc::make_mut(&mut self.audit_log);
         entries.push(truncate_entry(AuditEntry {
             id: entries.last().map_or(1, |last_entry| last_entry.id + 1),
@@ -104,7 +105,7 @@ impl FleetRecords {
             before: description.state_before,
             after: description.state_after,
         }));
-        let excess_entry_count = entries.len().saturating_sub(MAX_ENTRIES);
+        let excess_entry_count = entries.len().saturating_sub(MAX_AUDIT_ENTRIES);
         entries.drain(..excess_entry_count);
     }
 }
@@ -134,8 +135,8 @@ mod tests {
             state_before: long_text.clone(),
             state_after: changes_line.clone(),
         };
-        records.record_change(
-            &Author { actor: long_text.clone(), from_address: long_text },
+        records.append_audit_entry(
+            &ChangeAuthor { actor: long_text.clone(), from_address: long_text },
             change_description,
             Duration::ZERO,
         );
@@ -147,17 +148,21 @@ mod tests {
     }
 
     #[test]
-    fn audit_log_is_bounded() {
+    fn audit_log_drops_its_oldest_entries_beyond_the_maximum() {
         let mut records = FleetRecords::generate(Duration::ZERO, &mut seeded_rng(1, 0));
-        for generation in 1..=MAX_ENTRIES as u64 + 7 {
+        for generation in 1..=MAX_AUDIT_ENTRIES as u64 + 7 {
             let change_description = ChangeDescription {
                 action: "apply",
                 target: String::new(),
                 state_before: String::new(),
                 state_after: String::new(),
             };
-            records.record_change(&Author::signal(), change_description, Duration::from_secs(generation));
+            records.append_audit_entry(
+                &ChangeAuthor::hangup_signal(),
+                change_description,
+                Duration::from_secs(generation),
+            );
         }
-        assert_eq!((records.audit_log.len(), records.audit_log[0].id), (MAX_ENTRIES, 8));
+        assert_eq!((records.audit_log.len(), records.audit_log[0].id), (MAX_AUDIT_ENTRIES, 8));
     }
 }

@@ -12,12 +12,12 @@ pub struct RecordClock {
 }
 
 impl RecordClock {
-    /// Creates a clock that continues from the stored time, or begins with the wall clock if there is none.
-    pub fn from(stored_time: Option<Duration>) -> Self {
+    /// Creates a clock that continues from the stored time, or starts with the wall clock's time if there is none.
+    pub fn continue_from(stored_time: Option<Duration>) -> Self {
         Self { wall_time_at_start: stored_time.unwrap_or_else(wall_clock_time), start_instant: Instant::now() }
     }
 
-    /// Returns the present time of this clock, since 1970.
+    /// Returns the current time of this clock, as the time since 1970.
     pub fn now(&self) -> Duration {
         self.wall_time_at_start + self.start_instant.elapsed()
     }

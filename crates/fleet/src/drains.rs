@@ -1,4 +1,5 @@
-//! Drains by operators. They are not in the fleet document, so neither a restart nor another document ends one.
+//! Drains of servers by operators. Neither a restart nor another fleet document ends a drain, because the records
+//! contain the drains.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -93,8 +94,8 @@ pub fn find_server(fleet: &Fleet, server_name: &str) -> Result<ServerId, DrainEr
 }
 
 impl FleetRecords {
-    /// Drains the server, in addition to earlier drains. The configuration that contains this drain has this
-    /// `generation`. Returns whether the records have changed.
+    /// Records a drain of the server, in addition to earlier drains. `generation` is the generation of the
+    /// configuration that will contain the drain. Returns whether the records have changed.
     pub fn drain(&mut self, request: &DrainRequest, generation: u64, now: Duration) -> bool {
         let is_requested_server =
             |server: &&mut crate::records::ServerRecord| server.is_in_document && server.name == request.server_name;
@@ -121,8 +122,8 @@ impl FleetRecords {
         matching_records.filter_map(|record| record.drain.take()).count() > 0
     }
 
-    /// Returns the drains that continue with this document, by server name. Services that the server no longer has are
-    /// left out.
+    /// Returns the drains that remain after `config` has been applied, by server name. Services that no longer exist
+    /// are omitted.
     pub fn remaining_drains(&self, config: &FleetConfig) -> BTreeMap<String, DrainRecord> {
         let existing_services: BTreeSet<&str> = config.services.iter().map(|service| service.name.as_str()).collect();
         let remaining_drain = |drain: &DrainRecord| {
@@ -166,11 +167,11 @@ mod tests {
         DrainRequest { server_name: server.into(), services: (!services.is_empty()).then_some(services), force: false }
     }
 
-    fn server_drain<'a>(records: &'a FleetRecords, server: &str) -> Option<&'a DrainRecord> {
+    fn drain_record<'a>(records: &'a FleetRecords, server: &str) -> Option<&'a DrainRecord> {
         records.servers.values().find(|record| record.name == server && record.is_in_document)?.drain.as_ref()
     }
 
-    /// Returns new records after this document has been applied.
+    /// Returns new records to which `config` has been applied.
     fn records_after_applying(config: &FleetConfig) -> FleetRecords {
         let random_source = &mut seeded_rng(1, 0);
         let mut records = FleetRecords::generate(at(0), random_source);
@@ -179,28 +180,28 @@ mod tests {
     }
 
     #[test]
-    fn drain_survives_documents_that_contain_the_server() {
+    fn drain_remains_while_documents_contain_the_server() {
         let (config_with_both, config_with_first) =
             (fleet_config(&["s1", "s2"], API_SERVICE_TOML), fleet_config(&["s1"], ""));
         let mut records = records_after_applying(&config_with_both);
         assert!(records.drain(&drain_request("s1", &[]), 7, at(10)));
         assert!(!records.drain(&drain_request("s1", &[]), 8, at(20)), "it is so already");
         assert_eq!(
-            server_drain(&records, "s1"),
+            drain_record(&records, "s1"),
             Some(&DrainRecord { changed_at: at(10), generation: 7, services: None })
         );
         let random_source = &mut seeded_rng(2, 0);
         records.apply_document(&config_with_first, at(30), random_source).unwrap();
-        assert_eq!(server_drain(&records, "s1").map(|drain| drain.changed_at), Some(at(10)));
+        assert_eq!(drain_record(&records, "s1").map(|drain| drain.changed_at), Some(at(10)));
         // A server that leaves and returns is not drained.
         records.apply_document(&fleet_config(&["s2"], ""), at(40), random_source).unwrap();
         records.apply_document(&config_with_first, at(50), random_source).unwrap();
-        assert_eq!(server_drain(&records, "s1"), None);
+        assert_eq!(drain_record(&records, "s1"), None);
         assert!(!records.undrain("s1"));
     }
 
     #[test]
-    fn drain_may_be_limited_to_services() {
+    fn drain_of_chosen_services_leaves_others_active() {
         let config_with_both = fleet_config(&["s1", "s2"], API_SERVICE_TOML);
         let mut records = records_after_applying(&config_with_both);
         assert!(records.drain(&drain_request("s1", &["api"]), 2, at(10)));
@@ -211,15 +212,15 @@ mod tests {
         assert!(fleet.is_draining(id) && !fleet.is_draining(fleet.server_id("s2").unwrap()));
         assert!(!records.drain(&drain_request("s1", &["api"]), 3, at(20)));
         assert!(records.drain(&drain_request("s1", &["web"]), 3, at(20)));
-        let drained_services = server_drain(&records, "s1").unwrap().services.clone();
+        let drained_services = drain_record(&records, "s1").unwrap().services.clone();
         assert_eq!(drained_services, drain_request("", &["api", "web"]).services);
         // A removed service ends its part of the drain.
         let random_source = &mut seeded_rng(2, 0);
         records.apply_document(&fleet_config(&["s1", "s2"], ""), at(30), random_source).unwrap();
-        assert_eq!(server_drain(&records, "s1").unwrap().services, drain_request("", &["web"]).services);
+        assert_eq!(drain_record(&records, "s1").unwrap().services, drain_request("", &["web"]).services);
         assert!(records.drain(&drain_request("s1", &[]), 9, at(40)));
         assert_eq!(
-            server_drain(&records, "s1"),
+            drain_record(&records, "s1"),
             Some(&DrainRecord { changed_at: at(40), generation: 9, services: None })
         );
         assert!(records.undrain("s1"));
@@ -228,7 +229,7 @@ mod tests {
             "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n[[service]]\nname = \"new\"\nvip = \"10.200.0.1:82\"\n";
         let other_config = FleetConfig::parse(&Source::from_text("fleet.toml", other_text)).unwrap();
         records.apply_document(&other_config, at(60), random_source).unwrap();
-        assert_eq!(server_drain(&records, "s1"), None);
+        assert_eq!(drain_record(&records, "s1"), None);
     }
 
     #[test]

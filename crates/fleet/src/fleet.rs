@@ -27,19 +27,20 @@ use crate::config::{FleetConfig, OtherBalancer, ServerConfig, ServerState, Table
 use crate::key_ring::KeyRing;
 use crate::records::{DrainRecord, FleetDocument, FleetRecords, LoadBalancerRecord, Membership, ServerRecord};
 
-/// Configuration of the fleet, merged with the records. It has all inputs of the controller's decisions except reports.
+/// Active configuration of the fleet, merged from the fleet document and the records. With the agents' reports, it is
+/// the input of all decisions by the controller.
 #[derive(Debug, Clone)]
 pub struct Fleet {
     /// Generation of the configuration, which increases with every change.
     pub generation: u64,
     pub report_interval: Duration,
     pub table_updates: TableTiming,
-    /// Time for which tables that depend on loads remain in use without a leader.
+    /// Time for which load balancers use placement tables that depend on loads if no controller leads.
     pub table_lifetime: Duration,
     pub load_ewma_alpha: SmoothingWeight,
     pub key_ring: KeyRing,
     /// Interval between key rotations, or `None` if keys are rotated by command only.
-    pub key_rotation: Option<Duration>,
+    pub key_rotation_interval: Option<Duration>,
     pub max_connection_lifetime: Duration,
     /// RSS key that agents set if they have `manage_rss = true`.
     pub rss_key: RssKey,
@@ -57,7 +58,7 @@ pub struct Fleet {
     pub audit_log: Arc<Vec<AuditEntry>>,
     /// File that contains the document, or `None` if the document was applied through the API.
     pub document_file: Option<PathBuf>,
-    /// Server ids by name, for messages from racks. Operators choose the names, so that no keyed hash is needed.
+    /// Server ids by name, for messages from racks. The hash needs no secret key, because operators choose the names.
     server_ids_by_name: HashMap<String, ServerId, foldhash::fast::FixedState>,
 }
 
@@ -74,7 +75,7 @@ pub struct FleetServer {
     /// VLAN of the frames that load balancers send to the server.
     pub vlan: Vlan,
     pub drain: Option<DrainRecord>,
-    /// Names of the racks that may report for the server, or `None` for those of the fleet.
+    /// Names of the racks that may report for the server, or `None` to use the fleet's `allowed_racks`.
     allowed_racks: Option<BTreeSet<String>>,
 }
 
@@ -100,11 +101,11 @@ pub struct FleetService {
     pub address: ServiceAddress,
     pub index: ServiceIndex,
     pub mode: ServiceSettings,
-    /// Load balancer to or from which `mode.transfer` moves the service.
+    /// Other load balancer of the service's migration, or `None` if the service does not migrate.
     pub other_balancer: Option<OtherBalancer>,
     /// Name of the placement policy, one of `coreward_model::policy::names()`.
     pub policy: &'static str,
-    /// Amount of detail in the counters that the policy needs from load balancers.
+    /// Level of detail of the load balancers' counters that the policy needs.
     pub telemetry_level: TelemetryLevel,
     /// Health check of the service's servers, or `None` if they are not checked.
     pub health_check: Option<Arc<HealthCheck>>,
@@ -114,9 +115,9 @@ pub struct FleetService {
     /// Seed from which the policy's hash keys and the time key of LB-side stamping are derived.
     pub hash_seed: u64,
     pub buckets: BucketCount,
-    /// Servers that belong to the service now, and former ones.
+    /// Present and former servers of the service, by id.
     pub members: BTreeMap<ServerId, Membership>,
-    /// Current and previous server of each bucket, as stored in the records.
+    /// Current and previous server of each bucket, from the records.
     pub bucket_history: BucketHistory,
 }
 
@@ -126,12 +127,12 @@ impl FleetService {
         self.mode.timestamps == TimestampOrigin::LoadBalancer
     }
 
-    /// Returns the other load balancer in the form of a server that takes no new connections.
+    /// Returns the service's other load balancer as a `Server` that takes no new connections.
     fn other_balancer_as_server(&self) -> Option<Server> {
         let (migration, other_balancer) = self.mode.migration.zip(self.other_balancer)?;
         Some(Server {
             name: format!("balancer {}", other_balancer.address),
-            id: migration.other_balancer(),
+            id: migration.other_balancer_id(),
             address: other_balancer.address,
             is_eligible: false,
             // The other load balancer is never checked, because its packets have no alternative.
@@ -162,7 +163,7 @@ impl Fleet {
         self.document.generation > 0
     }
 
-    /// Combines a document with the records to which it has been applied.
+    /// Combines a fleet document with the records to which it has been applied.
     pub fn new(config: &FleetConfig, records: &FleetRecords) -> Self {
         let listed_servers: HashMap<&str, &ServerConfig> =
             config.servers.iter().map(|server| (server.name.as_str(), server)).collect();
@@ -184,11 +185,11 @@ impl Fleet {
         Self {
             generation: records.generation,
             report_interval: config.report_interval,
-            table_updates: config.table_updates,
+            table_updates: config.table_timing,
             table_lifetime: config.table_lifetime,
             load_ewma_alpha: config.load_ewma_alpha,
             key_ring: records.key_ring.clone(),
-            key_rotation: config.key_rotation,
+            key_rotation_interval: config.key_rotation_interval,
             max_connection_lifetime: config.max_connection_lifetime,
             rss_key: records.rss_key.clone(),
             servers,
@@ -203,8 +204,8 @@ impl Fleet {
         }
     }
 
-    /// Sets values from the controller's own file. They are the document's path, and an RSS key that replaces the
-    /// stored one.
+    /// Sets the values from the controller's configuration file: the path of the fleet document, and an RSS key that
+    /// replaces the stored one.
     pub fn with_controller_settings(self, document_file: Option<PathBuf>, rss_key: Option<RssKey>) -> Self {
         Self { document_file, rss_key: rss_key.unwrap_or(self.rss_key), ..self }
     }
@@ -213,7 +214,8 @@ impl Fleet {
         self.server_ids_by_name.get(name).copied()
     }
 
-    /// Returns the racks through which the agent may connect, or `None` for any. It may always connect directly.
+    /// Returns the racks through which the server's agent may connect, or `None` if it may use any rack. The agent may
+    /// always connect directly.
     pub fn server_allowed_racks(&self, id: ServerId) -> Option<&BTreeSet<String>> {
         self.servers[&id].allowed_racks.as_ref().or(self.allowed_racks.as_ref())
     }
@@ -222,7 +224,7 @@ impl Fleet {
         self.server_allowed_racks(id).is_none_or(|racks| racks.contains(rack))
     }
 
-    /// Returns the number of servers of each rack, counted in one pass over the servers.
+    /// Counts the servers that may connect through each rack, in one pass over the servers.
     pub fn rack_server_counts(&self) -> RackServerCounts<'_> {
         let mut server_counts = RackServerCounts::default();
         for id in self.servers.keys() {
@@ -293,19 +295,19 @@ impl Fleet {
             address: service.address,
             index: service.index,
             mode: service.mode,
-            policy: service.policy.to_owned(),
+            policy_name: service.policy.to_owned(),
             telemetry_level: service.telemetry_level,
             // Checks of agents are left out, because the controller makes them itself.
-            check: service.health_check.clone().filter(|check| check.probe != Probe::Agent),
+            health_check: service.health_check.clone().filter(|check| check.probe != Probe::Agent),
             when_all_down: service.when_all_down,
-            time_key: service.is_lb_stamped().then(|| lb_stamping::time_key(service.hash_seed)),
+            time_key: service.is_lb_stamped().then(|| lb_stamping::draw_time_key(service.hash_seed)),
             servers: service.members.keys().copied().map(to_server).chain(service.other_balancer_as_server()).collect(),
         }
     }
 
-    /// Returns the configuration for a server's agent. The `predecessors` owned buckets of this server earlier. A
-    /// server that has left a service still stamps the service's connections.
-    pub fn agent_configuration(&self, id: ServerId, predecessors: &BTreeSet<ServerId>) -> AgentConfiguration {
+    /// Returns the configuration for a server's agent. The `previous_owners` are the previous owners of this server's
+    /// buckets. A server that has left a service still stamps the service's connections.
+    pub fn agent_configuration(&self, id: ServerId, previous_owners: &BTreeSet<ServerId>) -> AgentConfiguration {
         let member_services = self.services.iter().filter(|service| service.members.contains_key(&id));
         let to_stamped_service = |service: &FleetService| AgentService {
             name: service.name.clone(),
@@ -326,14 +328,14 @@ impl Fleet {
             report_interval: self.report_interval,
             fleet_rss_key: self.rss_key.clone(),
             server_id: id,
-            previous_servers: predecessors.iter().filter_map(to_previous_server).chain(previous_balancers).collect(),
+            previous_servers: previous_owners.iter().filter_map(to_previous_server).chain(previous_balancers).collect(),
             is_draining: self.is_draining(id),
             address: self.servers.get(&id).map(|server| server.address),
         }
     }
 }
 
-/// Combines the record of a server with the server's entry in the document, if there is one.
+/// Combines the record of a server with the server's entry in the fleet document, if there is one.
 fn fleet_server(record: &ServerRecord, listed_server: Option<&ServerConfig>) -> FleetServer {
     FleetServer {
         name: record.name.clone(),
@@ -351,8 +353,8 @@ fn fleet_server(record: &ServerRecord, listed_server: Option<&ServerConfig>) -> 
     }
 }
 
-/// Returns the active services. In a migration, the other load balancer gets the highest id that is unused or was not
-/// used recently. No cookie contains these ids, so they need not be stored.
+/// Returns all services of the fleet. In a migration, the other load balancer gets the highest free server id. No
+/// cookie contains such an id, so it need not be stored.
 fn active_services(config: &FleetConfig, records: &FleetRecords) -> Vec<FleetService> {
     let mut free_ids = (0..ServerId::COUNT as u64).rev().filter_map(|id| ServerId::try_from(id).ok());
     let mut ids_by_address: BTreeMap<IpAddr, ServerId> = BTreeMap::new();
@@ -400,13 +402,13 @@ fn fleet_service(
         index: service_record.index,
         mode: service.mode,
         other_balancer: service.other_balancer,
-        policy: service.policy,
-        telemetry_level: policy::required_telemetry_level(service.policy),
+        policy: service.policy_name,
+        telemetry_level: policy::required_telemetry_level(service.policy_name),
         health_check: service.health_check.clone().map(Arc::new),
         when_all_down: service.when_all_down,
-        slow_start: service.slow_start,
+        slow_start: service.slow_start_duration,
         hash_seed: service_record.hash_seed,
-        buckets: service.buckets,
+        buckets: service.bucket_count,
         members,
         bucket_history: service_record.bucket_history.clone(),
     }

@@ -24,11 +24,11 @@ use crate::clock::round_down_to_seconds;
 /// Cookie keys of the fleet, and the phase of their rotation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyRing {
-    /// Keys that load balancers and agents use.
+    /// Both cookie keys, as load balancers and agents use them.
     pub keys: FleetCookieKeys,
     pub generation: u64,
-    /// Time since which the current key has been used for stamping (whole seconds since 1970, as stored).
-    pub current_since: Duration,
+    /// Time at which the current key began to stamp cookies (whole seconds since 1970, as stored).
+    pub current_key_since: Duration,
     pub phase: KeyPhase,
 }
 
@@ -54,18 +54,20 @@ impl KeyPhase {
 
 impl KeyRing {
     pub fn generate(now: Duration, random: &mut impl Rng) -> Self {
-        let keys =
-            FleetCookieKeys { keys: [CookieKey::random(random), CookieKey::random(random)], current: KeyIndex::First };
-        Self { keys, generation: 0, current_since: round_down_to_seconds(now), phase: KeyPhase::Steady }
+        let keys = FleetCookieKeys {
+            keys: [CookieKey::random(random), CookieKey::random(random)],
+            current_key_index: KeyIndex::First,
+        };
+        Self { keys, generation: 0, current_key_since: round_down_to_seconds(now), phase: KeyPhase::Steady }
     }
 
-    /// Replaces the key that is not used for stamping. If a rotation is already in progress, only `is_forced` may be
-    /// set.
+    /// Begins a rotation, by replacing the key that does not stamp with a new random key. If a rotation is already in
+    /// progress, the only effect is that `is_forced` makes it a forced one.
     pub fn announce_next_key(&mut self, is_forced: bool, generation: u64, random: &mut impl Rng) {
         match &mut self.phase {
             KeyPhase::Announced { is_forced: was_forced } => *was_forced |= is_forced,
             KeyPhase::Steady => {
-                self.keys.keys[self.keys.current.other().get()] = CookieKey::random(random);
+                self.keys.keys[self.keys.current_key_index.other_index().get()] = CookieKey::random(random);
                 self.generation = generation;
                 self.phase = KeyPhase::Announced { is_forced };
             }
@@ -77,9 +79,9 @@ impl KeyRing {
         if self.phase == KeyPhase::Steady {
             return;
         }
-        self.keys.current = self.keys.current.other();
+        self.keys.current_key_index = self.keys.current_key_index.other_index();
         self.generation = generation;
-        self.current_since = round_down_to_seconds(now);
+        self.current_key_since = round_down_to_seconds(now);
         self.phase = KeyPhase::Steady;
     }
 }

@@ -36,7 +36,7 @@ pub struct FleetRecords {
     pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
     pub document: FleetDocument,
     pub audit_log: Arc<Vec<AuditEntry>>,
-    /// Time of the last write, by the records' clock (whole seconds since 1970), or `None` if it is unknown.
+    /// Time of the records' last write, by the records' clock (whole seconds since 1970), or `None` if it is unknown.
     pub last_write_at: Option<Duration>,
 }
 
@@ -44,8 +44,8 @@ pub struct FleetRecords {
 pub struct DrainRecord {
     /// Time of the last change of the drain, by the records' clock (whole seconds since 1970).
     pub changed_at: Duration,
-    /// Generation of the configuration that began the drain. A load balancer that has confirmed it sends the server no
-    /// new connections.
+    /// Generation of the configuration that began the drain. A load balancer that has confirmed this generation sends
+    /// the server no new connections.
     pub generation: u64,
     /// Names of the services in which the server is drained, or `None` for all services, including future ones.
     pub services: Option<BTreeSet<String>>,
@@ -68,7 +68,7 @@ pub struct FleetDocument {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadBalancerRecord {
-    /// Number of the load balancer's connection table in cookies, or `None` if all numbers were in use.
+    /// Number that identifies the load balancer's connection table in cookies, or `None` if all numbers were in use.
     pub owner_number: Option<TableOwnerNumber>,
     pub address: Option<IpAddr>,
     /// Time at which the load balancer disconnected (whole seconds since 1970), or `None` while it is connected.
@@ -90,12 +90,12 @@ pub struct ServerRecord {
     pub address: IpAddr,
     /// Whether the fleet document contains the server.
     pub is_in_document: bool,
-    /// Services whose cookies may contain the server's id.
+    /// Memberships by service name, for all services whose cookies may contain the server's id.
     pub memberships: BTreeMap<String, Membership>,
     pub drain: Option<DrainRecord>,
-    /// Racks that may report for the server, by its newest entry in the document, or `None` for the fleet's racks.
+    /// Racks that may report for the server, from its newest entry in the document, or `None` for the fleet's racks.
     pub allowed_racks: Option<BTreeSet<String>>,
-    /// VLAN of the frames to the server, by its newest entry in the document.
+    /// VLAN of the frames to the server, from its newest entry in the document.
     pub vlan: Vlan,
 }
 
@@ -122,7 +122,8 @@ impl FleetRecords {
         }
     }
 
-    /// Applies a document. Fails without a change if chosen ids still belong to other servers, or if no id is free.
+    /// Applies a fleet document to the records. Fails without a change if an id that the operator chose still belongs
+    /// to another server, or if no id is free.
     pub fn apply_document(
         &mut self,
         config: &FleetConfig,
@@ -131,9 +132,9 @@ impl FleetRecords {
     ) -> Result<(), Diagnostics> {
         let mut new_records = self.clone();
         new_records.remove_expired(config.max_connection_lifetime, now);
-        new_records.apply_services(config, random);
-        let server_ids = new_records.apply_servers(config, random)?;
-        new_records.apply_memberships(config, &server_ids, now);
+        new_records.record_services(config, random);
+        let server_ids = new_records.assign_server_ids(config, random)?;
+        new_records.record_servers_and_memberships(config, &server_ids, now);
         new_records.generation += 1;
         let document_text = config.source().text();
         if *document_text != new_records.document.text {
@@ -159,7 +160,7 @@ impl FleetRecords {
         true
     }
 
-    /// Removes the record of a load balancer, which frees its number. Returns whether there was one.
+    /// Removes the record of a load balancer, which frees its table number. Returns whether the record existed.
     pub fn forget_load_balancer(&mut self, name: &str) -> bool {
         self.load_balancers.remove(name).is_some()
     }
@@ -170,7 +171,8 @@ impl FleetRecords {
         }
     }
 
-    /// Removes load balancers and servers whose cookies have expired. Returns whether anything was removed.
+    /// Removes former load balancers, servers and memberships whose cookies have expired. Returns whether the records
+    /// have changed.
     pub fn remove_expired(&mut self, max_connection_lifetime: Duration, now: Duration) -> bool {
         let previous_balancer_count = self.load_balancers.len();
         self.load_balancers.retain(|_, record| {
@@ -187,7 +189,7 @@ impl FleetRecords {
         self.servers != previous_servers || self.load_balancers.len() != previous_balancer_count
     }
 
-    fn apply_services(&mut self, config: &FleetConfig, random: &mut impl Rng) {
+    fn record_services(&mut self, config: &FleetConfig, random: &mut impl Rng) {
         let listed_names: HashSet<&str> = config.services.iter().map(|service| service.name.as_str()).collect();
         self.services.retain(|name, _| listed_names.contains(name.as_str()));
         let mut used_indexes: HashSet<ServiceIndex> = self.services.values().map(|service| service.index).collect();
@@ -211,8 +213,8 @@ impl FleetRecords {
         }
     }
 
-    /// Returns the id of every server, which is the operator's choice, the previous id, or a newly drawn one.
-    fn apply_servers(&mut self, config: &FleetConfig, random: &mut impl Rng) -> Result<Vec<ServerId>, Diagnostics> {
+    /// Returns the id of each server in `config`: the operator's choice, the previous id, or a random free id.
+    fn assign_server_ids(&mut self, config: &FleetConfig, random: &mut impl Rng) -> Result<Vec<ServerId>, Diagnostics> {
         let previous_ids = self.ids_by_name();
         let lb_stamped_server_positions = lb_stamped_server_positions(config);
         let mut free_ids = self.free_ids(config);
@@ -247,7 +249,7 @@ impl FleetRecords {
         if mistakes.is_empty() { Ok(server_ids) } else { Err(config.diagnostics(mistakes)) }
     }
 
-    /// Returns the id that the operator chose, or the reason why the server cannot have it yet.
+    /// Returns the configured id, or the reason why the server cannot have it yet.
     fn check_configured_id(&self, name: &str, id: ServerId) -> Result<ServerId, String> {
         let Some(owner) = self.servers.get(&id).filter(|owner| owner.name != name) else {
             return Ok(id);
@@ -259,7 +261,7 @@ impl FleetRecords {
         ))
     }
 
-    /// Returns server ids by name. If the operator changed a server's id, the one in the document counts.
+    /// Returns server ids by server name. If the operator changed a server's id, the map has the id in the document.
     fn ids_by_name(&self) -> HashMap<String, ServerId> {
         let mut ids_by_name = HashMap::new();
         for (id, server) in &self.servers {
@@ -279,8 +281,9 @@ impl FleetRecords {
             .collect()
     }
 
-    /// Records the pools of all services. The `ids` belong to the servers in `config.servers`, in the same order.
-    fn apply_memberships(&mut self, config: &FleetConfig, ids: &[ServerId], now: Duration) {
+    /// Records the document's servers and their memberships in services. `ids` are the ids of `config.servers`, in the
+    /// same order.
+    fn record_servers_and_memberships(&mut self, config: &FleetConfig, ids: &[ServerId], now: Duration) {
         let mut remaining_drains = self.remaining_drains(config);
         for server in self.servers.values_mut() {
             server.is_in_document = false;
@@ -320,15 +323,15 @@ impl ServerRecord {
     }
 }
 
-/// Returns the positions of servers whose ids must fit into the cookies of LB-side stamping.
+/// Returns the positions in `config.servers` of servers whose ids must fit into cookies that load balancers stamp.
 fn lb_stamped_server_positions(config: &FleetConfig) -> HashSet<usize> {
     let lb_stamped_services =
         config.services.iter().filter(|service| service.mode.timestamps == TimestampOrigin::LoadBalancer);
     lb_stamped_services.flat_map(|service| service.server_positions.iter().copied()).collect()
 }
 
-/// Draws one of the `free_ids` at random, so that flipping a cookie's bits does not enumerate the pool. The cookie can
-/// hold ids below `id_limit`. `free_ids` stays in ascending order.
+/// Removes a random id below `id_limit` from the ascending `free_ids` and returns it. The cookie can hold ids below
+/// `id_limit`. Random ids prevent clients from enumerating the servers by flipping bits of a cookie.
 fn draw_server_id(free_ids: &mut Vec<ServerId>, id_limit: u64, random: &mut impl Rng) -> Option<ServerId> {
     let candidate_count = free_ids.partition_point(|id| u64::from(id.get()) < id_limit);
     let candidate_count = u32::try_from(candidate_count).ok().filter(|count| *count > 0)?;
@@ -343,8 +346,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns a document with the servers `servers` in one service, and those of `other_servers` in another.
-    fn two_service_config(servers: &[&str], other_servers: &[&str]) -> FleetConfig {
+    /// Returns a document whose `servers` are all in the service `web`, and whose `api_servers` are also in `api`.
+    fn two_service_config(servers: &[&str], api_servers: &[&str]) -> FleetConfig {
         let mut text = String::new();
         for server in servers {
             // "s5=7" is server s5 with the id 7.
@@ -354,8 +357,8 @@ mod tests {
             text += &id.map_or(String::new(), |id| format!("id = {id}\n"));
         }
         text += "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
-        if !other_servers.is_empty() {
-            text += &format!("[[service]]\nname = \"api\"\nvip = \"10.200.0.1:81\"\nservers = {other_servers:?}\n");
+        if !api_servers.is_empty() {
+            text += &format!("[[service]]\nname = \"api\"\nvip = \"10.200.0.1:81\"\nservers = {api_servers:?}\n");
         }
         FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
     }
@@ -369,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn servers_keep_their_ids() {
+    fn servers_keep_ids_across_documents() {
         let random = &mut seeded_rng(1, 0);
         let mut records = FleetRecords::generate(at(0), random);
         records.apply_document(&two_service_config(&["s1", "s2", "s3=7"], &["s1"]), at(0), random).unwrap();
@@ -463,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn exhausted_ids_error_names_the_server() {
+    fn error_without_free_ids_names_the_server() {
         let random = &mut seeded_rng(1, 0);
         let mut records = FleetRecords::generate(at(0), random);
         for id in 0..ServerId::COUNT as u64 {
@@ -511,7 +514,7 @@ mod tests {
     }
 
     proptest! {
-        /// No server id is assigned to another server within the lifetime of cookies.
+        /// No server id is assigned to another server while cookies may contain it.
         #[test]
         fn no_reserved_id_is_assigned_to_another_server(
             seed: u64,

@@ -83,9 +83,10 @@ struct CheckedTarget<K> {
     key: K,
 }
 
-/// Health checker of all targets. Its thread ends when `desired_targets` is dropped, so this field must come first.
+/// Health checker of all targets. Its thread ends when `desired_target_sender` is dropped, so this field must come
+/// first.
 pub struct Checker<K> {
-    desired_targets: watch::Sender<Arc<Vec<CheckedTarget<K>>>>,
+    desired_target_sender: watch::Sender<Arc<Vec<CheckedTarget<K>>>>,
     shared_results: Arc<SharedResults<K>>,
     _thread: CheckerThread,
 }
@@ -106,7 +107,7 @@ impl Drop for CheckerThread {
 
 struct SharedResults<K> {
     results_by_target: Mutex<BTreeMap<K, CheckResult>>,
-    verdict_change_count: watch::Sender<u64>,
+    verdict_change_count_sender: watch::Sender<u64>,
     check_permits: Semaphore,
 }
 
@@ -116,7 +117,7 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
         let (desired_targets, receiver) = watch::channel(Arc::new(Vec::new()));
         let shared_results = Arc::new(SharedResults {
             results_by_target: Mutex::new(BTreeMap::new()),
-            verdict_change_count: watch::Sender::new(0),
+            verdict_change_count_sender: watch::Sender::new(0),
             check_permits: Semaphore::new(MAX_CONCURRENT_CHECKS),
         });
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -125,7 +126,11 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
             .name("health".to_owned())
             .spawn(move || runtime.block_on(run_checks(receiver, thread_results)))
             .context("a thread for health checks")?;
-        Ok(Self { desired_targets, shared_results, _thread: CheckerThread(Some(checker_thread)) })
+        Ok(Self {
+            desired_target_sender: desired_targets,
+            shared_results,
+            _thread: CheckerThread(Some(checker_thread)),
+        })
     }
 
     /// Sets the services whose servers are checked. Targets that have not changed keep their results.
@@ -139,7 +144,7 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
                 desired_targets.push(CheckedTarget { spec: target_spec, prober: prober.clone(), key });
             }
         }
-        self.desired_targets.send_replace(Arc::new(desired_targets));
+        self.desired_target_sender.send_replace(Arc::new(desired_targets));
     }
 
     pub fn results(&self) -> Vec<(K, CheckResult)> {
@@ -147,7 +152,7 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
     }
 
     pub fn subscribe_to_verdict_changes(&self) -> watch::Receiver<u64> {
-        self.shared_results.verdict_change_count.subscribe()
+        self.shared_results.verdict_change_count_sender.subscribe()
     }
 }
 
@@ -187,7 +192,7 @@ async fn run_checks<K: Ord + Hash + Copy + Send + Sync + 'static>(
                 TargetTask { spec: target.spec.clone(), abort_handle: tokio::spawn(checks).abort_handle() }
             });
         }
-        shared_results.verdict_change_count.send_modify(|count| *count += 1);
+        shared_results.verdict_change_count_sender.send_modify(|count| *count += 1);
     }
 }
 
@@ -211,7 +216,7 @@ async fn check_target<K: Ord + Copy>(
         if let Some(result) = shared_results.lock_results().get_mut(&key) {
             result.last_latency = if probe_result.is_ok() { latency } else { Duration::ZERO };
             result.last_error = probe_result.as_ref().err().map_or_else(String::new, ToString::to_string);
-            let verdict_changed = match &probe_result {
+            let has_verdict_changed = match &probe_result {
                 Err(error) if error.is_local() => result.health_tracker.record_local_fault(health_check.thresholds),
                 _ => {
                     result.check_count += 1;
@@ -219,9 +224,9 @@ async fn check_target<K: Ord + Copy>(
                     result.health_tracker.record_result(probe_result.is_ok(), health_check.thresholds)
                 }
             };
-            if verdict_changed {
+            if has_verdict_changed {
                 result.verdict_since = Instant::now();
-                shared_results.verdict_change_count.send_modify(|count| *count += 1);
+                shared_results.verdict_change_count_sender.send_modify(|count| *count += 1);
             }
         }
         // The next check is due one interval after the due time of this one. Missed checks are not repeated.

@@ -11,17 +11,22 @@ use tokio::net::{TcpSocket, TcpStream};
 
 use crate::path::{NatPath, NatTable};
 
-/// Connection to a checked server. The stream is dropped before the NAT entry, which the closing reset needs.
+/// Connection to a checked server. The stream is dropped before the NAT entry, because the RST that closes the
+/// connection needs the entry.
 pub(crate) struct ServerConnection {
     stream: TcpStream,
     _nat_entry: Option<NatEntryGuard>,
 }
 
 impl ServerConnection {
-    pub(crate) async fn connect(socket: TcpSocket, to: SocketAddr, path: Option<NatEntryGuard>) -> io::Result<Self> {
-        // If this is cancelled, the future of `connect` is dropped with its socket before `path`.
-        let stream = socket.connect(to).await?;
-        Ok(Self { stream, _nat_entry: path })
+    pub(crate) async fn connect(
+        socket: TcpSocket,
+        address: SocketAddr,
+        nat_entry: Option<NatEntryGuard>,
+    ) -> io::Result<Self> {
+        // If this is cancelled, the future of `connect` is dropped with its socket before `nat_entry`.
+        let stream = socket.connect(address).await?;
+        Ok(Self { stream, _nat_entry: nat_entry })
     }
 }
 

@@ -2,19 +2,20 @@
 
 use std::net::IpAddr;
 
-/// Addresses and ports of a connection. The data plane rewrites its packets from the server's own address to the VIP.
+/// Addresses and ports of a health check's connection. In its packets to the server, the data plane replaces the
+/// server's own address by the VIP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NatPath {
     /// Server's own address, to which the load balancer sends packets.
     pub server: IpAddr,
-    /// Address, of the same family, that replaces the server's own address in packets.
+    /// VIP that replaces the server's own address in packets. Both have the same address family.
     pub vip: IpAddr,
     pub port: u16,
     /// Source port of the connection, at the load balancer.
     pub source_port: u16,
 }
 
-/// Data plane's table of connections for health checks whose addresses are rewritten.
+/// Data plane's NAT table, which holds the connections of health checks whose addresses are rewritten.
 pub trait NatTable: Send + Sync {
     /// Adds an entry. Fails if the table is full.
     fn add_entry(&self, path: &NatPath) -> anyhow::Result<()>;

@@ -58,7 +58,7 @@ impl ProbeError {
     }
 }
 
-/// Returns whether an error is local, because files, ports or memory are exhausted or a firewall forbids it.
+/// Returns whether an I/O error has its cause on this machine: exhausted files, ports or memory, or a firewall rule.
 fn is_local_io_error(error: &std::io::Error) -> bool {
     const LOCAL_ERRNOS: [Errno; 9] = [
         Errno::EMFILE,
@@ -85,7 +85,7 @@ pub struct Prober {
 }
 
 impl Prober {
-    /// Creates a prober for the servers of one service. `nat_table` is required for checks at the VIP.
+    /// Returns a prober for the servers of one service. `nat_table` is required for checks at the VIP.
     pub fn new(health_check: Arc<HealthCheck>, vip: SocketAddr, nat_table: Option<Arc<dyn NatTable>>) -> Self {
         let tls_connector = match &health_check.probe {
             Probe::Https(_, verification) => Some(ca::client_config(verification).map(TlsConnector::from)),
@@ -134,7 +134,7 @@ impl Prober {
         }
     }
 
-    /// Adds the NAT entry of a check at the VIP, which uses the port that the socket is bound to.
+    /// Adds the NAT entry of a check at the VIP. The source port of the entry is the port that the socket is bound to.
     fn add_nat_entry(
         &self,
         socket: &TcpSocket,

@@ -28,14 +28,14 @@ use coreward_api::types::{
 };
 use exchange::{PendingRequest, connect_and_send};
 
-/// Time limit for a controller to answer whether it is the leader, if several controllers are configured.
+/// Time limit for a controller's answer to the question whether it is the leader, if several are configured.
 const LEADER_PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 
 fn drain_path(server: &str) -> String {
     format!("servers/{}/drain", utf8_percent_encode(server, NON_ALPHANUMERIC))
 }
 
-/// Client of a fleet's controllers. It sends each request to the leading controller, with the caller's credential.
+/// Client of a fleet's controllers. It sends each request to the leader, with the caller's credential.
 #[derive(Debug, Clone)]
 pub struct Client {
     controllers: Vec<ControllerUrl>,
@@ -79,18 +79,18 @@ impl Client {
         Ok(Self { controllers, token, https_connector: https })
     }
 
-    /// Returns the controller's health, and the leader's address if another controller leads.
+    /// Returns the controller's health. If another controller leads, this includes the leader's address.
     pub async fn health(&self) -> anyhow::Result<Health> {
         self.get("health", &()).await
     }
 
-    /// Returns the status of the whole fleet, which includes full RSS keys if `rss_keys` is set (operators only). Like
-    /// all requests, it fails if no leader can be reached, and with a [`Problem`] if the leader rejects it.
-    pub async fn status(&self, rss_keys: bool) -> anyhow::Result<Status> {
-        self.get("status", &[("rss_keys", rss_keys)]).await
+    /// Returns the status of the whole fleet, with complete RSS keys on request (operators only). Fails if no leader
+    /// can be reached, and with a [`Problem`] if the leader rejects the request, as all requests do.
+    pub async fn status(&self, include_rss_keys: bool) -> anyhow::Result<Status> {
+        self.get("status", &[("rss_keys", include_rss_keys)]).await
     }
 
-    /// Returns an explanation of how a packet's destination is selected.
+    /// Returns an explanation of how a load balancer selects the destination of a packet.
     pub async fn explain(&self, request: &Explain) -> anyhow::Result<Explanation> {
         self.get("explain", request).await
     }
@@ -100,9 +100,9 @@ impl Client {
         self.get("keys", &()).await
     }
 
-    /// Begins or continues a rotation of the keys that authenticate cookies.
-    pub async fn rotate_keys(&self, rotate: &RotateKeys) -> anyhow::Result<Keys> {
-        self.send_json(Method::POST, "keys/rotate", rotate).await
+    /// Begins a rotation of the keys that authenticate cookies, or continues the current one.
+    pub async fn rotate_keys(&self, request: &RotateKeys) -> anyhow::Result<Keys> {
+        self.send_json(Method::POST, "keys/rotate", request).await
     }
 
     /// Returns the fleet document that is currently applied.
@@ -110,12 +110,12 @@ impl Client {
         self.get("fleet", &()).await
     }
 
-    /// Applies another fleet document, or only returns its changes if `dry_run` is set.
+    /// Applies another fleet document. If `dry_run` is set, only returns the changes that it would cause.
     pub async fn apply_fleet(&self, fleet: &NewFleet) -> anyhow::Result<FleetApplied> {
         self.send_json(Method::PUT, "fleet", fleet).await
     }
 
-    /// Returns which daemons have accepted or rejected the newest configuration.
+    /// Returns which daemons have accepted or rejected the newest configuration, and which have not answered.
     pub async fn acknowledgements(&self) -> anyhow::Result<Acknowledgements> {
         self.get("fleet/acknowledgements", &()).await
     }
@@ -125,18 +125,18 @@ impl Client {
         self.get("audit", query).await
     }
 
-    /// Makes the controller forget a load balancer that is gone for good, and returns the remaining ones.
+    /// Removes a permanently absent load balancer from the controller's records. Returns the remaining ones.
     pub async fn forget_load_balancer(&self, name: &str) -> anyhow::Result<LoadBalancers> {
         let path = format!("load-balancers/{}", utf8_percent_encode(name, NON_ALPHANUMERIC));
         self.send_to_leader(PendingRequest { method: Method::DELETE, path, body: None }).await
     }
 
-    /// Returns the mistakes of a fleet document, without applying it.
+    /// Checks a fleet document without applying it, and returns its mistakes.
     pub async fn check(&self, check: &Check) -> anyhow::Result<Checked> {
         self.send_json(Method::POST, "check", check).await
     }
 
-    /// Returns the load of every core of every server, and the load balancers' counters.
+    /// Returns the load of every core of every server, and the counters of every load balancer.
     pub async fn loads(&self) -> anyhow::Result<Loads> {
         self.get("loads", &()).await
     }
@@ -151,7 +151,7 @@ impl Client {
         self.send_json(Method::POST, &drain_path(server), request).await
     }
 
-    /// Ends the drain of a server.
+    /// Ends the drain of a server, so that it receives new connections again.
     pub async fn undrain(&self, server: &str) -> anyhow::Result<DrainStatus> {
         self.send_to_leader(PendingRequest { method: Method::DELETE, path: drain_path(server), body: None }).await
     }
@@ -180,8 +180,8 @@ impl Client {
         self.send_to_controller(controller, request).await
     }
 
-    /// Returns the leading controller. All controllers are queried at once, because one of them may hang. Only the
-    /// leader gets a change, so that the change is not made twice.
+    /// Returns the leading controller. Queries all controllers concurrently, because one of them may hang. A change is
+    /// sent only to the leader, so that it is not made twice.
     async fn find_leader(&self) -> anyhow::Result<&ControllerUrl> {
         let mut leader_probes = JoinSet::new();
         for (position, controller) in self.controllers.iter().enumerate() {
@@ -197,21 +197,21 @@ impl Client {
                 (position, health.unwrap_or_else(|_| Err(timeout_error())))
             });
         }
-        let mut outcomes_by_position = BTreeMap::new();
+        let mut probe_outcomes_by_index = BTreeMap::new();
         while let Some(probe_outcome) = leader_probes.join_next().await {
             match probe_outcome? {
                 (position, Ok(Health { state: HealthState::Ready | HealthState::Settling, .. })) => {
                     return Ok(&self.controllers[position]);
                 }
                 (position, Ok(Health { leader: Some(leader), leader_api, .. })) => {
-                    let api_text = leader_api.map_or_else(String::new, |api| format!(" (API: {api})"));
-                    outcomes_by_position.insert(position, format!("{leader}{api_text} leads"))
+                    let leader_api_text = leader_api.map_or_else(String::new, |api| format!(" (API: {api})"));
+                    probe_outcomes_by_index.insert(position, format!("{leader}{leader_api_text} leads"))
                 }
-                (position, Ok(_)) => outcomes_by_position.insert(position, "no controller leads".to_owned()),
-                (position, Err(error)) => outcomes_by_position.insert(position, format!("{error:#}")),
+                (position, Ok(_)) => probe_outcomes_by_index.insert(position, "no controller leads".to_owned()),
+                (position, Err(error)) => probe_outcomes_by_index.insert(position, format!("{error:#}")),
             };
         }
-        let outcome_texts: Vec<String> = outcomes_by_position
+        let outcome_texts: Vec<String> = probe_outcomes_by_index
             .into_iter()
             .map(|(position, outcome)| format!("{}: {outcome}", self.controllers[position]))
             .collect();
@@ -227,7 +227,7 @@ impl Client {
         request: PendingRequest,
     ) -> anyhow::Result<T> {
         let https = self.https_connector.as_ref().filter(|_| controller.is_https());
-        let token = self.token.as_ref().map(|token| token.expose().as_str());
+        let token_text = self.token.as_ref().map(|token| token.expose().as_str());
         let unreachable_error = |error: anyhow::Error| {
             let expected = match find_tls_failure(&error) {
                 Some(failure) if failure.reason == FailureReason::WrongName => {
@@ -237,12 +237,14 @@ impl Client {
             };
             anyhow!("no controller answers at {controller} ({}): {expected}", error.root_cause())
         };
-        let (status, body) = connect_and_send(controller, https, token, request).await.map_err(unreachable_error)?;
-        let unexpected_answer = || format!("{controller} answers {status}: expected the API of a controller");
+        let (status, body) =
+            connect_and_send(controller, https, token_text, request).await.map_err(unreachable_error)?;
+        let unexpected_answer_message = || format!("{controller} answers {status}: expected the API of a controller");
         if status.is_success() {
-            return serde_json::from_slice(&body).with_context(unexpected_answer);
+            return serde_json::from_slice(&body).with_context(unexpected_answer_message);
         }
-        Err(serde_json::from_slice::<Problem>(&body).map_or_else(|_| anyhow!(unexpected_answer()), anyhow::Error::from))
+        Err(serde_json::from_slice::<Problem>(&body)
+            .map_or_else(|_| anyhow!(unexpected_answer_message()), anyhow::Error::from))
     }
 }
 

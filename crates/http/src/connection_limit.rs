@@ -1,4 +1,4 @@
-//! Limit of the number of connections. At the limit, idle connections are closed in favour of new ones.
+//! Limit of the number of connections. At the limit, idle connections are closed to make room for new ones.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
@@ -14,10 +14,10 @@ use tokio::time::timeout;
 
 use crate::limits::network_of_address;
 
-/// Interval at which a new connection looks for an idle connection to close while all connections are active.
+/// Interval at which a waiting new connection checks for an idle connection to close, while all connections are active.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Slots that limit the number of connections to a server.
+/// Fixed number of slots that limits a server's concurrent connections.
 pub(crate) struct ConnectionSlots {
     free_slots: Arc<Semaphore>,
     connections: Mutex<ConnectionRegistry>,
@@ -26,14 +26,14 @@ pub(crate) struct ConnectionSlots {
 #[derive(Default)]
 struct ConnectionRegistry {
     connections_by_number: BTreeMap<u64, TrackedConnection>,
-    /// Sequence number of the latest event, which is a new connection or the end of an answer.
+    /// Sequence number of the latest event. An event is the arrival of a connection or the end of an answer.
     last_sequence_number: u64,
 }
 
 struct TrackedConnection {
-    network: IpAddr,
-    active_requests: usize,
-    /// Sequence number of the last answer's end, or of the connection's arrival before its first answer.
+    client_network: IpAddr,
+    active_request_count: usize,
+    /// Sequence number of the end of the last answer, or of the connection's arrival before its first answer.
     idle_since_sequence_number: u64,
     close_signal: Arc<Notify>,
 }
@@ -44,14 +44,18 @@ impl ConnectionRegistry {
         self.last_sequence_number
     }
 
-    /// Returns the connection to close. It is the longest idle one in the network with the most idle connections.
+    /// Returns the connection to close: the longest idle one of the network that has the most idle connections.
     fn longest_idle_connection(&self) -> Option<&TrackedConnection> {
         let idle_connections =
-            || self.connections_by_number.values().filter(|connection| connection.active_requests == 0);
-        let mut idle_counts: HashMap<IpAddr, usize> = HashMap::new();
-        idle_connections().for_each(|connection| *idle_counts.entry(connection.network).or_default() += 1);
+            || self.connections_by_number.values().filter(|connection| connection.active_request_count == 0);
+        let mut idle_connection_counts: HashMap<IpAddr, usize> = HashMap::new();
+        idle_connections()
+            .for_each(|connection| *idle_connection_counts.entry(connection.client_network).or_default() += 1);
         idle_connections().min_by_key(|connection| {
-            (std::cmp::Reverse(idle_counts[&connection.network]), connection.idle_since_sequence_number)
+            (
+                std::cmp::Reverse(idle_connection_counts[&connection.client_network]),
+                connection.idle_since_sequence_number,
+            )
         })
     }
 }
@@ -65,8 +69,8 @@ impl ConnectionSlots {
         self.connections.lock()
     }
 
-    /// Waits for a free slot and occupies it with a connection from this address.
-    pub(crate) async fn acquire_slot(self: &Arc<Self>, address: IpAddr) -> ConnectionPermit {
+    /// Waits for a free slot, and occupies it with a connection from this client address.
+    pub(crate) async fn acquire_slot(self: &Arc<Self>, client_address: IpAddr) -> ConnectionPermit {
         let permit = loop {
             if let Ok(permit) = self.free_slots.clone().try_acquire_owned() {
                 break permit;
@@ -82,8 +86,8 @@ impl ConnectionSlots {
         let mut connections = self.lock_connections();
         let connection_number = connections.next_sequence_number();
         let connection = TrackedConnection {
-            network: network_of_address(address),
-            active_requests: 0,
+            client_network: network_of_address(client_address),
+            active_request_count: 0,
             idle_since_sequence_number: connection_number,
             close_signal: close_signal.clone(),
         };
@@ -103,7 +107,7 @@ pub(crate) struct ConnectionPermit {
 impl ConnectionPermit {
     /// Counts a request as active until the returned guard is dropped.
     pub(crate) fn begin_request(self: &Arc<Self>) -> ActiveRequestGuard {
-        self.update_connection(|connection, _| connection.active_requests += 1);
+        self.update_connection(|connection, _| connection.active_request_count += 1);
         ActiveRequestGuard(self.clone())
     }
 
@@ -116,7 +120,7 @@ impl ConnectionPermit {
                 .lock_connections()
                 .connections_by_number
                 .get(&self.connection_number)
-                .is_none_or(|connection| connection.active_requests == 0)
+                .is_none_or(|connection| connection.active_request_count == 0)
             {
                 return;
             }
@@ -144,13 +148,13 @@ pub(crate) struct ActiveRequestGuard(Arc<ConnectionPermit>);
 impl Drop for ActiveRequestGuard {
     fn drop(&mut self) {
         self.0.update_connection(|connection, sequence_number| {
-            (connection.active_requests, connection.idle_since_sequence_number) =
-                (connection.active_requests - 1, sequence_number)
+            (connection.active_request_count, connection.idle_since_sequence_number) =
+                (connection.active_request_count - 1, sequence_number)
         });
     }
 }
 
-/// Body of an answer, which counts its request as active until the body has been sent.
+/// Body of an answer. The request counts as active until the body has been sent or dropped.
 pub(crate) struct TrackedBody<B> {
     pub(crate) body: B,
     pub(crate) _guard: ActiveRequestGuard,

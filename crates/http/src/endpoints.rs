@@ -28,13 +28,13 @@ use crate::tokens::Tokens;
 use crate::{Problem, ProblemKind};
 use coreward_api::{Caller, Role};
 
-/// Default maximum size of a request's body, in bytes.
+/// Default limit of a request body's size, in bytes.
 pub const DEFAULT_MAX_BODY_BYTES: usize = 64 << 10;
-/// Maximum size of a request's fleet document, in bytes. 16,384 servers and 1,000 services take about 2 MB.
+/// Maximum size of a request that contains a fleet document, in bytes. 16,384 servers and 1,000 services take 2 MB.
 pub const MAX_FLEET_DOCUMENT_BYTES: usize = 8 << 20;
-/// Time limit for the handler of a request to begin its answer.
+/// Time limit for a request's handler to begin its answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
-/// Name that the OpenAPI document gives to authentication with bearer tokens.
+/// Name of the bearer token scheme in the OpenAPI document.
 const TOKEN_SECURITY_SCHEME: &str = "token";
 
 /// Numbers of answered requests, by the HTTP status code of the answer.
@@ -42,7 +42,7 @@ const TOKEN_SECURITY_SCHEME: &str = "token";
 pub struct RequestCounts(Mutex<BTreeMap<u16, u64>>);
 
 impl RequestCounts {
-    fn record_status(&self, status: u16) {
+    fn count_status(&self, status: u16) {
         *self.0.lock().entry(status).or_default() += 1;
     }
 
@@ -52,19 +52,20 @@ impl RequestCounts {
     }
 }
 
-/// Access control of the API, which authenticates callers and enforces roles and rate limits.
+/// Access control of the API. It authenticates callers and enforces roles and rate limits.
 pub struct AccessControl {
     tokens: Arc<Tokens>,
     sessions: Sessions,
     revocation_list: RevocationList,
     rate_limits: RateLimits,
     request_counts: Arc<RequestCounts>,
-    /// Counter that grows when credentials are reloaded. Streaming answers then end.
-    permission_changes: watch::Sender<u64>,
+    /// Counter of credential reloads. Streaming answers end when it changes.
+    permission_change_sender: watch::Sender<u64>,
 }
 
 impl AccessControl {
-    /// Creates an access control that accepts callers with one of these tokens, or with an unrevoked certificate.
+    /// Creates an access control that accepts callers with one of these tokens or with a certificate that is not
+    /// revoked.
     pub fn new(tokens: Arc<Tokens>, revocation_list: RevocationList, request_counts: Arc<RequestCounts>) -> Self {
         let (sessions, rate_limits) = (Sessions::default(), RateLimits::default());
         Self {
@@ -73,38 +74,38 @@ impl AccessControl {
             revocation_list,
             rate_limits,
             request_counts,
-            permission_changes: watch::Sender::new(0),
+            permission_change_sender: watch::Sender::new(0),
         }
     }
 
     /// Reads the token files again. If a token has changed, sessions that began with a token end. Sessions that began
-    /// with a certificate always end, because it may have been revoked. Streaming answers end, too
+    /// with a certificate always end, because it may have been revoked. Streaming answers also end
     /// ([`AccessControl::permission_changes`]), and callers with valid credentials reconnect. Fails and keeps the
     /// previous tokens if a token file is unusable.
     pub fn reload_tokens(&self) -> anyhow::Result<()> {
-        let outcome = self.tokens.reload();
-        self.sessions.end_sessions_of_certificates();
-        if outcome.as_ref().is_ok_and(|has_changed| *has_changed) {
-            self.sessions.end_sessions_of_tokens();
+        let reload_result = self.tokens.reload();
+        self.sessions.end_certificate_sessions();
+        if reload_result.as_ref().is_ok_and(|has_changed| *has_changed) {
+            self.sessions.end_token_sessions();
         }
-        self.permission_changes.send_modify(|count| *count += 1);
-        outcome.map(drop)
+        self.permission_change_sender.send_modify(|count| *count += 1);
+        reload_result.map(drop)
     }
 
-    /// Returns a receiver that is notified when permissions may have changed, so that streaming answers can end.
+    /// Returns a receiver that is notified when permissions may have changed. Streaming answers then end.
     pub fn permission_changes(&self) -> watch::Receiver<u64> {
-        self.permission_changes.subscribe()
+        self.permission_change_sender.subscribe()
     }
 
-    /// Returns the browsers' sessions.
+    /// Returns the sessions of browsers.
     pub fn sessions(&self) -> &Sessions {
         &self.sessions
     }
 
-    /// Returns the caller that a token, a certificate or a session identifies. Fails if no credential is valid.
+    /// Returns the caller that the request's token, certificate or session identifies. Fails if none of them is valid.
     fn authenticate(&self, request: &Request) -> Result<Caller, Problem> {
         let peer = request.extensions().get::<Peer>().cloned().unwrap_or_default();
-        let session_caller = || {
+        let authenticate_session = || {
             self.sessions
                 .has_session(request.headers(), &self.revocation_list)
                 .then(|| (Role::Viewer, "session".into()))
@@ -112,7 +113,7 @@ impl AccessControl {
         let role_and_principal = match (request.headers().get(header::AUTHORIZATION), &peer.certificate) {
             (Some(authorization), _) => self.authenticate_token(authorization),
             (None, Some(certificate)) => Some((certificate.role, certificate.name.clone())),
-            (None, None) => session_caller(),
+            (None, None) => authenticate_session(),
         };
         match role_and_principal {
             Some((role, principal)) => Ok(Caller { role, address: peer.address, principal }),
@@ -126,7 +127,8 @@ impl AccessControl {
         }
     }
 
-    /// Returns the role that the token in the `Authorization` header grants, and a caller name with the token's id.
+    /// Returns the role that the token in the `Authorization` header grants, and a caller name that contains the
+    /// token's id.
     fn authenticate_token(&self, authorization: &HeaderValue) -> Option<(Role, Arc<str>)> {
         let (scheme, token) = authorization.to_str().ok()?.split_once(' ')?;
         // The scheme's case does not matter (RFC 9110, Sect. 11.1).
@@ -141,7 +143,7 @@ pub fn token_id(token: &str) -> String {
     Fingerprint::sha256(token.as_bytes()).to_string().replace(':', "")[..8].to_ascii_lowercase()
 }
 
-/// Checks that run before an endpoint's handler.
+/// State of the middleware that authorizes a request before the handler of an endpoint runs.
 #[derive(Clone)]
 struct RouteGuard {
     access_control: Arc<AccessControl>,
@@ -150,7 +152,7 @@ struct RouteGuard {
 
 async fn authorize(State(route_guard): State<RouteGuard>, request: Request, next: Next) -> Response {
     let response = authorize_and_run(&route_guard, request, next).await;
-    route_guard.access_control.request_counts.record_status(response.status().as_u16());
+    route_guard.access_control.request_counts.count_status(response.status().as_u16());
     response
 }
 
@@ -183,7 +185,7 @@ async fn authorize_and_run(route_guard: &RouteGuard, mut request: Request, next:
     }
 }
 
-/// Builder that makes the API's router and its OpenAPI document from the endpoints that are added.
+/// Builder of the API's router and OpenAPI document, to which endpoints are added.
 pub struct Endpoints<S> {
     access_control: Arc<AccessControl>,
     router: OpenApiRouter<S>,
@@ -208,12 +210,12 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
         Self { access_control, router: OpenApiRouter::with_openapi(document) }
     }
 
-    /// Adds an endpoint (`routes!(handler)`) for callers that have at least this role.
+    /// Adds an endpoint (`routes!(handler)`) for callers that have at least `required_role`.
     pub fn add(self, required_role: Role, routes: UtoipaMethodRouter<S>) -> Self {
         self.add_with_body_limit(required_role, DEFAULT_MAX_BODY_BYTES, routes)
     }
 
-    /// Like [`Endpoints::add`], with another maximum size of a request's body, in bytes.
+    /// Adds an endpoint as [`Endpoints::add`] does, but limits the request body to `max_body_bytes`.
     pub fn add_with_body_limit(
         mut self,
         required_role: Role,
@@ -224,7 +226,7 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
         paths
             .paths
             .values_mut()
-            .flat_map(operations)
+            .flat_map(path_item_operations)
             .for_each(|operation| describe_operation(operation, required_role));
         let route_guard = RouteGuard { access_control: self.access_control.clone(), required_role };
         let router =
@@ -246,7 +248,7 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
     }
 }
 
-/// Adds headers that forbid caching the answer and guessing its content type.
+/// Adds headers that forbid the client to cache the answer or to guess its content type.
 async fn add_common_headers(mut response: Response) -> Response {
     let headers = response.headers_mut();
     headers.entry(header::CACHE_CONTROL).or_insert(HeaderValue::from_static("no-store"));
@@ -254,13 +256,13 @@ async fn add_common_headers(mut response: Response) -> Response {
     response
 }
 
-fn operations(path_item: &mut PathItem) -> impl Iterator<Item = &mut Operation> {
+fn path_item_operations(path_item: &mut PathItem) -> impl Iterator<Item = &mut Operation> {
     [&mut path_item.get, &mut path_item.put, &mut path_item.post, &mut path_item.delete, &mut path_item.patch]
         .into_iter()
         .flatten()
 }
 
-/// Adds the required role, and the errors that every operation can return, to an operation of the OpenAPI document.
+/// Documents the required role, and the errors that every operation can return, in an OpenAPI operation.
 fn describe_operation(operation: &mut Operation, required_role: Role) {
     // OpenAPI 3.1, Security Requirement Object. The array may name the required roles of a scheme without scopes.
     operation.security = Some(vec![SecurityRequirement::new(TOKEN_SECURITY_SCHEME, [required_role.name()])]);

@@ -23,7 +23,7 @@ pub struct Query<T>(pub T);
 #[from_request(via(axum::extract::Path), rejection(Problem))]
 pub struct Path<T>(pub T);
 
-/// JSON body of an answer, or extractor of a request's JSON body.
+/// JSON body of an answer, and extractor of a request's JSON body.
 #[derive(Debug)]
 pub struct Json<T>(pub T);
 
@@ -33,8 +33,8 @@ impl<S: Send + Sync, T: DeserializeOwned + Send + 'static> FromRequest<S> for Js
     async fn from_request(request: Request, state: &S) -> Result<Self, Problem> {
         let (head, body) = request.into_parts();
         // The content type is checked before the body is received, with an empty JSON object in its place.
-        let request_with_empty_object = Request::from_parts(head.clone(), Body::from("{}"));
-        axum::Json::<JsonObject<IgnoredAny>>::from_request(request_with_empty_object, state).await.map(drop)?;
+        let request_with_empty_json_object = Request::from_parts(head.clone(), Body::from("{}"));
+        axum::Json::<JsonObject<IgnoredAny>>::from_request(request_with_empty_json_object, state).await.map(drop)?;
         let bytes = Bytes::from_request(Request::from_parts(head, body), state).await?;
         let work_size = if bytes.len() > DEFAULT_MAX_BODY_BYTES { WorkSize::Large } else { WorkSize::Small };
         let axum::Json(JsonObject(body)) =
@@ -43,7 +43,7 @@ impl<S: Send + Sync, T: DeserializeOwned + Send + 'static> FromRequest<S> for Js
     }
 }
 
-/// Value that must be a JSON object. For a struct, serde would also accept an array of the fields.
+/// Value whose JSON must be an object. For a struct, serde would also accept an array of the fields.
 struct JsonObject<T>(T);
 
 impl<'de, T: DeserializeOwned> Deserialize<'de> for JsonObject<T> {

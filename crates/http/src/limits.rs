@@ -19,19 +19,19 @@ type KeyedRateLimiter<K> = RateLimiter<
     NoOpMiddleware<<MonotonicClock as governor::clock::Clock>::Instant>,
 >;
 
-/// Maximum number of requests per second that only read, for each role and address. This is enough for a dashboard and
-/// a few scripts.
+/// Maximum number of read-only requests per second, for each role and client address. This is enough for a dashboard
+/// and a few scripts.
 const MAX_READS_PER_SECOND: NonZeroU32 = NonZeroU32::new(200).unwrap();
-/// Maximum number of requests per second to endpoints for operators only, for each role and address.
+/// Maximum number of requests per second to operators' endpoints, for each role and client address.
 const MAX_WRITES_PER_SECOND: NonZeroU32 = NonZeroU32::new(20).unwrap();
-/// Maximum number of requests per second without a valid credential, for each address.
+/// Maximum number of requests per second without a valid credential, for each client address.
 const MAX_REJECTIONS_PER_SECOND: NonZeroU32 = NonZeroU32::new(10).unwrap();
 /// Maximum number of requests in a burst, as a multiple of the rate per second.
 const BURST_RATE_MULTIPLE: u32 = 5;
-/// Number of callers in a limiter above which the limiter forgets inactive callers.
+/// Number of callers in a rate limiter above which the limiter removes inactive callers.
 const MAX_TRACKED_CALLERS: usize = 4096;
 
-/// Rate limits of the API's callers, by role and address.
+/// Rate limits of the API, for each caller's role and address.
 pub struct RateLimits {
     clock: MonotonicClock,
     read_limiter: KeyedRateLimiter<(Role, IpAddr)>,
@@ -60,9 +60,9 @@ const BURST_FACTOR: NonZeroU32 = NonZeroU32::new(BURST_RATE_MULTIPLE).unwrap();
 
 impl RateLimits {
     /// Counts a request of an authenticated caller. Fails if the caller's rate limit is exceeded.
-    pub fn check_request_rate(&self, role: Role, address: IpAddr, writes: bool) -> Result<(), Problem> {
+    pub fn check_request_rate(&self, role: Role, address: IpAddr, is_write: bool) -> Result<(), Problem> {
         self.check_limiter(
-            if writes { &self.write_limiter } else { &self.read_limiter },
+            if is_write { &self.write_limiter } else { &self.read_limiter },
             &(role, network_of_address(address)),
         )
     }
@@ -84,10 +84,10 @@ impl RateLimits {
     }
 }
 
-fn too_many_requests(wait: Duration) -> Problem {
-    let seconds = wait.as_millis().div_ceil(1000).max(1) as u64;
-    Problem::new(ProblemKind::TooManyRequests, format!("too many requests: expected none within {seconds} s"))
-        .with_retry_after(seconds)
+fn too_many_requests(retry_delay: Duration) -> Problem {
+    let delay_s = retry_delay.as_millis().div_ceil(1000).max(1) as u64;
+    Problem::new(ProblemKind::TooManyRequests, format!("too many requests: expected none within {delay_s} s"))
+        .with_retry_after(delay_s)
 }
 
 /// Returns the address, or the /64 network of an IPv6 address, because one host may use every address in that network.
@@ -105,7 +105,7 @@ mod tests {
     #[test]
     fn excess_requests_get_retry_after() {
         let limits = RateLimits::default();
-        let address = |last: u16| IpAddr::from(Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, last));
+        let address = |last_segment: u16| IpAddr::from(Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, last_segment));
         let start_time = std::time::Instant::now();
         let (allowed_count, problem) = (0..=u16::MAX)
             .find_map(|n| {

@@ -12,7 +12,7 @@ use utoipa::ToSchema;
 /// Media type of a [`Problem`].
 pub const PROBLEM_JSON: &str = "application/problem+json";
 
-/// Kind of an error.
+/// Kind of an error that the API returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub enum ProblemKind {
     /// The request is malformed.
@@ -24,22 +24,22 @@ pub enum ProblemKind {
     /// The caller's role does not permit the request.
     #[serde(rename = "urn:coreward:problem:forbidden")]
     Forbidden,
-    /// The named object does not exist.
+    /// The object that the request names does not exist.
     #[serde(rename = "urn:coreward:problem:not-found")]
     NotFound,
-    /// The path does not have this method.
+    /// The path does not support the request's HTTP method.
     #[serde(rename = "urn:coreward:problem:method-not-allowed")]
     MethodNotAllowed,
-    /// The request took too long.
+    /// The request took longer than the time limit.
     #[serde(rename = "urn:coreward:problem:timeout")]
     Timeout,
     /// The controller's state differs from the state that the request expects.
     #[serde(rename = "urn:coreward:problem:conflict")]
     Conflict,
-    /// The body exceeds the endpoint's limit.
+    /// The request's body exceeds the endpoint's size limit.
     #[serde(rename = "urn:coreward:problem:too-large")]
     TooLarge,
-    /// The body is not JSON.
+    /// The request's body is not JSON.
     #[serde(rename = "urn:coreward:problem:unsupported-media-type")]
     UnsupportedMediaType,
     /// The document in the request has mistakes (see `mistakes`).
@@ -49,13 +49,13 @@ pub enum ProblemKind {
     /// attempt.
     #[serde(rename = "urn:coreward:problem:too-many-requests")]
     TooManyRequests,
-    /// Another controller leads (see `leader` and `leader_api`).
+    /// Another controller is the leader (see `leader` and `leader_api`).
     #[serde(rename = "urn:coreward:problem:not-leading")]
     NotLeading,
     /// The change cannot be stored, for example because the disk is full. Nothing has changed.
     #[serde(rename = "urn:coreward:problem:not-stored")]
     NotStored,
-    /// The controller has a fault.
+    /// The controller has an internal fault.
     #[serde(rename = "urn:coreward:problem:internal")]
     Internal,
 }
@@ -81,28 +81,28 @@ impl ProblemKind {
     }
 }
 
-/// An error response (RFC 9457).
+/// Error response of the API (RFC 9457).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Problem {
     /// Kind of the error.
     #[serde(rename = "type")]
     pub kind: ProblemKind,
-    /// Title of the error's kind.
+    /// Short title of the error's kind, for people.
     pub title: Box<str>,
     /// HTTP status code of the response.
     pub status: u16,
-    /// The value found and the value expected.
+    /// Description of the error: the value found and the expected value.
     pub detail: String,
-    /// Mistakes of a document, in the order of its lines (the first 100).
+    /// Mistakes in a document, in the order of its lines (at most the first 100).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mistakes: Vec<DocumentMistake>,
-    /// Time until the next attempt (s), as in `Retry-After`.
+    /// Time until the next attempt, in seconds, as in `Retry-After`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retry_after_s: Option<u64>,
-    /// Address of the leading controller for daemons, if this controller follows.
+    /// Address at which daemons reach the leading controller, if this controller is a follower.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leader: Option<Box<str>>,
-    /// `https://HOST:PORT` of the leader's API, for a repeated request, if the API is not limited to the leader's host.
+    /// `https://HOST:PORT` of the leader's API, to repeat the request there. Absent if that API is limited to its host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(format = "uri")]
     pub leader_api: Option<Box<str>>,

@@ -20,17 +20,17 @@ use crate::connection_limit::{ConnectionPermit, ConnectionSlots, TrackedBody};
 use crate::work;
 use coreward_api::Role;
 
-/// Limits that a server enforces on its connections.
+/// Limits that a server enforces on each of its connections and on their number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionLimits {
     /// Maximum number of concurrent connections. At the limit, a new connection replaces an idle one, or waits.
     pub max_connections: usize,
-    /// Time limit for receiving a request's head, from the end of the handshake or of the previous answer. The time
-    /// from a request's head to its answer is not limited.
+    /// Time limit for receiving a request's head, which begins with the end of the handshake or of the previous answer.
+    /// The time from the head to the end of the answer is not limited.
     pub request_head_timeout: Duration,
-    /// Maximum size of a request's head, in bytes.
+    /// Maximum size of a request's head (request line and header fields), in bytes.
     pub max_request_head_bytes: usize,
-    /// Time after which a client that reads nothing of its answer is disconnected.
+    /// Time after which the server disconnects a client that does not read its answer.
     pub write_timeout: Duration,
 }
 
@@ -45,23 +45,23 @@ impl Default for ConnectionLimits {
     }
 }
 
-/// Peer of a connection, which every request carries as an extension.
+/// Peer of a connection. The server attaches it to every request as an extension.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
     /// Address of the peer.
     pub address: IpAddr,
-    /// Identity in the peer's certificate, or `None` if the peer has no certificate.
+    /// Identity of the peer in its certificate, or `None` if the peer has no certificate.
     pub certificate: Option<CertificateIdentity>,
     /// Whether the connection is encrypted.
     pub is_encrypted: bool,
 }
 
-/// Identity of an operator or a viewer, as proven by a certificate.
+/// Identity of an operator or a viewer who is authenticated by a certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertificateIdentity {
     /// Role that the certificate grants.
     pub role: Role,
-    /// Owner's name in the certificate.
+    /// Name of the certificate's owner.
     pub name: Arc<str>,
     /// Fingerprint of the certificate.
     pub fingerprint: Fingerprint,
@@ -82,12 +82,13 @@ impl Default for Peer {
     }
 }
 
-/// Acceptor that can secure a connection before its first request.
+/// Acceptor that performs the TLS handshake, if any, on a new TCP connection.
 pub trait Acceptor: Clone + Send + Sync + 'static {
     /// Byte stream of the secured connection.
     type Stream: AsyncRead + AsyncWrite + Send + Unpin + 'static;
 
-    /// Returns the secured connection and its peer. The implementation must limit the time that this takes.
+    /// Completes the handshake, and returns the secured stream and its peer. The implementation must limit the
+    /// duration.
     fn accept(
         &self,
         stream: TcpStream,
@@ -107,7 +108,7 @@ impl Acceptor for PlainAcceptor {
     }
 }
 
-/// Listening socket and the limits of its connections.
+/// Listening socket, with the limits of its connections.
 pub struct Listener {
     listener: std::net::TcpListener,
     address: SocketAddr,
@@ -125,7 +126,7 @@ impl Listener {
         Ok(Self { listener, address, connection_limits: ConnectionLimits::default() })
     }
 
-    /// Replaces the limits of the socket's connections.
+    /// Sets the limits of the socket's connections.
     pub fn with_limits(self, connection_limits: ConnectionLimits) -> Self {
         Self { connection_limits, ..self }
     }
@@ -135,8 +136,8 @@ impl Listener {
         self.address
     }
 
-    /// Serves requests until the returned guard is dropped or `background`, which runs on the same thread, ends. Each
-    /// worker thread calls `on_thread_start` when it starts. Fails if threads cannot be created.
+    /// Serves requests until the returned guard is dropped, or until `background` ends, which runs on the same thread.
+    /// Each worker thread calls `on_thread_start` when it starts. Fails if threads cannot be created.
     pub fn serve(
         self,
         acceptor: impl Acceptor,
@@ -177,7 +178,7 @@ impl Listener {
     }
 }
 
-/// Guard of a running server. Dropping it stops the server.
+/// Guard of a running server. The server stops when the guard is dropped.
 pub struct RunningServer {
     _stop_on_drop: oneshot::Sender<std::convert::Infallible>,
 }
@@ -194,7 +195,7 @@ async fn accept_connections(
         let permit = Arc::new(slots.acquire_slot(address.ip()).await);
         let (acceptor, router) = (acceptor.clone(), router.clone());
         tokio::spawn(async move {
-            let outcome = tokio::select! {
+            let serve_result = tokio::select! {
                 // The connection is polled first, so that a client with a new request is not disconnected as idle.
                 biased;
                 outcome = serve_connection(stream, address, connection_limits, &permit, acceptor, router) => outcome,
@@ -202,7 +203,7 @@ async fn accept_connections(
                     Err("idle, and its slot is needed for another connection".into())
                 }
             };
-            if let Err(error) = outcome {
+            if let Err(error) = serve_result {
                 tracing::debug!(
                     event = "api-connection-ended",
                     peer = %address,
@@ -214,7 +215,7 @@ async fn accept_connections(
     }
 }
 
-/// Accepts the next connection. Tries again after an error.
+/// Accepts the next connection. Retries after an error.
 async fn accept_connection(listener: &tokio::net::TcpListener) -> (TcpStream, SocketAddr) {
     loop {
         match listener.accept().await {

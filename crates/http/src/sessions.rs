@@ -15,22 +15,22 @@ use rand::rngs::SysRng;
 use subtle::ConstantTimeEq as _;
 
 const SESSION_LIFETIME: Duration = Duration::from_secs(12 * 3600);
-/// Maximum number of sessions. A further session ends the oldest one.
+/// Maximum number of sessions. At the limit, a new session ends the oldest one.
 const MAX_SESSIONS: usize = 256;
 const COOKIE_NAME: &str = "coreward_session";
 
-/// Sessions that browsers have begun and that have not ended.
+/// Current sessions of browsers.
 #[derive(Default)]
 pub struct Sessions(Mutex<Vec<Session>>);
 
 /// Kind of credential with which a session began.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SessionCredential {
-    /// Token of a role.
+    /// Session that began with the token of a role.
     Token,
-    /// Client certificate.
+    /// Session that began with a client certificate.
     Certificate {
-        /// Fingerprint of the certificate. The session ends when the certificate is revoked.
+        /// Fingerprint of the certificate. The session ends when this certificate is revoked.
         fingerprint: Fingerprint,
         /// End of the certificate's validity, as time since 1970.
         not_after: Duration,
@@ -56,44 +56,44 @@ struct Session {
 }
 
 impl Sessions {
-    /// Begins a session and returns its `Set-Cookie` value. `encrypted` is whether the request arrived over TLS.
-    pub fn create(&self, proof: SessionCredential, encrypted: bool) -> String {
-        let mut bytes = [0; 32];
-        let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
-        let id = URL_SAFE_NO_PAD.encode(bytes);
+    /// Begins a session and returns its `Set-Cookie` value. The cookie is `Secure` if the request arrived over TLS.
+    pub fn begin_session(&self, credential: SessionCredential, is_encrypted: bool) -> String {
+        let mut random_bytes = [0; 32];
+        let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut random_bytes);
+        let id = URL_SAFE_NO_PAD.encode(random_bytes);
         let mut sessions = self.lock_live_sessions();
         if sessions.len() >= MAX_SESSIONS {
             sessions.remove(0);
         }
-        let cookie = cookie_header_value(&id, SESSION_LIFETIME, encrypted);
-        sessions.push(Session { id, credential: proof, expires_at: Instant::now() + SESSION_LIFETIME });
+        let cookie = cookie_header_value(&id, SESSION_LIFETIME, is_encrypted);
+        sessions.push(Session { id, credential, expires_at: Instant::now() + SESSION_LIFETIME });
         cookie
     }
 
-    /// Returns whether the request belongs to a valid session. One that began with a certificate ends with the
-    /// certificate.
+    /// Returns whether the request's cookie belongs to a valid session. A session that began with a certificate is no
+    /// longer valid when the certificate expires or is revoked.
     pub fn has_session(&self, headers: &HeaderMap, revocation_list: &RevocationList) -> bool {
         let mut live_sessions = self.lock_live_sessions();
         live_sessions.retain(|session| session.credential.is_valid(revocation_list));
-        session_ids(headers).any(|id| live_sessions.iter().any(|session| session.has_id(id)))
+        parse_session_ids(headers).any(|id| live_sessions.iter().any(|session| session.has_id(id)))
     }
 
-    /// Ends the request's session and returns the `Set-Cookie` value that deletes its cookie. `encrypted` is whether
-    /// the request arrived over TLS.
-    pub fn end(&self, headers: &HeaderMap, encrypted: bool) -> String {
-        for id in session_ids(headers) {
+    /// Ends the request's session, and returns the `Set-Cookie` value that deletes the cookie. This value is `Secure`
+    /// if the request arrived over TLS.
+    pub fn end_session(&self, headers: &HeaderMap, is_encrypted: bool) -> String {
+        for id in parse_session_ids(headers) {
             self.lock_live_sessions().retain(|session| !session.has_id(id));
         }
-        cookie_header_value("", Duration::ZERO, encrypted)
+        cookie_header_value("", Duration::ZERO, is_encrypted)
     }
 
     /// Ends all sessions that began with a token.
-    pub fn end_sessions_of_tokens(&self) {
+    pub fn end_token_sessions(&self) {
         self.lock_live_sessions().retain(|session| session.credential != SessionCredential::Token);
     }
 
     /// Ends all sessions that began with a certificate.
-    pub fn end_sessions_of_certificates(&self) {
+    pub fn end_certificate_sessions(&self) {
         self.lock_live_sessions().retain(|session| session.credential == SessionCredential::Token);
     }
 
@@ -111,14 +111,14 @@ impl Session {
     }
 }
 
-/// Returns the value of a `Set-Cookie` header. Browsers send a `Secure` cookie only over TLS, and do not accept one
-/// that arrives unencrypted (RFC 6265bis, Sect. 4.1.2.5).
-fn cookie_header_value(id: &str, max_age: Duration, encrypted: bool) -> String {
-    let secure_attribute = if encrypted { "; Secure" } else { "" };
+/// Returns the value of a `Set-Cookie` header. The cookie has the attribute `Secure` only with TLS, because browsers
+/// ignore a `Secure` cookie that arrives unencrypted (RFC 6265bis, Sect. 4.1.2.5).
+fn cookie_header_value(id: &str, max_age: Duration, is_encrypted: bool) -> String {
+    let secure_attribute = if is_encrypted { "; Secure" } else { "" };
     format!("{COOKIE_NAME}={id}; Path=/; HttpOnly; SameSite=Strict; Max-Age={}{secure_attribute}", max_age.as_secs())
 }
 
-fn session_ids(headers: &HeaderMap) -> impl Iterator<Item = &str> {
+fn parse_session_ids(headers: &HeaderMap) -> impl Iterator<Item = &str> {
     let cookie_headers = headers.get_all(header::COOKIE).iter().filter_map(|cookies| cookies.to_str().ok());
     cookie_headers
         .flat_map(|cookies| cookies.split(';'))
@@ -139,7 +139,7 @@ mod tests {
     #[test]
     fn session_lasts_until_logout() {
         let (sessions, revoked) = (Sessions::default(), RevocationList::default());
-        let cookie = sessions.create(SessionCredential::Token, false);
+        let cookie = sessions.begin_session(SessionCredential::Token, false);
         assert!(cookie.contains("HttpOnly; SameSite=Strict") && !cookie.contains("Secure"), "{cookie}");
         let headers = headers_with_cookie(cookie.split(';').next().unwrap());
         assert!(
@@ -147,9 +147,10 @@ mod tests {
                 && !sessions.has_session(&headers_with_cookie("coreward_session="), &revoked)
                 && !sessions.has_session(&headers_with_cookie("a=b"), &revoked)
         );
-        assert!(sessions.end(&headers, false).contains("Max-Age=0"));
+        assert!(sessions.end_session(&headers, false).contains("Max-Age=0"));
         assert!(!sessions.has_session(&headers, &revoked));
-        let begin_session = |by| headers_with_cookie(sessions.create(by, false).split(';').next().unwrap());
+        let begin_session =
+            |credential| headers_with_cookie(sessions.begin_session(credential, false).split(';').next().unwrap());
         let certificate_credential =
             |n: u8, not_after| SessionCredential::Certificate { fingerprint: Fingerprint::sha256(&[n]), not_after };
         let [token, lost, kept, expired] = [
@@ -160,11 +161,11 @@ mod tests {
         ]
         .map(begin_session);
         assert!(sessions.has_session(&lost, &revoked) && !sessions.has_session(&expired, &revoked));
-        revoked.set([Fingerprint::sha256(&[1])]);
+        revoked.replace_fingerprints([Fingerprint::sha256(&[1])]);
         assert!(!sessions.has_session(&lost, &revoked) && sessions.has_session(&kept, &revoked));
-        sessions.end_sessions_of_certificates();
+        sessions.end_certificate_sessions();
         assert!(sessions.has_session(&token, &revoked) && !sessions.has_session(&kept, &revoked));
-        sessions.end_sessions_of_tokens();
+        sessions.end_token_sessions();
         assert!(!sessions.has_session(&token, &revoked));
     }
 
@@ -172,8 +173,8 @@ mod tests {
     fn oldest_session_is_evicted_at_limit() {
         let sessions = Sessions::default();
         let first_session_headers =
-            headers_with_cookie(sessions.create(SessionCredential::Token, false).split(';').next().unwrap());
-        (0..MAX_SESSIONS).for_each(|_| drop(sessions.create(SessionCredential::Token, false)));
+            headers_with_cookie(sessions.begin_session(SessionCredential::Token, false).split(';').next().unwrap());
+        (0..MAX_SESSIONS).for_each(|_| drop(sessions.begin_session(SessionCredential::Token, false)));
         assert!(!sessions.has_session(&first_session_headers, &RevocationList::default()));
         assert_eq!(sessions.lock_live_sessions().len(), MAX_SESSIONS);
     }

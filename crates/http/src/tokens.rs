@@ -17,17 +17,17 @@ use coreward_api::Role;
 
 /// Number of random bytes in a generated token.
 const TOKEN_BYTES: usize = 32;
-/// Number of random bytes in the name of a temporary file.
+/// Number of random bytes in the name of a temporary token file.
 const TEMPORARY_NAME_BYTES: usize = 9;
-/// Minimum number of characters in a token that an operator has chosen.
+/// Minimum length of a token in characters, for tokens that an operator has chosen.
 const MIN_TOKEN_LENGTH: usize = 32;
 
-/// Returns the path of the file that contains a role's token.
+/// Returns the path of the file in `directory` that contains a role's token.
 pub fn token_path(directory: &Path, role: Role) -> PathBuf {
     directory.join(format!("{role}.token"))
 }
 
-/// Tokens of all roles, which are read from files in one directory.
+/// API tokens of all roles, which are read from the files in one directory.
 #[derive(Debug)]
 pub struct Tokens {
     directory: PathBuf,
@@ -43,8 +43,8 @@ impl Tokens {
         Ok(tokens)
     }
 
-    /// Reads the files again, and returns whether a token has changed. Fails for the same reasons as
-    /// [`open`](Self::open), and then the previous tokens stay valid.
+    /// Reads the token files again, and returns whether a token has changed. Fails for the same reasons as
+    /// [`open`](Self::open), and then keeps the previous tokens.
     pub fn reload(&self) -> anyhow::Result<bool> {
         let read_token_of_role =
             |role| read_or_create_token(&token_path(&self.directory, role)).map(|token| (role, token));
@@ -55,8 +55,8 @@ impl Tokens {
             self.directory.display()
         );
         let mut current_tokens = self.tokens.write();
-        let current_texts = current_tokens.iter().map(|(_, token)| token.expose());
-        let has_changed = !current_texts.eq(tokens.iter().map(|(_, token)| token.expose()));
+        let current_token_texts = current_tokens.iter().map(|(_, token)| token.expose());
+        let has_changed = !current_token_texts.eq(tokens.iter().map(|(_, token)| token.expose()));
         *current_tokens = tokens;
         Ok(has_changed)
     }
@@ -64,10 +64,10 @@ impl Tokens {
     /// Returns the role that this token grants, or `None` if the token is unknown. The comparison takes constant time.
     pub fn role_of(&self, token: &str) -> Option<Role> {
         let tokens = self.tokens.read();
-        let is_equal = |(_, stored_token): &&(Role, Secret<String>)| {
+        let is_equal_in_constant_time = |(_, stored_token): &&(Role, Secret<String>)| {
             stored_token.expose().as_bytes().ct_eq(token.as_bytes()).into()
         };
-        tokens.iter().find(is_equal).map(|(role, _)| *role)
+        tokens.iter().find(is_equal_in_constant_time).map(|(role, _)| *role)
     }
 }
 
@@ -100,13 +100,13 @@ pub fn read_token(path: &Path) -> anyhow::Result<Secret<String>> {
 }
 
 fn random_base64<const BYTES: usize>() -> String {
-    let mut bytes = [0; BYTES];
-    let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
-    URL_SAFE_NO_PAD.encode(bytes)
+    let mut random_bytes = [0; BYTES];
+    let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut random_bytes);
+    URL_SAFE_NO_PAD.encode(random_bytes)
 }
 
-/// Creates the file atomically, even if the machine crashes. If several controllers share the directory, the first one
-/// creates the token and the others use it.
+/// Creates the token file atomically, even if the machine crashes. If several controllers share the directory, the
+/// first one creates the token and the others use it.
 fn create_token_file(path: &Path, token: &str) -> std::io::Result<()> {
     // The name is random, because process ids can be equal in two containers that share a directory.
     let temporary_path = path.with_extension(format!("new-{}", random_base64::<TEMPORARY_NAME_BYTES>()));
@@ -149,18 +149,19 @@ mod tests {
         }
     }
 
-    /// The controllers run in one process, so they have equal process ids, as two containers may.
+    /// Checks the case of several controllers with equal process ids, as two containers may have. Here, they share a
+    /// process.
     #[test]
     fn concurrent_controllers_create_the_same_tokens() {
         for _ in 0..20 {
             let directory = tempfile::tempdir().unwrap();
             let barrier = std::sync::Barrier::new(8);
             let token_sets: Vec<Tokens> = std::thread::scope(|scope| {
-                let open_tokens = || {
+                let open_tokens_concurrently = || {
                     barrier.wait();
                     Tokens::open(directory.path()).unwrap()
                 };
-                let threads: Vec<_> = (0..8).map(|_| scope.spawn(open_tokens)).collect();
+                let threads: Vec<_> = (0..8).map(|_| scope.spawn(open_tokens_concurrently)).collect();
                 threads.into_iter().map(|thread| thread.join().unwrap()).collect()
             });
             for role in Role::ALL {
@@ -173,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_token_is_rejected_and_the_old_one_stays() {
+    fn reload_rejects_invalid_token_and_keeps_old_token() {
         let directory = tempfile::tempdir().unwrap();
         let directory_path = directory.path();
         let tokens = Tokens::open(directory_path).unwrap();

@@ -1,5 +1,5 @@
-//! Worker threads that compute answers, so that slow ones do not delay others. The connections' thread only moves
-//! bytes.
+//! Worker threads that compute answers, so that slow answers do not delay others. The thread of the connections only
+//! transfers bytes.
 
 use axum::body::Body;
 use axum::http::{HeaderValue, header};
@@ -9,14 +9,14 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::{Problem, ProblemKind};
 
-/// Number of worker threads, each of which computes one answer at a time.
+/// Number of worker threads that compute answers. Each computes one answer at a time.
 pub(crate) const WORKER_THREAD_COUNT: usize = 4;
-/// Maximum number of worker threads that large requests use, so that threads remain for small ones.
+/// Maximum number of worker threads that compute large requests. The others remain free for small requests.
 const MAX_LARGE_REQUEST_THREADS: usize = 2;
 /// Maximum number of large requests that wait for a worker thread. Their bodies are held in memory.
 const MAX_WAITING_LARGE_REQUESTS: usize = 16;
 
-/// Expected amount of work for computing an answer.
+/// Size class of the work that a request causes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WorkSize {
     /// Work that takes milliseconds, even with thousands of servers.
@@ -25,10 +25,11 @@ pub enum WorkSize {
     Large,
 }
 
-static LARGE_WORK_SLOTS: Semaphore = Semaphore::const_new(MAX_LARGE_REQUEST_THREADS);
-static LARGE_REQUEST_SLOTS: Semaphore = Semaphore::const_new(MAX_LARGE_REQUEST_THREADS + MAX_WAITING_LARGE_REQUESTS);
+static LARGE_REQUEST_WORK_SLOTS: Semaphore = Semaphore::const_new(MAX_LARGE_REQUEST_THREADS);
+static LARGE_REQUEST_QUEUE_SLOTS: Semaphore =
+    Semaphore::const_new(MAX_LARGE_REQUEST_THREADS + MAX_WAITING_LARGE_REQUESTS);
 
-/// Answer of a handler, encoded in JSON.
+/// Answer of a handler, already encoded in JSON.
 #[derive(Debug)]
 pub struct JsonAnswer(Vec<u8>);
 
@@ -39,8 +40,8 @@ impl IntoResponse for JsonAnswer {
     }
 }
 
-/// Computes an answer on a worker thread and encodes it in JSON. Fails with the error of `work`, or if too many
-/// requests wait or `work` panics.
+/// Computes an answer on a worker thread, and encodes it in JSON. Fails if `work` returns an error or panics, or if too
+/// many requests wait.
 pub async fn compute_answer<T: Serialize>(
     size: WorkSize,
     work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
@@ -57,29 +58,29 @@ pub async fn run_on_worker<T: Send + 'static>(
     size: WorkSize,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Problem> {
-    let permits = acquire_permits(size).await?;
-    let outcome = tokio::task::spawn_blocking(move || {
+    let permits = acquire_large_request_permits(size).await?;
+    let work_result = tokio::task::spawn_blocking(move || {
         // The permit is held even if the caller disconnects, because the work occupies its thread until it ends.
         let _permits = permits;
         work()
     });
-    outcome.await.map_err(|error| internal_problem(&error))
+    work_result.await.map_err(|error| internal_problem(&error))
 }
 
 fn internal_problem(error: &impl ToString) -> Problem {
     Problem::new(ProblemKind::Internal, error.to_string())
 }
 
-async fn acquire_permits(
+async fn acquire_large_request_permits(
     size: WorkSize,
 ) -> Result<Option<(SemaphorePermit<'static>, SemaphorePermit<'static>)>, Problem> {
     if size == WorkSize::Small {
         return Ok(None);
     }
-    let queue_permit = LARGE_REQUEST_SLOTS.try_acquire().map_err(|_| {
+    let queue_permit = LARGE_REQUEST_QUEUE_SLOTS.try_acquire().map_err(|_| {
         let detail = format!("{MAX_WAITING_LARGE_REQUESTS} requests with large bodies wait already: expected fewer");
         Problem::new(ProblemKind::TooManyRequests, detail).with_retry_after(1)
     })?;
-    let work_permit = LARGE_WORK_SLOTS.acquire().await.map_err(|error| internal_problem(&error))?;
+    let work_permit = LARGE_REQUEST_WORK_SLOTS.acquire().await.map_err(|error| internal_problem(&error))?;
     Ok(Some((queue_permit, work_permit)))
 }

@@ -30,11 +30,11 @@ pub struct Announcer {
     netlink_handle: Handle,
     route_table_id: u32,
     announced_vips: BTreeSet<IpAddr>,
-    last_read_at: Instant,
+    last_route_read_at: Instant,
     netlink_task: AbortHandle,
 }
 
-/// VIPs that can be announced, and the reasons why others cannot.
+/// VIPs that can be announced, and the reasons why other VIPs cannot be.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AnnounceState {
     /// VIPs whose packets can be forwarded.
@@ -44,7 +44,7 @@ pub struct AnnounceState {
 }
 
 impl Announcer {
-    /// Reads the routes that an earlier process added. Fails when the kernel does not show its routes.
+    /// Returns an announcer that has read an earlier process's routes. Fails when the kernel's routes cannot be read.
     pub async fn start(config: &Announce) -> anyhow::Result<Self> {
         let (connection, netlink_handle, _) =
             rtnetlink::new_connection().context("cannot open a netlink socket for routes")?;
@@ -53,7 +53,7 @@ impl Announcer {
             netlink_handle,
             route_table_id: config.table,
             announced_vips: BTreeSet::new(),
-            last_read_at: Instant::now(),
+            last_route_read_at: Instant::now(),
             netlink_task,
         };
         announcer.read_routes().await?;
@@ -70,7 +70,7 @@ impl Announcer {
 
     /// Announces exactly the `announceable_vips` VIPs and withdraws all others. Fails when the kernel rejects a route.
     pub async fn announce(&mut self, announceable_vips: &BTreeSet<IpAddr>) -> anyhow::Result<()> {
-        if self.last_read_at.elapsed() >= ROUTE_READ_INTERVAL {
+        if self.last_route_read_at.elapsed() >= ROUTE_READ_INTERVAL {
             self.read_routes().await?;
         }
         let withdrawn_vips: Vec<IpAddr> = self.announced_vips.difference(announceable_vips).copied().collect();
@@ -122,7 +122,7 @@ impl Announcer {
                 announced_vips.extend(announced_vip(&route, self.route_table_id));
             }
         }
-        (self.announced_vips, self.last_read_at) = (announced_vips, Instant::now());
+        (self.announced_vips, self.last_route_read_at) = (announced_vips, Instant::now());
         Ok(())
     }
 }
@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_own_routes_in_the_own_table_are_announced_vips() {
+    fn announced_vips_are_own_routes_in_own_table() {
         for (vip, network_length) in [("10.200.0.1", 24), ("2001:db8::1", 32)] {
             let vip: IpAddr = vip.parse().unwrap();
             let announced_vip_for_route = |table, protocol, length| {

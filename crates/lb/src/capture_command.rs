@@ -46,8 +46,9 @@ pub struct CaptureArgs {
 /// Interval between the checks whether the capture must end.
 const STOP_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Captures up to the given number of packets or seconds, or until SIGINT, and then prints the number of packets. Fails
-/// when no load balancer runs, it does not have the service, or the file cannot be written.
+/// Captures packets of a service until the given number of packets or seconds is reached, or until SIGINT. Then prints
+/// the number of packets. Fails when no load balancer runs, it does not have the service, or the file cannot be
+/// written.
 pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
     let config = Config::load(&args.config)?;
     let service = find_service(&args.service, &capture::pinned_services(&config.pin_directory)?)?;
@@ -79,7 +80,7 @@ pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
         // A closed pipe (as with `| head`) is an orderly end.
         Some(error) if is_broken_pipe(&error) => Ok(()),
         Some(error) => Err(error),
-        None => packet_sink.finish(),
+        None => packet_sink.flush(),
     }
 }
 
@@ -124,25 +125,25 @@ enum PacketSink {
 }
 
 impl PacketSink {
-    fn write_packet(&mut self, time: Duration, packet: &CapturedPacket) -> anyhow::Result<()> {
+    fn write_packet(&mut self, unix_time: Duration, packet: &CapturedPacket) -> anyhow::Result<()> {
         match self {
             PacketSink::TextLines => {
                 let decision_comment = DecisionComment(packet);
-                let (seconds, micros) = (time.as_secs(), time.subsec_micros());
+                let (seconds, micros) = (unix_time.as_secs(), unix_time.subsec_micros());
                 Ok(writeln!(
                     std::io::stdout(),
                     "{seconds}.{micros:06} {} bytes: {decision_comment}",
                     packet.frame_length
                 )?)
             }
-            PacketSink::PcapngFile(file) => file.write_packet(time, packet),
+            PacketSink::PcapngFile(file) => file.write_packet(unix_time, packet),
         }
     }
 }
 
 impl PacketSink {
     /// Flushes the file and returns any error, because dropping the writer would ignore it.
-    fn finish(self) -> anyhow::Result<()> {
+    fn flush(self) -> anyhow::Result<()> {
         match self {
             PacketSink::TextLines => Ok(()),
             PacketSink::PcapngFile(mut file) => file.writer.flush().context("writing the capture"),
@@ -152,18 +153,18 @@ impl PacketSink {
 
 struct PcapngFile {
     writer: PcapngWriter<BufWriter<File>>,
-    adds_decisions: bool,
+    adds_decision_comments: bool,
 }
 
 impl PcapngFile {
-    fn create(path: &std::path::Path, adds_decisions: bool) -> anyhow::Result<Self> {
+    fn create(path: &std::path::Path, adds_decision_comments: bool) -> anyhow::Result<Self> {
         let file = File::create(path).with_context(|| path.display().to_string())?;
-        Ok(Self { writer: PcapngWriter::new(BufWriter::new(file))?, adds_decisions })
+        Ok(Self { writer: PcapngWriter::new(BufWriter::new(file))?, adds_decision_comments })
     }
 
-    fn write_packet(&mut self, time: Duration, packet: &CapturedPacket) -> anyhow::Result<()> {
-        let decision = self.adds_decisions.then(|| DecisionComment(packet).to_string());
-        self.writer.write_packet(time, &packet.frame_in, packet.frame_length, decision.as_deref())?;
+    fn write_packet(&mut self, unix_time: Duration, packet: &CapturedPacket) -> anyhow::Result<()> {
+        let decision = self.adds_decision_comments.then(|| DecisionComment(packet).to_string());
+        self.writer.write_packet(unix_time, &packet.received_frame, packet.frame_length, decision.as_deref())?;
         Ok(())
     }
 }

@@ -58,7 +58,7 @@ config_struct! {
     }
 }
 
-/// First table above those that the kernel and distributions name.
+/// Smallest id of a routing table to which neither the kernel nor distributions give a name.
 const FIRST_UNNAMED_ROUTE_TABLE: u64 = 256;
 
 config_struct! {
@@ -80,7 +80,7 @@ string_enum!(
     [("withdraw", OnStop::Withdraw), ("keep", OnStop::Keep)].map(|(name, on_stop)| (name.to_owned(), on_stop))
 );
 
-/// Range of a timer, by which an entry is checked at least once a day and at most once a second.
+/// Timeout of 1 s to 24 h without packets, after which a connection table entry is checked.
 type IdleTimer = BoundedDuration<SECOND_NS, { 24 * HOUR_NS }>;
 
 config_struct! {
@@ -160,7 +160,7 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
     }
 
     #[test]
-    fn announce_table_enables_the_announcement_of_vips() {
+    fn announce_section_enables_vip_announcement() {
         assert_eq!(parse(MINIMAL_CONFIG).unwrap().announce, None);
         let announce_config = parse(&format!("{MINIMAL_CONFIG}[announce]\non_stop = \"keep\"\n")).unwrap().announce;
         let expected_announce = Announce { table: 7400, on_stop: OnStop::Keep, drain: Duration::from_secs(5) };

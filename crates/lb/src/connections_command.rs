@@ -94,7 +94,7 @@ fn format_table(connections: &[Connection], now: ClockTicks) -> Table {
             connection.byte_count.to_string(),
             format_seconds(now.saturating_duration_since(connection.opened_at)),
             format_seconds(now.saturating_duration_since(connection.last_packet_at)),
-            state_name(connection).to_owned(),
+            connection_state_name(connection).to_owned(),
         ]);
     }
     for column in connection_table.column_iter_mut().skip(1).take(5) {
@@ -107,7 +107,7 @@ fn format_seconds(time: Duration) -> String {
     format!("{:.1}", time.as_secs_f64())
 }
 
-fn state_name(connection: &Connection) -> &'static str {
+fn connection_state_name(connection: &Connection) -> &'static str {
     match connection {
         Connection { packet_count: 0..=1, .. } => "half-open",
         Connection { is_closing: true, .. } => "closing",

@@ -44,16 +44,17 @@ const MIN_STATE_MESSAGE_INTERVAL: Duration = Duration::from_millis(20);
 const MESSAGE_QUEUE_LENGTH: usize = 64;
 const RESOLVER_ENDED_ERROR: &str = "a thread that resolves MAC addresses has ended";
 
-/// Runs the load balancer until SIGTERM or SIGINT. Pinned programs and maps stay in use. Fails when the file is
-/// invalid, another daemon uses the pin directory, the interface does not exist, or the kernel rejects the program.
+/// Runs the load balancer until SIGTERM or SIGINT. Pinned programs and maps stay in use. Fails when the
+/// configuration file is invalid, another daemon uses the pin directory, the interface does not exist, or the kernel
+/// rejects the program.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     // Health checks of many servers need many concurrent connections, and each of them takes a file descriptor.
-    coreward_daemon::raise_file_limit();
+    coreward_daemon::raise_open_file_limit();
     let _pin_lock = PinDirectoryLock::new(&config.pin_directory)?;
     let mut load_balancer = LoadBalancer::load(lb_options(&config))?;
     let attachment = load_balancer.attach(&config.interface, config.xdp_mode)?;
-    let start_action = match (load_balancer.is_taken_over(), load_balancer.is_upgrade_pending()) {
+    let start_action = match (load_balancer.is_state_taken_over(), load_balancer.is_upgrade_pending()) {
         (true, _) => "taken over its XDP program",
         (_, true) => "loaded its XDP program, which will replace the program of another version",
         _ => "attached its XDP program",
@@ -87,13 +88,13 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     ))
 }
 
-/// Detaches the XDP program and removes all pins, which ends the forwarding of packets. Fails when the file is invalid,
-/// the daemon that uses it is running, or a pin cannot be removed.
+/// Detaches the XDP program and removes all pins, which ends the forwarding of packets. Fails when the configuration
+/// file is invalid, the daemon that uses it is running, or a pin cannot be removed.
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     let _pin_lock = PinDirectoryLock::new(&config.pin_directory)?;
     let mut load_balancer = LoadBalancer::load(lb_options(&config))?;
-    if !load_balancer.is_taken_over() && !load_balancer.is_upgrade_pending() {
+    if !load_balancer.is_state_taken_over() && !load_balancer.is_upgrade_pending() {
         tracing::info!(
             event = "nothing-pinned",
             pin_directory = %config.pin_directory.display(),
@@ -106,7 +107,7 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
         tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(withdraw_vips(announce))?;
     }
     load_balancer.detach()?;
-    pins::remove_if_empty(&config.pin_directory)
+    pins::remove_pin_directory_if_empty(&config.pin_directory)
 }
 
 fn lb_options(config: &Config) -> lb::Options {
@@ -160,12 +161,12 @@ async fn serve(
             drain = ?announce.drain,
             "the load balancer has withdrawn its VIPs and continues to forward for the drain time"
         );
-        tasks.run_while(&mut forwarder, &controller_connection, tokio::time::sleep(announce.drain)).await?;
+        tasks.run_tasks_until_ready(&mut forwarder, &controller_connection, tokio::time::sleep(announce.drain)).await?;
     }
     outcome
 }
 
-/// Withdraws all VIPs, and waits for the drain time, in which the routers learn of it.
+/// Withdraws all VIPs, and waits for the drain time, in which the routers stop sending packets to this load balancer.
 async fn withdraw_vips(announce: &Announce) -> anyhow::Result<()> {
     Announcer::start(announce).await?.announce(&BTreeSet::new()).await?;
     tokio::time::sleep(announce.drain).await;
@@ -190,8 +191,8 @@ impl BackgroundTasks {
         Ok(self.sweeper.next_queries(monotonic_time(), max_queries))
     }
 
-    /// Applies a resolution and all queued ones, which then share one state message. Otherwise, 10,000 servers would
-    /// cause 10,000 messages.
+    /// Applies `first_resolution` and all queued resolutions of MAC addresses, so that one state message reports them
+    /// all. Otherwise, 10,000 servers would cause 10,000 messages.
     fn apply_queued_resolutions(&mut self, forwarder: &mut Forwarder, first_resolution: MacResolution) {
         forwarder.apply_resolution(first_resolution);
         while let Ok(resolution) = self.resolution_receiver.try_recv() {
@@ -200,7 +201,7 @@ impl BackgroundTasks {
     }
 
     async fn run_periodic_maintenance(&mut self, forwarder: &mut Forwarder, interface: &str) -> anyhow::Result<()> {
-        forwarder.refresh_own_mac()?;
+        forwarder.run_periodic_checks()?;
         self.saved_configuration_file.save_if_changed(forwarder);
         let Some(announcer) = &mut self.announcer else { return Ok(()) };
         // Without a configuration, an earlier process's announcements stay.
@@ -238,7 +239,7 @@ impl BackgroundTasks {
         snapshot
     }
 
-    async fn run_while<T>(
+    async fn run_tasks_until_ready<T>(
         &mut self,
         forwarder: &mut Forwarder,
         connection: &ControllerConnection,
@@ -269,7 +270,7 @@ async fn run_sessions(
         let error = run_session(config, connection, forwarder, tasks).await.err();
         forwarder.end_controller_stream();
         let retry_delay = connection.record_stream_end(error.as_ref());
-        tasks.run_while(forwarder, connection, tokio::time::sleep(retry_delay)).await?;
+        tasks.run_tasks_until_ready(forwarder, connection, tokio::time::sleep(retry_delay)).await?;
         tasks.run_periodic_maintenance(forwarder, &config.interface).await?;
     }
 }
@@ -285,7 +286,7 @@ async fn run_session(
         tokio::select! {
             update = stream.updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
-                connection.record_message();
+                connection.record_controller_message();
                 stream.process_update(update, forwarder, &mut tasks.sweeper)?;
             }
             resolution = tasks.resolution_receiver.recv() => {
@@ -297,18 +298,18 @@ async fn run_session(
                 tasks.run_periodic_maintenance(forwarder, &config.interface).await?;
                 stream.is_state_due = true;
             }
-            _ = stream.traffic_timer.tick() => stream.send_traffic(forwarder),
+            _ = stream.traffic_timer.tick() => stream.send_traffic_message(forwarder),
             scrape = tasks.scrape_receiver.next_scrape() => drop(scrape.send(tasks.metrics(forwarder, connection))),
             _ = tasks.tick_interval.tick() => {
                 // Half of the queue stays free for other messages.
                 for query in tasks.tick(forwarder, stream.message_sender.capacity() / 2)? {
                     stream.try_send(Message::SocketQuery((&query).into()));
                 }
-                stream.send_health(forwarder);
+                stream.send_health_message(forwarder);
             }
         }
         if stream.is_state_due && tokio::time::Instant::now() >= stream.next_state_message_at {
-            stream.send_state(forwarder, || tasks.daemon_state(forwarder, connection));
+            stream.send_state_message(forwarder, || tasks.daemon_state(forwarder, connection));
         }
     }
 }
@@ -319,13 +320,13 @@ struct ControllerStream {
     updates: Streaming<v1::DataplaneUpdate>,
     state_timer: Interval,
     traffic_timer: Interval,
-    /// Number of tables and confirmed generation in the last state message.
+    /// Number of installed tables and confirmed configuration generation, as in the last state message.
     last_reported_state: (usize, u64),
-    /// Whether a state message is due, which it is once a second. It is due immediately if a service got its first
+    /// Whether a state message is due. One is due each second. It is due immediately when a service got its first
     /// table, a server's MAC address was found or lost, or another configuration was applied.
     is_state_due: bool,
     next_state_message_at: tokio::time::Instant,
-    /// Client that keeps the stream's connection open.
+    /// gRPC client, which keeps the stream's connection open.
     _client: ControlClient<Channel>,
 }
 
@@ -336,14 +337,17 @@ impl ControllerStream {
         forwarder: &mut Forwarder,
         tasks: &mut BackgroundTasks,
     ) -> anyhow::Result<Self> {
-        let grpc_channel = tasks.run_while(forwarder, connection, connection.connect()).await??;
+        let grpc_channel = tasks.run_tasks_until_ready(forwarder, connection, connection.connect()).await??;
         let mut client = ControlClient::new(grpc_channel).max_decoding_message_size(64 << 20);
         let (message_sender, message_receiver) = mpsc::channel(MESSAGE_QUEUE_LENGTH);
         message_sender
-            .send(to_load_balancer_message(Message::Registration(registration(config, forwarder.applied_generation()))))
+            .send(to_load_balancer_message(Message::Registration(registration_message(
+                config,
+                forwarder.applied_generation(),
+            ))))
             .await?;
         let stream_request = client.load_balancer(ReceiverStream::new(message_receiver));
-        let stream_response = tasks.run_while(forwarder, connection, stream_request).await??;
+        let stream_response = tasks.run_tasks_until_ready(forwarder, connection, stream_request).await??;
         let updates = connection.accept_stream(stream_response)?;
         tracing::info!(
             event = "controller-connected",
@@ -365,13 +369,13 @@ impl ControllerStream {
         })
     }
 
-    /// Sends a message, which is lost if the queue is full.
+    /// Queues a message to the controller. If the queue is full, the message is lost.
     fn try_send(&self, message: Message) {
         let _ = self.message_sender.try_send(to_load_balancer_message(message));
     }
 
-    /// Applies an update, and acknowledges it if it was a usable table. Makes a state message due if the update changed
-    /// what the last one reported. Fails if a complete configuration is needed.
+    /// Applies an update from the controller, and acknowledges it if it was a usable table. Makes a state message due
+    /// if the update changed what the last message reported. Fails if a complete configuration is needed.
     fn process_update(
         &mut self,
         update: v1::DataplaneUpdate,
@@ -394,20 +398,20 @@ impl ControllerStream {
         Ok(())
     }
 
-    fn send_traffic(&self, forwarder: &Forwarder) {
+    fn send_traffic_message(&self, forwarder: &Forwarder) {
         // The counts are totals, so the next message replaces a lost one.
         if let Some(traffic_message) = forwarder.traffic_message() {
             self.try_send(Message::Traffic((&traffic_message).into()));
         }
     }
 
-    fn send_health(&self, forwarder: &mut Forwarder) {
+    fn send_health_message(&self, forwarder: &mut Forwarder) {
         if let Some(health_message) = forwarder.next_health_message() {
             self.try_send(Message::Health((&health_message).into()));
         }
     }
 
-    fn send_state(&mut self, forwarder: &Forwarder, daemon_state: impl FnOnce() -> v1::LoadBalancerState) {
+    fn send_state_message(&mut self, forwarder: &Forwarder, daemon_state: impl FnOnce() -> v1::LoadBalancerState) {
         self.last_reported_state = (forwarder.table_count(), forwarder.confirmed_generation());
         self.is_state_due = false;
         self.next_state_message_at = tokio::time::Instant::now() + MIN_STATE_MESSAGE_INTERVAL;
@@ -428,9 +432,9 @@ fn monotonic_time() -> Duration {
     START_TIME.get_or_init(Instant::now).elapsed()
 }
 
-fn registration(config: &Config, applied_generation: u64) -> v1::LoadBalancerRegistration {
-    let device_name = vlan_device::device_for_vlan(&config.interface, config.vlan.unwrap_or_default());
-    let own_address = config.address.or_else(|| neighbour::own_routable_address(&device_name?));
+fn registration_message(config: &Config, applied_generation: u64) -> v1::LoadBalancerRegistration {
+    let device_name = vlan_device::vlan_device_name(&config.interface, config.vlan.unwrap_or_default());
+    let own_address = config.address.or_else(|| neighbour::interface_routable_address(&device_name?));
     v1::LoadBalancerRegistration {
         name: config.name.clone(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -492,7 +496,7 @@ fn free_closed_connections(forwarder: &mut Forwarder, sweeper: &mut ConnectionSw
 
 /// Installs a table and returns its acknowledgement. If the table is unusable, reports this and returns `None`.
 fn install_table(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInForce> {
-    let install_result = match table::decode(bytes.clone()) {
+    let install_result = match table::decode_table(bytes.clone()) {
         Ok((service, table)) => {
             let install_result = forwarder.install_table(service, &table);
             forwarder.record_table_outcome(service.get().into(), table.generation, &install_result);

@@ -12,7 +12,7 @@ mod vlans;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
-use coreward_dataplane::clock::monotonic;
+use coreward_dataplane::clock::monotonic_time;
 use coreward_dataplane::device;
 use coreward_dataplane::lb::{self, COUNTER_NAMES, EVENT_NAMES, LoadBalancer, PacketCounters};
 use coreward_dataplane::mac::MacAddress;
@@ -38,15 +38,18 @@ pub use refusals::log_rejection;
 use symptoms::Symptoms;
 use table_ages::TableAges;
 
-/// Interval between traffic messages before the first configuration.
+/// Interval between traffic messages until the first configuration sets it.
 const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
-/// Number of calls to [`Forwarder::sweep_connections`] that sweep the whole connection table. They take one second.
+/// Number of calls to [`Forwarder::sweep_connections`] that together sweep the whole connection table, which takes one
+/// second.
 const SWEEP_CALLS_PER_TABLE: u32 = 10;
-/// Maximum number of entries (64 bytes each) that one call sweeps, so that four million entries take three seconds.
+/// Maximum number of table entries (64 bytes each) that one call of [`Forwarder::sweep_connections`] sweeps. Four
+/// million entries thus take three seconds.
 const MAX_SWEPT_ENTRIES_PER_CALL: u32 = 131_072;
 /// Time after which an upgrade proceeds although some servers have not answered ARP.
 const UPGRADE_ARP_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum time for a change that loads another program. On a busy, emulated machine, loading takes 10 s.
+/// Maximum time for a configuration change that loads another XDP program. On a busy, emulated machine, loading takes
+/// 10 s.
 pub const PROGRAM_LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval between counts of open connections. Each count reads the whole connection table.
 const CONNECTION_COUNT_INTERVAL: Duration = Duration::from_secs(10);
@@ -58,14 +61,15 @@ pub struct Forwarder {
     resolvers: NeighbourResolvers,
     mac_addresses: HashMap<Neighbour, MacAddress>,
     next_hops: NextHops,
-    /// Servers (service and position in its list) behind each neighbour, which is the server itself or a router.
+    /// Servers behind each neighbour, each by its service and its position in the service's list. A neighbour is the
+    /// server itself or a router.
     servers_by_neighbour: HashMap<Neighbour, Vec<(ServiceIndex, usize)>>,
     services_by_index: BTreeMap<ServiceIndex, (Service, lb::ServiceIndex)>,
     own_name: String,
     /// All load balancers of the fleet, including this one.
     load_balancers: Vec<PeerLoadBalancer>,
     traffic_report_interval: Duration,
-    /// How long a table that depends on loads stays in use while no controller is connected.
+    /// Time for which a table that depends on loads stays in use while no controller is connected.
     load_based_table_lifetime: Duration,
     table_ages: TableAges,
     connection_timeouts: ConnectionTimeouts,
@@ -75,7 +79,7 @@ pub struct Forwarder {
     /// VLAN in which the VIPs and the load balancers are.
     vip_vlan: Vlan,
     vlan_device_problems: BTreeSet<String>,
-    /// Problems of this machine, and of servers for which it stamps packets, that have already been logged.
+    /// Problems that have already been logged, of this machine and of servers for which it stamps packets.
     logged_problems: BTreeSet<String>,
     table_install_latency: LatencyHistogram,
     announced_vips: AnnouncedVips,
@@ -120,9 +124,9 @@ impl Forwarder {
             load_balancers: Vec::new(),
             traffic_report_interval: DEFAULT_REPORT_INTERVAL,
             load_based_table_lifetime: DEFAULT_TABLE_LIFETIME,
-            table_ages: TableAges::new(monotonic()),
+            table_ages: TableAges::new(monotonic_time()),
             connection_timeouts,
-            last_connection_count_at: monotonic(),
+            last_connection_count_at: monotonic_time(),
             configuration: ConfigurationState::new(),
             interface,
             vip_vlan,
@@ -138,7 +142,8 @@ impl Forwarder {
         }
     }
 
-    /// Starts a stream to a controller. Forgets confirmations on earlier streams, which may be to another one.
+    /// Starts a stream to a controller. Forgets confirmations on earlier streams, which may be to another
+    /// controller.
     pub fn begin_controller_stream(&mut self) {
         self.configuration.confirmed_generation = 0;
         self.configuration.number = None;
@@ -196,9 +201,10 @@ impl Forwarder {
         }
     }
 
-    /// Sets the data plane's clock and applies check results. Called ten times a second, even without a controller.
+    /// Sets the data plane's clock and applies the results of health checks. Called ten times a second, even without a
+    /// controller.
     pub fn tick(&mut self) {
-        self.load_balancer.tick(monotonic());
+        self.load_balancer.tick(monotonic_time());
         self.load_balancer.update_source_prefix_limit();
         if self.next_hops.kernel_routes.has_changed() {
             self.refresh_next_hops();
@@ -214,8 +220,8 @@ impl Forwarder {
     }
 
     /// Masks those servers of a service that this load balancer's own checks found down. This happens immediately and
-    /// needs no controller. If no eligible server is up, `when_all_down` decides. With "fail-open" none is masked,
-    /// because the load balancer's own network may have failed.
+    /// needs no controller. If no eligible server is up, the service's `when_all_down` decides. With "fail-open", no
+    /// server is masked, because the load balancer's own network may have failed.
     fn mask_down_servers(&mut self, index: ServiceIndex) {
         let Some((service, lb_service_index)) = self.services_by_index.get(&index) else { return };
         let is_down = |server: &&coreward_wire::Server| self.down_targets.contains(&(index, server.id));
@@ -310,7 +316,10 @@ impl Forwarder {
             services.flat_map(|(service, _)| service.servers.iter().map(|server| server.id)).collect();
         let server_ids: Vec<ServerId> = server_ids.into_iter().collect();
         let traffic = self.load_balancer.traffic_of_servers(&server_ids);
-        Some(TrafficMessage { servers: server_ids.into_iter().zip(traffic).collect(), opened_connections })
+        Some(TrafficMessage {
+            traffic_by_server: server_ids.into_iter().zip(traffic).collect(),
+            opened_connection_count_by_service: opened_connections,
+        })
     }
 
     pub fn apply_resolution(&mut self, resolution: MacResolution) {
@@ -359,7 +368,7 @@ impl Forwarder {
             );
         };
         let lb_service_index = *index;
-        if self.load_balancer.differs_in_rule(lb_service_index, table) {
+        if self.load_balancer.differs_in_placement_rule(lb_service_index, table) {
             coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
                 self.load_balancer.install_table(lb_service_index, table)
             })?;
@@ -377,14 +386,15 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Completes an upgrade once all tables are installed, and all servers' MAC addresses are known or ARP timed out.
+    /// Completes an upgrade, which replaces an earlier version's XDP program. Waits until all tables are installed, and
+    /// all servers' MAC addresses are known or ARP timed out.
     fn switch_program_when_ready(&mut self) -> anyhow::Result<()> {
         let Some(configured_at) =
             self.configuration.first_applied_at.filter(|_| self.load_balancer.is_upgrade_pending())
         else {
             return Ok(());
         };
-        let waited = monotonic().saturating_sub(configured_at);
+        let waited = monotonic_time().saturating_sub(configured_at);
         let is_ready = self.table_count() == self.services_by_index.len() && self.unresolved_server_names().is_empty();
         if is_ready || waited > UPGRADE_ARP_TIMEOUT {
             self.load_balancer.commit_upgrade()?;
@@ -398,11 +408,12 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Performs the periodic checks of the daemon and of its network device. Fails when the device no longer exists, or
-    /// an upgrade cannot be completed.
-    pub fn refresh_own_mac(&mut self) -> anyhow::Result<()> {
+    /// Performs the periodic checks and updates: connection counts, logged problems, symptoms, addresses and VLANs of
+    /// the network device, and a pending upgrade. Fails when a resolver thread has ended, the device no longer exists,
+    /// or the upgrade cannot be completed.
+    pub fn run_periodic_checks(&mut self) -> anyhow::Result<()> {
         anyhow::ensure!(self.resolvers.are_threads_running(), "a thread that resolves MAC addresses has ended");
-        let now = monotonic();
+        let now = monotonic_time();
         if now.saturating_sub(self.last_connection_count_at) >= CONNECTION_COUNT_INTERVAL {
             self.load_balancer.recount_connections();
             self.last_connection_count_at = now;
@@ -461,7 +472,7 @@ impl Forwarder {
         self.logged_problems = problems;
     }
 
-    /// Returns how many services have a table.
+    /// Returns the number of services that have a table.
     pub fn table_count(&self) -> usize {
         self.services_by_index
             .values()
@@ -469,8 +480,8 @@ impl Forwarder {
             .count()
     }
 
-    /// Returns which VIPs can be announced. A VIP can be if one of its services has a table and at least one server
-    /// with a known MAC address. Returns `None` before the first configuration, while an earlier daemon's pinned state
+    /// Returns the VIPs that can be announced. Such a VIP has a service with a table and at least one server whose MAC
+    /// address is known. Returns `None` before the first configuration, while an earlier daemon's pinned state
     /// is in use.
     pub fn announce_state(&self) -> Option<AnnounceState> {
         if self.services_by_index.is_empty() && self.configuration.confirmed_generation == 0 {
@@ -503,7 +514,8 @@ impl Forwarder {
         Some(announce_state)
     }
 
-    /// Stores, for reports, the number of announced VIPs and the reasons why others are blocked.
+    /// Stores the number of announced VIPs, and the reasons why other VIPs are not announced, for reports to the
+    /// controller.
     pub fn set_announced_vips(&mut self, announced_count: usize, blocked_reasons: Vec<String>) {
         (self.announced_vips.count, self.announced_vips.blocked_reasons) = (Some(announced_count), blocked_reasons);
     }

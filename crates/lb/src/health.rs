@@ -23,9 +23,9 @@ pub type CheckTarget = (ServiceIndex, ServerId);
 pub struct HealthChecks {
     checker: Checker<CheckTarget>,
     verdict_changes_for_messages: watch::Receiver<u64>,
-    /// Receiver that notices verdict changes for [`HealthChecks::servers_down_if_changed`].
+    /// Receiver of verdict changes for [`HealthChecks::servers_down_if_changed`].
     verdict_changes_for_masks: watch::Receiver<u64>,
-    /// Time of the last message on this stream, or `None` if none was sent.
+    /// Time of the last health message on the controller stream, or `None` if none was sent.
     last_message_at: Option<Instant>,
     interface: String,
     /// NAT programs for checks at the VIP. They are loaded for the first such check, and then kept because a check may
@@ -44,16 +44,16 @@ fn to_nat_connection(path: &NatPath) -> NatConnection {
 
 impl NatTable for HealthCheckNat {
     fn add_entry(&self, path: &NatPath) -> anyhow::Result<()> {
-        self.0.add(&to_nat_connection(path))
+        self.0.add_connection(&to_nat_connection(path))
     }
 
     fn remove_entry(&self, path: &NatPath) {
-        self.0.remove(&to_nat_connection(path));
+        self.0.remove_connection(&to_nat_connection(path));
     }
 }
 
 impl HealthChecks {
-    /// Starts the checker without checks. `interface` leads to the servers. Fails when no thread can be created.
+    /// Starts the checker without checks. Packets to servers leave by `interface`. Fails when no thread can be created.
     pub fn start(interface: String) -> anyhow::Result<Self> {
         let checker = Checker::start()?;
         let verdict_changes_for_messages = checker.subscribe_to_verdict_changes();
@@ -71,7 +71,7 @@ impl HealthChecks {
 
     /// Replaces all checks by those that the given services require.
     pub fn configure_checks<'a>(&mut self, services: impl Iterator<Item = &'a Service> + Clone) {
-        let health_checks = services.clone().filter_map(|service| service.check.as_ref());
+        let health_checks = services.clone().filter_map(|service| service.health_check.as_ref());
         if health_checks.clone().any(|check| check.probe_address == ProbeAddress::Vip) {
             self.attach_nat_programs();
         } else {
@@ -104,7 +104,7 @@ impl HealthChecks {
 
     /// Returns the service with its check, or `None` if no check is configured or the check is impossible.
     fn to_checked_service(&self, service: &Service) -> Option<checker::CheckedService<CheckTarget>> {
-        let health_check = service.check.clone()?;
+        let health_check = service.health_check.clone()?;
         let nat_table = self
             .nat_programs
             .as_ref()
@@ -126,7 +126,8 @@ impl HealthChecks {
         self.last_message_at = None;
     }
 
-    /// Returns the next message, which is due immediately after a change and otherwise every two seconds.
+    /// Returns the next message to the controller if it is due: immediately after a verdict change, and otherwise every
+    /// two seconds.
     pub fn next_message(&mut self) -> Option<HealthMessage> {
         let has_changed = self.verdict_changes_for_messages.has_changed().unwrap_or(false);
         if !has_changed && self.last_message_at.is_some_and(|sent_at| sent_at.elapsed() < HEALTH_MESSAGE_INTERVAL) {
@@ -139,7 +140,8 @@ impl HealthChecks {
         (has_changed || !checked_servers.is_empty()).then_some(HealthMessage { check_results: checked_servers })
     }
 
-    /// Returns the servers that these checks found down, or `None` if nothing has changed since the last call.
+    /// Returns the servers that this load balancer's checks found down, or `None` if no verdict has changed since the
+    /// last call.
     pub fn servers_down_if_changed(&mut self) -> Option<BTreeSet<CheckTarget>> {
         if !self.verdict_changes_for_masks.has_changed().unwrap_or(false) {
             return None;
@@ -160,8 +162,8 @@ impl HealthChecks {
                 verdict_duration: check_result.verdict_since.elapsed(),
                 error: check_result.last_error,
                 latency: check_result.last_latency,
-                completed_checks: check_result.check_count,
-                failed_checks: check_result.failure_count,
+                completed_check_count: check_result.check_count,
+                failed_check_count: check_result.failure_count,
             };
             (service, server, server_result)
         })

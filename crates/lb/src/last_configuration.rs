@@ -131,7 +131,7 @@ mod tests {
             generation: 7,
             keys: FleetCookieKeys {
                 keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
-                current: KeyIndex::First,
+                current_key_index: KeyIndex::First,
             },
             services: vec![],
             load_balancers: vec![],

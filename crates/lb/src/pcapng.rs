@@ -18,18 +18,18 @@ pub(crate) struct PcapngWriter<W> {
 }
 
 impl<W: Write> PcapngWriter<W> {
-    /// Writes the header of the file.
+    /// Returns a writer that has written the file's section header and interface description to `output`.
     pub(crate) fn new(output: W) -> io::Result<Self> {
         let mut writer = Self { output };
         let mut section_header = BYTE_ORDER_MAGIC.to_le_bytes().to_vec();
         section_header.extend([1, 0, 0, 0]); // version 1.0
         section_header.extend(u64::MAX.to_le_bytes()); // section length: not given
         writer.write_block(SECTION_HEADER_BLOCK, &section_header)?;
-        let mut interface = LINKTYPE_ETHERNET.to_le_bytes().to_vec();
-        interface.extend([0; 6]); // reserved, and no limit of the packets' length
-        push_option(&mut interface, IF_TSRESOL, &[9]); // 10^-9 s
-        push_option(&mut interface, OPT_ENDOFOPT, &[]);
-        writer.write_block(INTERFACE_DESCRIPTION_BLOCK, &interface)?;
+        let mut interface_description = LINKTYPE_ETHERNET.to_le_bytes().to_vec();
+        interface_description.extend([0; 6]); // reserved, and no limit of the packets' length
+        push_option(&mut interface_description, IF_TSRESOL, &[9]); // 10^-9 s
+        push_option(&mut interface_description, OPT_ENDOFOPT, &[]);
+        writer.write_block(INTERFACE_DESCRIPTION_BLOCK, &interface_description)?;
         Ok(writer)
     }
 
@@ -45,7 +45,7 @@ impl<W: Write> PcapngWriter<W> {
         let header = [0, (nanoseconds >> 32) as u32, nanoseconds as u32, frame.len() as u32, frame_length];
         let mut packet: Vec<u8> = header.into_iter().flat_map(u32::to_le_bytes).collect();
         packet.extend(frame);
-        pad(&mut packet);
+        pad_to_four_bytes(&mut packet);
         if let Some(comment) = comment {
             push_option(&mut packet, OPT_COMMENT, comment.as_bytes());
             push_option(&mut packet, OPT_ENDOFOPT, &[]);
@@ -66,15 +66,15 @@ impl<W: Write> PcapngWriter<W> {
     }
 }
 
-fn push_option(block: &mut Vec<u8>, code: u16, value: &[u8]) {
-    block.extend(code.to_le_bytes());
+fn push_option(block: &mut Vec<u8>, option_code: u16, value: &[u8]) {
+    block.extend(option_code.to_le_bytes());
     block.extend((value.len() as u16).to_le_bytes());
     block.extend(value);
-    pad(block);
+    pad_to_four_bytes(block);
 }
 
-/// Fills up to a multiple of four bytes, as each block, packet and option must be.
-fn pad(block: &mut Vec<u8>) {
+/// Pads `block` with zeros to a multiple of four bytes, which each block, packet and option must have.
+fn pad_to_four_bytes(block: &mut Vec<u8>) {
     block.resize(block.len().next_multiple_of(4), 0);
 }
 
@@ -89,17 +89,17 @@ mod tests {
     fn assert_packet(packet: &EnhancedPacketBlock<'_>, time: (u32, u32), frame: &[u8], comments: &[&str]) {
         assert_eq!(packet.decode_ts(0, 1_000_000_000), time);
         assert_eq!(packet.packet_data(), frame);
-        let read_comments: Vec<_> = packet
+        let decoded_comments: Vec<_> = packet
             .options
             .iter()
             .filter(|option| option.code.0 == OPT_COMMENT)
             .map(|option| option.as_str().unwrap())
             .collect();
-        assert_eq!(read_comments, comments);
+        assert_eq!(decoded_comments, comments);
     }
 
     #[test]
-    fn library_reads_written_packets_and_comments() {
+    fn pcapng_library_reads_written_packets_and_comments() {
         let mut writer = PcapngWriter::new(Vec::new()).unwrap();
         let time = Duration::new(1_700_000_000, 123_456_789);
         writer.write_packet(time, b"short", 1500, Some("dropped")).unwrap();

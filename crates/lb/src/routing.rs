@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn problem_names_missing_ipv6_forwarding() {
+    fn missing_ipv6_forwarding_is_reported() {
         assert_eq!(problem_of_ipv6_forwarding("1\n"), None);
         assert!(
             problem_of_ipv6_forwarding("0\n").unwrap().starts_with("net.ipv6.conf.all.forwarding is 0: expected 1")
@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn problems_name_the_wrong_ipv4_sysctls() {
+    fn wrong_ipv4_sysctls_are_reported() {
         let problems_with_values = |forwarding: u32, all_redirects: u32, own_redirects: u32| {
             problems_of_sysctls("eth7", |directory, name| match (directory, name) {
                 ("eth7", "forwarding") => Some(forwarding),

@@ -29,10 +29,11 @@ const MAX_AGENT_ABSENCE: Duration = Duration::from_secs(60);
 /// Interval at which outdated state is removed from the sweeper.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Key for a queue of connections. It has server and service, because a query is about one service of one agent.
+/// Server and service of a queue of connections. Each queue has both, because a query is about one service and goes to
+/// one server's agent.
 type QueryQueueKey = (ServerId, ServiceAddress);
 
-/// State of the sweep, which consists of connections that wait for a query and the open queries to agents.
+/// Sweeper of the connection table. It holds the connections that wait for a query, and the open queries to agents.
 #[derive(Debug)]
 pub struct ConnectionSweeper {
     requery_interval: Duration,
@@ -79,11 +80,11 @@ impl ConnectionSweeper {
     /// their agent has been absent for too long.
     pub fn queue_expired_connections(
         &mut self,
-        due_connections: &[(Connection, ServiceAddress)],
+        expired_connections: &[(Connection, ServiceAddress)],
         now: Duration,
     ) -> Vec<Connection> {
         let mut connections_to_free = Vec::new();
-        for (connection, service) in due_connections {
+        for (connection, service) in expired_connections {
             if self.earliest_requery_times.get(&connection.index).is_some_and(|requery_at| *requery_at > now) {
                 continue;
             }
@@ -121,7 +122,7 @@ impl ConnectionSweeper {
         self.prune_expired_state(now);
         let max_queries = max_queries.min(MAX_OPEN_QUERIES - self.open_queries.len().min(MAX_OPEN_QUERIES));
         let mut socket_queries = Vec::new();
-        for queue in self.rotated_queues() {
+        for queue in self.rotated_queue_keys() {
             if socket_queries.len() == max_queries {
                 break;
             }
@@ -134,7 +135,7 @@ impl ConnectionSweeper {
     }
 
     /// Returns the keys of all queues, starting after the queue that was queried last.
-    fn rotated_queues(&self) -> Vec<QueryQueueKey> {
+    fn rotated_queue_keys(&self) -> Vec<QueryQueueKey> {
         let queue_keys = self.queued_connections.keys().copied();
         let Some(cursor) = self.last_queried_queue else { return queue_keys.collect() };
         let (queues_up_to_cursor, queues_after_cursor): (Vec<_>, Vec<_>) =
@@ -169,13 +170,13 @@ impl ConnectionSweeper {
         if answer.is_agent_absent() {
             return self.mark_agent_absent(closed_query, now);
         }
-        if closed_query.connections.len() != answer.socket_exists.len() {
+        if closed_query.connections.len() != answer.socket_exists_by_client.len() {
             self.forget_earliest_requery_times(&closed_query.connections);
             return Vec::new();
         }
         self.absent_agents.remove(&closed_query.server_id);
         let mut closed_connections = Vec::new();
-        for (connection, is_open) in closed_query.connections.into_iter().zip(&answer.socket_exists) {
+        for (connection, is_open) in closed_query.connections.into_iter().zip(&answer.socket_exists_by_client) {
             if *is_open {
                 self.earliest_requery_times.insert(connection.index, now + self.requery_interval);
             } else {
@@ -186,8 +187,8 @@ impl ConnectionSweeper {
         closed_connections
     }
 
-    fn close_query(&mut self, number: u64) -> Option<OpenQuery> {
-        let closed_query = self.open_queries.remove(&number)?;
+    fn close_query(&mut self, query_number: u64) -> Option<OpenQuery> {
+        let closed_query = self.open_queries.remove(&query_number)?;
         if let Some(count) = self.open_query_counts.get_mut(&closed_query.server_id) {
             *count -= 1;
             if *count == 0 {
@@ -197,7 +198,8 @@ impl ConnectionSweeper {
         Some(closed_query)
     }
 
-    /// Records that an agent is absent. Returns the query's connections if they may be freed after so long an absence.
+    /// Records that an agent is absent. Returns the query's connections if the absence is so long
+    /// that they may be freed.
     fn mark_agent_absent(&mut self, closed_query: OpenQuery, now: Duration) -> Vec<Connection> {
         self.forget_earliest_requery_times(&closed_query.connections);
         let absent_agent = self
@@ -266,7 +268,7 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    fn queried_servers(queries: &[SocketQuery]) -> Vec<(u16, usize)> {
+    fn queried_servers_and_client_counts(queries: &[SocketQuery]) -> Vec<(u16, usize)> {
         queries.iter().map(|query| (query.server.get(), query.clients.len())).collect()
     }
 
@@ -276,18 +278,18 @@ mod tests {
         let expired_connections = [expired_connection(1, 7), expired_connection(2, 8), expired_connection(3, 7)];
         assert_eq!(sweeper.queue_expired_connections(&expired_connections, at(0)), []);
         let socket_queries = sweeper.next_queries(at(0), 10);
-        assert_eq!(queried_servers(&socket_queries), [(7, 2), (8, 1)]);
+        assert_eq!(queried_servers_and_client_counts(&socket_queries), [(7, 2), (8, 1)]);
         sweeper.queue_expired_connections(&expired_connections, at(1));
         assert_eq!(sweeper.next_queries(at(1), 10), [], "they are under way");
         assert_eq!(
-            sweeper.handle_socket_answer(&socket_queries[0].answer(vec![true, false]), at(1)),
+            sweeper.handle_socket_answer(&socket_queries[0].to_answer(vec![true, false]), at(1)),
             [expired_connections[2].0]
         );
         sweeper.next_queries(at(6), 10);
         sweeper.queue_expired_connections(&expired_connections[..2], at(6));
-        assert_eq!(queried_servers(&sweeper.next_queries(at(11), 10)), [(8, 1)]);
+        assert_eq!(queried_servers_and_client_counts(&sweeper.next_queries(at(11), 10)), [(8, 1)]);
         sweeper.queue_expired_connections(&expired_connections[..1], at(61));
-        assert_eq!(queried_servers(&sweeper.next_queries(at(61), 10)), [(7, 1)]);
+        assert_eq!(queried_servers_and_client_counts(&sweeper.next_queries(at(61), 10)), [(7, 1)]);
     }
 
     #[test]
@@ -295,8 +297,8 @@ mod tests {
         let mut sweeper = ConnectionSweeper::new(&ConnectionTimeouts::default());
         let expired_connections: Vec<_> = (0..2000).map(|slot| expired_connection(slot, u64::from(slot % 2))).collect();
         sweeper.queue_expired_connections(&expired_connections, at(0));
-        assert_eq!(queried_servers(&sweeper.next_queries(at(0), 100)), [(0, 256), (1, 256)]);
-        assert_eq!(queried_servers(&sweeper.next_queries(at(0), 100)), [(0, 256), (1, 256)]);
+        assert_eq!(queried_servers_and_client_counts(&sweeper.next_queries(at(0), 100)), [(0, 256), (1, 256)]);
+        assert_eq!(queried_servers_and_client_counts(&sweeper.next_queries(at(0), 100)), [(0, 256), (1, 256)]);
         assert_eq!(sweeper.next_queries(at(0), 100), []);
         let more_expired_connections: Vec<_> =
             (2000..2200).map(|slot| expired_connection(slot, u64::from(slot))).collect();
@@ -314,7 +316,8 @@ mod tests {
         let mut all_queried_servers = Vec::new();
         for _ in 0..3 {
             let socket_queries = sweeper.next_queries(at(0), 3);
-            all_queried_servers.extend(queried_servers(&socket_queries).into_iter().map(|(server, _)| server));
+            all_queried_servers
+                .extend(queried_servers_and_client_counts(&socket_queries).into_iter().map(|(server, _)| server));
         }
         assert_eq!(all_queried_servers, [0, 1, 2, 3, 4, 5, 6, 7, 8]);
     }
@@ -326,13 +329,13 @@ mod tests {
         let query = sweeper.next_queries(at(0), 10).remove(0);
         assert_eq!(
             sweeper.handle_socket_answer(
-                &SocketAnswer { query_number: 99, load_balancer_session: 0, socket_exists: vec![false] },
+                &SocketAnswer { query_number: 99, load_balancer_session: 0, socket_exists_by_client: vec![false] },
                 at(0)
             ),
             []
         );
-        assert_eq!(sweeper.handle_socket_answer(&query.answer(vec![false, false]), at(0)), []);
-        assert_eq!(sweeper.handle_socket_answer(&query.answer(vec![false]), at(0)), [], "it is answered");
+        assert_eq!(sweeper.handle_socket_answer(&query.to_answer(vec![false, false]), at(0)), []);
+        assert_eq!(sweeper.handle_socket_answer(&query.to_answer(vec![false]), at(0)), [], "it is answered");
     }
 
     #[test]
@@ -343,7 +346,8 @@ mod tests {
         for second in 0..100 {
             let mut newly_freed_connections = sweeper.queue_expired_connections(&expired_connections, at(second));
             for query in sweeper.next_queries(at(second), 10) {
-                newly_freed_connections.extend(sweeper.handle_socket_answer(&query.answer_without_agent(), at(second)));
+                newly_freed_connections
+                    .extend(sweeper.handle_socket_answer(&query.to_answer_without_agent(), at(second)));
             }
             assert!(second >= 60 || newly_freed_connections.is_empty(), "after {second} s");
             freed_connections.extend(newly_freed_connections);
@@ -352,7 +356,7 @@ mod tests {
         sweeper.queue_expired_connections(&expired_connections, at(100));
         let query = sweeper.next_queries(at(100), 10).remove(0);
         let are_open = vec![true; query.clients.len()];
-        assert_eq!(sweeper.handle_socket_answer(&query.answer(are_open), at(100)), []);
+        assert_eq!(sweeper.handle_socket_answer(&query.to_answer(are_open), at(100)), []);
         assert_eq!(sweeper.queue_expired_connections(&expired_connections, at(200)), []);
     }
 
@@ -368,7 +372,7 @@ mod tests {
 
     const SERVER_COUNT: u64 = 1000;
     const TICKS_PER_SECOND: u32 = 10;
-    const CONNECTION_TICKS: u32 = 60 * TICKS_PER_SECOND;
+    const CONNECTION_DURATION_TICKS: u32 = 60 * TICKS_PER_SECOND;
     const TICKS_PER_SWEEP: usize = 10;
 
     impl ConnectionTableSimulation {
@@ -387,9 +391,9 @@ mod tests {
             let (mut connection, _) = expired_connection(position as u32, server);
             connection.is_closing = true;
             // The connection sends its last packet after a minute, and then its socket stays in TIME-WAIT.
-            connection.last_packet_at = ClockTicks(tick + CONNECTION_TICKS);
+            connection.last_packet_at = ClockTicks(tick + CONNECTION_DURATION_TICKS);
             self.table_entries[position] = Some(connection);
-            self.socket_end_tick_by_slot[position] = tick + 2 * CONNECTION_TICKS;
+            self.socket_end_tick_by_slot[position] = tick + 2 * CONNECTION_DURATION_TICKS;
             true
         }
 
@@ -413,7 +417,7 @@ mod tests {
             let swept_connections = (0..swept_entry_count)
                 .filter_map(|n| self.table_entries[(self.next_swept_slot + n) % self.table_entries.len()]);
             let expired_connections = swept_connections
-                .filter(|connection| connection.last_packet_at.0 + CONNECTION_TICKS <= tick)
+                .filter(|connection| connection.last_packet_at.0 + CONNECTION_DURATION_TICKS <= tick)
                 .map(|connection| (connection, service_address));
             let expired_connections: Vec<_> = expired_connections.collect();
             self.next_swept_slot = (self.next_swept_slot + swept_entry_count) % self.table_entries.len();
@@ -427,8 +431,8 @@ mod tests {
                     .map(|connection| self.socket_end_tick_by_slot[Self::slot_of(connection)] > tick)
                     .collect();
                 let connections_freed_by_answer = match behaviour_of_server(query.server.get().into()) {
-                    AgentBehaviour::Responsive => self.sweeper.handle_socket_answer(&query.answer(are_open), now),
-                    AgentBehaviour::Absent => self.sweeper.handle_socket_answer(&query.answer_without_agent(), now),
+                    AgentBehaviour::Responsive => self.sweeper.handle_socket_answer(&query.to_answer(are_open), now),
+                    AgentBehaviour::Absent => self.sweeper.handle_socket_answer(&query.to_answer_without_agent(), now),
                     AgentBehaviour::Silent => Vec::new(),
                 };
                 self.free_entries(connections_freed_by_answer);
@@ -447,7 +451,8 @@ mod tests {
         Silent,
     }
 
-    /// Returns the used entries after ten minutes, divided by the connections that live or are in TIME-WAIT.
+    /// Returns the number of used table entries after ten simulated minutes, divided by the number of connections that
+    /// are open or in TIME-WAIT.
     fn occupancy_ratio(connections_per_second: u32, behaviour_of_server: impl Fn(u64) -> AgentBehaviour) -> f64 {
         let mut simulation = ConnectionTableSimulation::new(262_144);
         let mut next_server = 0;
@@ -463,12 +468,12 @@ mod tests {
             simulation.advance_to_tick(tick, &behaviour_of_server);
         }
         let live_connection_count =
-            f64::from(connections_per_second) * f64::from(2 * CONNECTION_TICKS / TICKS_PER_SECOND);
+            f64::from(connections_per_second) * f64::from(2 * CONNECTION_DURATION_TICKS / TICKS_PER_SECOND);
         simulation.used_entry_count() as f64 / live_connection_count
     }
 
     #[test]
-    fn table_holds_only_live_connections_although_a_tenth_of_agents_is_dead() {
+    fn table_holds_only_live_connections_although_some_agents_are_dead() {
         for dead_agent_behaviour in [AgentBehaviour::Responsive, AgentBehaviour::Absent, AgentBehaviour::Silent] {
             // The dead servers come first in the rotation.
             let occupancy_ratio = occupancy_ratio(1000, |server| {

@@ -8,20 +8,20 @@ pub mod security;
 
 use std::time::Duration;
 
-/// Interval of HTTP/2 pings to a silent peer.
+/// Interval of HTTP/2 pings to a peer that sends nothing.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
-/// Time without an answer to a ping after which a peer counts as gone, whatever the state of TCP.
+/// Time without an answer to a ping after which the connection is closed, even if TCP still considers it open.
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time limit for the registration of a stream, at the controller and at racks.
+/// Time limit for the registration message of a stream, at the controller and at rack controllers.
 pub const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of concurrent streams per connection. A daemon opens one stream, while a command opens several.
 const MAX_STREAMS_PER_CONNECTION: u32 = 32;
-/// Maximum HTTP/2 frame size in bytes, the smallest that HTTP/2 permits.
+/// Maximum HTTP/2 frame size in bytes. It is the smallest value that HTTP/2 permits.
 const MAX_FRAME_BYTES: u32 = 16 << 10;
-/// HTTP/2 flow-control window in bytes, with room for a rack's summaries of one interval.
+/// HTTP/2 flow-control window in bytes. It has room for a rack controller's summaries of one interval.
 const FLOW_CONTROL_WINDOW_BYTES: u32 = 256 << 10;
 
-/// Returns a gRPC server builder for the controller and racks, which detects broken connections.
+/// Returns a builder of the gRPC server of a controller or rack controller, which detects broken connections.
 pub fn server_builder() -> tonic::transport::Server {
     tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))

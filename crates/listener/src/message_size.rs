@@ -10,28 +10,29 @@ use http::Request;
 use tonic::server::NamedService;
 use tower_service::Service;
 
-/// Maximum size of a message from a load balancer or rack in bytes. The largest has the traffic of 16,384 servers.
+/// Maximum size, in bytes, of a message from a load balancer or rack. The largest contains the traffic of 16,384
+/// servers.
 const MAX_MESSAGE_BYTES: usize = 4 << 20;
-const AGENT_PATH: &str = "/coreward.v1.Control/Agent";
+const AGENT_METHOD_PATH: &str = "/coreward.v1.Control/Agent";
 
-/// [`ControlServer`] that accepts smaller messages from agents than from other peers. A larger message ends the stream
-/// before its body is read.
+/// [`ControlServer`] with a lower size limit for messages from agents than for messages from other peers. A message
+/// above the limit ends the stream before its body is read.
 pub struct SizeLimitedControlServer<T> {
     agent_server: ControlServer<T>,
-    other_server: ControlServer<T>,
+    non_agent_server: ControlServer<T>,
 }
 
 impl<T: Control> SizeLimitedControlServer<T> {
     pub fn new(methods: T) -> Self {
-        let methods = Arc::new(methods);
-        let with_limit = |bytes| ControlServer::from_arc(methods.clone()).max_decoding_message_size(bytes);
-        Self { agent_server: with_limit(MAX_AGENT_MESSAGE_BYTES), other_server: with_limit(MAX_MESSAGE_BYTES) }
+        let control_methods = Arc::new(methods);
+        let with_limit = |bytes| ControlServer::from_arc(control_methods.clone()).max_decoding_message_size(bytes);
+        Self { agent_server: with_limit(MAX_AGENT_MESSAGE_BYTES), non_agent_server: with_limit(MAX_MESSAGE_BYTES) }
     }
 }
 
 impl<T> Clone for SizeLimitedControlServer<T> {
     fn clone(&self) -> Self {
-        Self { agent_server: self.agent_server.clone(), other_server: self.other_server.clone() }
+        Self { agent_server: self.agent_server.clone(), non_agent_server: self.non_agent_server.clone() }
     }
 }
 
@@ -53,10 +54,10 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        if request.uri().path() == AGENT_PATH {
+        if request.uri().path() == AGENT_METHOD_PATH {
             self.agent_server.call(request)
         } else {
-            self.other_server.call(request)
+            self.non_agent_server.call(request)
         }
     }
 }

@@ -26,26 +26,27 @@ metrics! {
     );
 }
 
-/// Security settings of a listening daemon.
+/// Security settings of a daemon that accepts connections.
 pub struct ListenerConfig<'a> {
     pub listen_address: SocketAddr,
     pub tls: Option<&'a CredentialFiles>,
     pub revoked_certificates: &'a [Fingerprint],
-    /// Whether plain connections are intended, so that a missing `tls` needs no warning.
+    /// Whether the operator permits connections without TLS, so that a missing `tls` causes no warning.
     pub allow_plaintext: bool,
 }
 
-/// Certificates, revocations and failure counters with which a controller or rack authenticates its peers.
+/// Certificates, revocation list and failure counters with which a controller or rack controller authenticates its
+/// peers.
 pub struct ListenerSecurity {
-    /// Own certificates and key, or `None` if connections are neither encrypted nor authenticated.
+    /// Certificates and key of this process, or `None` if connections are neither encrypted nor authenticated.
     pub tls: Option<Arc<Tls>>,
-    /// Counters of rejected peers.
+    /// Counters of rejected peers, by reason.
     pub failure_counters: Arc<FailureCounters>,
     pub revocation_list: RevocationList,
 }
 
 impl ListenerSecurity {
-    /// Loads the certificates of a configuration. Fails if they cannot be used.
+    /// Loads the certificates that the configuration names. Fails if they cannot be used.
     pub fn of(config: &ListenerConfig<'_>) -> anyhow::Result<Self> {
         if config.tls.is_none() && !config.allow_plaintext && !config.listen_address.ip().is_loopback() {
             tracing::warn!(
@@ -56,7 +57,7 @@ impl ListenerSecurity {
             );
         }
         let revocation_list = RevocationList::default();
-        revocation_list.set(config.revoked_certificates.iter().copied());
+        revocation_list.replace_fingerprints(config.revoked_certificates.iter().copied());
         Ok(Self { tls: coreward_tls::table::load(config.tls)?, failure_counters: Arc::default(), revocation_list })
     }
 
@@ -80,8 +81,8 @@ impl ListenerSecurity {
         }
     }
 
-    /// Returns the acceptor for the API. Clients without a certificate of an operator or a viewer need a token, or get
-    /// an HTTP error. An address of this host needs no encryption.
+    /// Returns the acceptor for the HTTP API. Clients without an operator's or a viewer's certificate need a token, and
+    /// otherwise get an HTTP error. Connections to a loopback address are not encrypted.
     pub fn api_acceptor(&self, address: SocketAddr) -> ApiAcceptor {
         let failure_counters = self.failure_counters.clone();
         let acceptor = match self.tls.clone().filter(|_| !address.ip().is_loopback()) {
@@ -102,7 +103,7 @@ impl ListenerSecurity {
         ApiAcceptor(acceptor)
     }
 
-    /// Reads certificates again whenever their files change. Never returns.
+    /// Reloads the certificates whenever their files change. Never returns.
     pub async fn reload_changed_certificates(&self) -> std::convert::Infallible {
         match &self.tls {
             Some(tls) => tls.clone().reload_changed_certificates().await,
@@ -110,10 +111,10 @@ impl ListenerSecurity {
         }
     }
 
-    pub fn add_metrics(&self, page: &mut Snapshot) {
-        self.tls.iter().for_each(|tls| add_certificate_expiry(tls, page));
-        for (reason, count) in self.failure_counters.counts() {
-            page.add_value(&TLS_HANDSHAKE_FAILURES_TOTAL, [reason.name()], count as f64);
+    pub fn add_metrics(&self, snapshot: &mut Snapshot) {
+        self.tls.iter().for_each(|tls| add_certificate_expiry(tls, snapshot));
+        for (reason, count) in self.failure_counters.counts_by_reason() {
+            snapshot.add_value(&TLS_HANDSHAKE_FAILURES_TOTAL, [reason.name()], count as f64);
         }
     }
 }
@@ -122,7 +123,7 @@ impl ListenerSecurity {
 pub struct ApiAcceptor(Arc<ConnectionAcceptor>);
 
 impl ApiAcceptor {
-    /// Ends connections whose certificate has expired or was revoked. Never returns.
+    /// Closes connections whose certificates have expired or are revoked. Never returns.
     pub async fn close_invalid_connections_loop(self) -> std::convert::Infallible {
         self.0.close_invalid_connections_loop().await
     }
@@ -149,19 +150,19 @@ impl Acceptor for ApiAcceptor {
     }
 }
 
-/// Authenticated peer of a request, whose rejections are counted and logged.
+/// Peer that sent a request. Its rejections are counted and logged.
 pub struct AuthenticatedPeer {
     pub caller: Caller,
     security: Arc<ListenerSecurity>,
 }
 
 impl AuthenticatedPeer {
-    /// Returns the peer of a request. Fails if the connection did not come through the acceptor.
+    /// Returns the peer that sent a request. Fails if the connection did not come through the acceptor.
     pub fn of<T>(request: &Request<T>, security: &Arc<ListenerSecurity>) -> Result<Self, Status> {
         Ok(Self { caller: Caller::of(request)?, security: security.clone() })
     }
 
-    /// Requires one of these roles. Fails with PERMISSION_DENIED, which names the peer and the required roles.
+    /// Checks that the peer has one of these roles. The PERMISSION_DENIED error names the peer and the required roles.
     pub fn require_role(&self, roles: &[Role]) -> Result<(), Status> {
         self.caller.require_role(roles).inspect_err(|status| self.count_failure(FailureReason::WrongRole, status))
     }

@@ -7,8 +7,8 @@ use crate::snapshot::Snapshot;
 use crate::table::MetricKind::{Counter, Gauge, MaxGauge};
 use crate::table::{Component, Family, family};
 
-/// Daemons that report the requests of UDP services.
-const DISPATCH_COMPONENTS: &[Component] = &[Component::Controller, Component::Agent, Component::Dispatch];
+/// Daemons whose metrics contain the request counts of UDP services.
+const DISPATCH_METRIC_COMPONENTS: &[Component] = &[Component::Controller, Component::Agent, Component::Dispatch];
 
 metrics! {
     BUILD_INFO: Family<2> = family(Gauge, "coreward_build_info", &["part", "version"], Component::ALL, "1");
@@ -69,99 +69,101 @@ metrics! {
         "Duration of the slowest server's newest health check",
     );
     DISPATCH_OUTSTANDING_REQUESTS: Family<3> = family(
-        Gauge, "coreward_dispatch_outstanding_requests", &["server", "service", "worker"], DISPATCH_COMPONENTS,
+        Gauge, "coreward_dispatch_outstanding_requests", &["server", "service", "worker"], DISPATCH_METRIC_COMPONENTS,
         "Requests without a response",
     );
     DISPATCH_QUEUED_DATAGRAMS: Family<3> = family(
-        Gauge, "coreward_dispatch_queued_datagrams", &["server", "service", "worker"], DISPATCH_COMPONENTS,
+        Gauge, "coreward_dispatch_queued_datagrams", &["server", "service", "worker"], DISPATCH_METRIC_COMPONENTS,
         "Datagrams in a worker's socket queue at the last poll",
     );
     DISPATCH_DISPATCHED_TOTAL: Family<3> = family(
-        Counter, "coreward_dispatch_dispatched_total", &["server", "service", "worker"], DISPATCH_COMPONENTS,
+        Counter, "coreward_dispatch_dispatched_total", &["server", "service", "worker"], DISPATCH_METRIC_COMPONENTS,
         "Requests given to a worker",
     );
     DISPATCH_COMPLETED_TOTAL: Family<3> = family(
-        Counter, "coreward_dispatch_completed_total", &["server", "service", "worker"], DISPATCH_COMPONENTS,
+        Counter, "coreward_dispatch_completed_total", &["server", "service", "worker"], DISPATCH_METRIC_COMPONENTS,
         "Requests that a worker answered",
     );
     DISPATCH_ABANDONED_TOTAL: Family<3> = family(
-        Counter, "coreward_dispatch_abandoned_total", &["server", "service", "worker"], DISPATCH_COMPONENTS,
+        Counter, "coreward_dispatch_abandoned_total", &["server", "service", "worker"], DISPATCH_METRIC_COMPONENTS,
         "Requests given up: without a response, dropped, or their worker died",
     );
     DISPATCH_DROPPED_TOTAL: Family<3> = family(
-        Counter, "coreward_dispatch_dropped_total", &["server", "service", "worker"], DISPATCH_COMPONENTS,
+        Counter, "coreward_dispatch_dropped_total", &["server", "service", "worker"], DISPATCH_METRIC_COMPONENTS,
         "Datagrams that a worker's full receive buffer dropped",
     );
 }
 
-/// Returns a snapshot with the metrics that all daemons have in common.
+/// Returns a snapshot that contains the metrics which all daemons have in common.
 pub fn base_snapshot(component: Component) -> Snapshot {
     let mut snapshot = Snapshot::default();
     snapshot.add_value(&BUILD_INFO, [component.name(), env!("CARGO_PKG_VERSION")], 1.0);
     snapshot
 }
 
-/// Adds a server's counters. `syns` are the numbers of SYNs that arrived at the predicted receive queue, and at others.
+/// Adds a server's counters. They include the numbers of SYNs that arrived at the predicted receive queue and at other
+/// queues.
 pub fn add_server_counters<'a>(
-    page: &mut Snapshot,
+    snapshot: &mut Snapshot,
     server: &str,
-    syns: (u64, u64),
+    predicted_and_other_syn_counts: (u64, u64),
     counters: impl Iterator<Item = (&'a String, &'a u64)>,
 ) {
-    for (queue, count) in [("predicted", syns.0), ("other", syns.1)] {
-        page.add_value(&SERVER_SYNS_TOTAL, [server, queue], count as f64);
+    for (queue, count) in [("predicted", predicted_and_other_syn_counts.0), ("other", predicted_and_other_syn_counts.1)]
+    {
+        snapshot.add_value(&SERVER_SYNS_TOTAL, [server, queue], count as f64);
     }
     for (outcome, count) in counters.filter(|(name, _)| !name.starts_with("rss_")) {
-        page.add_value(&SERVER_PACKETS_TOTAL, [server, outcome], *count as f64);
+        snapshot.add_value(&SERVER_PACKETS_TOTAL, [server, outcome], *count as f64);
     }
 }
 
-/// Adds a load balancer's counters of packets and events, its connections and its warnings.
-pub fn add_load_balancer_metrics(page: &mut Snapshot, name: &str, state: &v1::LoadBalancerState) {
+/// Adds a load balancer's counters of packets and events, its number of connections, and its warnings.
+pub fn add_load_balancer_metrics(snapshot: &mut Snapshot, name: &str, state: &v1::LoadBalancerState) {
     for (counter, count) in &state.counters {
         match counter.strip_prefix("drop_") {
-            Some(reason) => page.add_value(&LB_DROPS_TOTAL, [name, reason], *count as f64),
-            None => page.add_value(&LB_PACKETS_TOTAL, [name, counter], *count as f64),
+            Some(reason) => snapshot.add_value(&LB_DROPS_TOTAL, [name, reason], *count as f64),
+            None => snapshot.add_value(&LB_PACKETS_TOTAL, [name, counter], *count as f64),
         }
     }
     for (event, count) in &state.events {
-        page.add_value(&LB_EVENTS_TOTAL, [name, event], *count as f64);
+        snapshot.add_value(&LB_EVENTS_TOTAL, [name, event], *count as f64);
     }
-    page.add_value(&LB_CONNECTIONS, [name], state.connections as f64);
-    page.add_value(&LB_UNRESOLVED_SERVERS, [name], state.unresolved_servers.len() as f64);
-    page.add_value(&LB_WARNINGS, [name], state.warning_count() as f64);
+    snapshot.add_value(&LB_CONNECTIONS, [name], state.connections as f64);
+    snapshot.add_value(&LB_UNRESOLVED_SERVERS, [name], state.unresolved_servers.len() as f64);
+    snapshot.add_value(&LB_WARNINGS, [name], state.warning_count() as f64);
 }
 
-/// Adds a service's numbers of passed and failed health checks, and its numbers of servers by verdict.
+/// Adds the numbers of passed and failed health checks of a service, and its numbers of servers by health verdict.
 pub fn add_health_checks<'a>(
-    page: &mut Snapshot,
+    snapshot: &mut Snapshot,
     service: &str,
     servers: impl Iterator<Item = &'a v1::ServerHealth> + Clone,
 ) {
     let failed_count: u64 = servers.clone().map(|server| server.failures).sum();
     let check_count: u64 = servers.clone().map(|server| server.checks).sum();
-    page.add_value(&HEALTH_CHECKS_TOTAL, [service, "passed"], check_count.saturating_sub(failed_count) as f64);
-    page.add_value(&HEALTH_CHECKS_TOTAL, [service, "failed"], failed_count as f64);
+    snapshot.add_value(&HEALTH_CHECKS_TOTAL, [service, "passed"], check_count.saturating_sub(failed_count) as f64);
+    snapshot.add_value(&HEALTH_CHECKS_TOTAL, [service, "failed"], failed_count as f64);
     for (verdict, up) in [("up", Some(true)), ("down", Some(false)), ("unknown", None)] {
-        let count = servers.clone().filter(|server| server.up == up).count();
-        page.add_value(&HEALTH_SERVERS, [service, verdict], count as f64);
+        let server_count = servers.clone().filter(|server| server.up == up).count();
+        snapshot.add_value(&HEALTH_SERVERS, [service, verdict], server_count as f64);
     }
     let slowest_latency_us = servers.map(|server| server.latency_us).max().unwrap_or(0);
-    page.add_value(&HEALTH_CHECK_DURATION_MAX_SECONDS, [service], f64::from(slowest_latency_us) / 1e6);
+    snapshot.add_value(&HEALTH_CHECK_DURATION_MAX_SECONDS, [service], f64::from(slowest_latency_us) / 1e6);
 }
 
-/// Adds the request counters of a server's dispatched UDP services.
-pub fn add_dispatch_counters(page: &mut Snapshot, server: &str, services: &[v1::DispatchedService]) {
+/// Adds the request counters of the UDP services that a server dispatches to its workers.
+pub fn add_dispatch_counters(snapshot: &mut Snapshot, server: &str, services: &[v1::DispatchedService]) {
     for service in services {
         for worker in &service.workers {
             let worker_label = worker.worker.to_string();
             let labels = [server, service.listen.as_str(), worker_label.as_str()];
-            page.add_value(&DISPATCH_OUTSTANDING_REQUESTS, labels, worker.outstanding.into());
-            page.add_value(&DISPATCH_QUEUED_DATAGRAMS, labels, worker.queued.into());
-            page.add_value(&DISPATCH_DISPATCHED_TOTAL, labels, worker.dispatched as f64);
-            page.add_value(&DISPATCH_COMPLETED_TOTAL, labels, worker.completed as f64);
-            page.add_value(&DISPATCH_ABANDONED_TOTAL, labels, worker.abandoned as f64);
-            page.add_value(&DISPATCH_DROPPED_TOTAL, labels, worker.dropped as f64);
+            snapshot.add_value(&DISPATCH_OUTSTANDING_REQUESTS, labels, worker.outstanding.into());
+            snapshot.add_value(&DISPATCH_QUEUED_DATAGRAMS, labels, worker.queued.into());
+            snapshot.add_value(&DISPATCH_DISPATCHED_TOTAL, labels, worker.dispatched as f64);
+            snapshot.add_value(&DISPATCH_COMPLETED_TOTAL, labels, worker.completed as f64);
+            snapshot.add_value(&DISPATCH_ABANDONED_TOTAL, labels, worker.abandoned as f64);
+            snapshot.add_value(&DISPATCH_DROPPED_TOTAL, labels, worker.dropped as f64);
         }
     }
 }
@@ -174,7 +176,7 @@ mod tests {
     use crate::table::METRICS;
 
     #[test]
-    fn dispatch_fills_every_metric_declared_for_it() {
+    fn dispatch_counters_include_every_declared_dispatch_metric() {
         let worker = v1::DispatchedWorker { worker: 3, dispatched: 7, ..Default::default() };
         let service =
             v1::DispatchedService { listen: "0.0.0.0:53".to_owned(), workers: vec![worker], ..Default::default() };

@@ -12,16 +12,16 @@ use prometheus_client::registry::Registry;
 use crate::latency::LatencyHistogram;
 use crate::table::{Family, Histogram, Metric, MetricKind};
 
-/// Maximum number of series per metric. Further series are combined into one, which has the label [`OTHERS_LABEL`] and
-/// their sum or maximum.
+/// Maximum number of series per metric. Further series are combined into one series with the label [`OTHERS_LABEL`],
+/// whose value is their sum or maximum.
 pub const MAX_SERIES_PER_METRIC: usize = 2_000;
-/// Label of the series that combines all series beyond [`MAX_SERIES_PER_METRIC`].
+/// Label of the series that combines all series above the limit [`MAX_SERIES_PER_METRIC`].
 pub const OTHERS_LABEL: &str = "(others)";
 
-/// Values of one metric, each with the values of its labels.
+/// Series of one metric: for each, the values of its labels and its current value.
 type MetricSeries = Vec<(Vec<String>, f64)>;
 
-/// Values of metrics at one time, in the order of the metrics' names.
+/// Values of all metrics at one point in time, ordered by the metrics' names.
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
     series_by_name: BTreeMap<&'static str, (&'static Metric, MetricSeries)>,
@@ -29,31 +29,37 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Adds a value of a metric with these labels.
+    /// Adds a series of a metric, with these labels and this value.
     pub fn add_value<const LABELS: usize>(
         &mut self,
         family: &'static Family<LABELS>,
         labels: [&str; LABELS],
         value: f64,
     ) {
-        let (metric, series) = self.series_of(family.metric());
-        push_or_combine(series, metric.kind, value, || labels.map(str::to_owned).into());
+        let (metric, series) = self.find_or_add_series(family.metric());
+        add_or_combine_series(series, metric.kind, value, || labels.map(str::to_owned).into());
     }
 
-    /// Adds values whose second label is their index, beginning with 0. Labels are created only below the limit of
-    /// series, because a fleet of ten thousand servers has half a million cores.
-    pub fn add_indexed_values(&mut self, family: &'static Family<2>, label: &str, values: impl Iterator<Item = f64>) {
-        let (metric, series) = self.series_of(family.metric());
+    /// Adds one series for each value. The first label is the given one, and the second is the value's index from 0.
+    /// Labels are created only below the limit of series, because a fleet of ten thousand servers has half a million
+    /// cores.
+    pub fn add_indexed_values(
+        &mut self,
+        family: &'static Family<2>,
+        first_label: &str,
+        values: impl Iterator<Item = f64>,
+    ) {
+        let (metric, series) = self.find_or_add_series(family.metric());
         for (number, value) in values.enumerate() {
-            push_or_combine(series, metric.kind, value, || vec![label.to_owned(), number.to_string()]);
+            add_or_combine_series(series, metric.kind, value, || vec![first_label.to_owned(), number.to_string()]);
         }
     }
 
-    fn series_of(&mut self, metric: &'static Metric) -> (&'static Metric, &mut MetricSeries) {
+    fn find_or_add_series(&mut self, metric: &'static Metric) -> (&'static Metric, &mut MetricSeries) {
         (metric, &mut self.series_by_name.entry(metric.name).or_insert((metric, MetricSeries::new())).1)
     }
 
-    /// Adds the histogram of a metric.
+    /// Adds a histogram metric with its observed durations.
     pub fn add_histogram(&mut self, histogram: &'static Histogram, latencies: LatencyHistogram) {
         let metric = histogram.metric();
         self.histograms_by_name.insert(metric.name, (metric, latencies));
@@ -63,7 +69,7 @@ impl Snapshot {
         self.series_by_name.keys().chain(self.histograms_by_name.keys()).copied()
     }
 
-    /// Formats the snapshot as text in OpenMetrics 1.0.
+    /// Returns the snapshot as text in the format OpenMetrics 1.0.
     pub fn to_openmetrics(&self) -> String {
         let mut registry = Registry::default();
         registry.register_collector(Box::new(self.clone()));
@@ -73,8 +79,13 @@ impl Snapshot {
     }
 }
 
-/// Adds a value as another series, or combines it with the last series at the limit [`MAX_SERIES_PER_METRIC`].
-fn push_or_combine(series: &mut MetricSeries, kind: MetricKind, value: f64, labels: impl FnOnce() -> Vec<String>) {
+/// Adds a series. If the metric already has [`MAX_SERIES_PER_METRIC`] series, combines it with the last one instead.
+fn add_or_combine_series(
+    series: &mut MetricSeries,
+    kind: MetricKind,
+    value: f64,
+    labels: impl FnOnce() -> Vec<String>,
+) {
     let is_full = series.len() == MAX_SERIES_PER_METRIC;
     match series.last_mut() {
         Some(last) if is_full => {
@@ -92,7 +103,12 @@ impl Collector for Snapshot {
         for (metric, latencies) in self.histograms_by_name.values() {
             let mut histogram = encoder.encode_descriptor(metric.name, metric.help, None, MetricType::Histogram)?;
             let buckets = latencies.buckets();
-            histogram.encode_histogram::<NoLabelSet>(latencies.sum_s(), latencies.count(), &buckets, None)?;
+            histogram.encode_histogram::<NoLabelSet>(
+                latencies.total_duration_s(),
+                latencies.observed_count(),
+                &buckets,
+                None,
+            )?;
         }
         for (metric, series) in self.series_by_name.values() {
             let is_counter = metric.kind == MetricKind::Counter;
@@ -157,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn excess_series_are_aggregated() {
+    fn series_above_the_limit_are_combined() {
         let mut snapshot = Snapshot::default();
         for server in 0..MAX_SERIES_PER_METRIC + 10 {
             snapshot.add_value(&CONNECTIONS, [&format!("s{server}")], 1.0);

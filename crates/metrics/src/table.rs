@@ -27,7 +27,7 @@ impl Component {
         Component::Rack,
     ];
 
-    /// Returns the name of the component's sub-command.
+    /// Returns the name of the component's subcommand.
     pub fn name(self) -> &'static str {
         match self {
             Component::Controller => "controller",
@@ -40,15 +40,15 @@ impl Component {
     }
 }
 
-/// Kind of a metric, which determines how series beyond the limit are combined.
+/// Kind of a metric. It determines how series above the limit are combined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MetricKind {
-    /// Counter, whose further series are combined by their sum.
+    /// Counter. Series above the limit are combined by their sum.
     Counter,
-    /// Gauge that counts objects, whose further series are combined by their sum.
+    /// Gauge that counts objects. Series above the limit are combined by their sum.
     Gauge,
     Histogram,
-    /// Gauge of an age, fraction or generation, whose further series are combined by their maximum.
+    /// Gauge of an age, a fraction or a generation. Series above the limit are combined by their maximum.
     MaxGauge,
 }
 
@@ -98,7 +98,7 @@ impl Histogram {
     }
 }
 
-/// Declarations of all metrics in the crates that are linked into the program, in no particular order.
+/// Declarations of all metrics in all crates that are linked into the program, in no particular order.
 #[linkme::distributed_slice]
 pub static METRICS: [&'static Metric];
 

@@ -2,11 +2,11 @@
 //! [`MAX_FAIR_SHARE_MULTIPLE`] times the server's fair share of opened connections. It shrinks by the connections that
 //! the server gets. A server whose bucket is empty gets no new connection.
 
-/// Maximum ratio of a server's new connections to its fair share of them, in the long run.
+/// Maximum long-term ratio of a server's new connections to its fair share of the new connections.
 pub const MAX_FAIR_SHARE_MULTIPLE: f64 = 2.0;
-/// Time in which an empty allowance fills up (s). A joining server may take the connections of this time at once.
+/// Time (s) in which an empty connection allowance becomes full. A server that joins starts with a full allowance.
 const FULL_ALLOWANCE_SECONDS: f64 = 10.0;
-/// Minimum size of a full allowance (connections). Fewer connections are too few to judge a server by.
+/// Minimum number of connections in a full allowance. Fewer connections are too few to judge a server by.
 const MIN_FULL_ALLOWANCE_CONNECTIONS: f64 = 64.0;
 /// Weight of the newest second in the moving average of a server's fair share (connections per second).
 const FAIR_SHARE_AVERAGE_WEIGHT: f64 = 0.1;
@@ -24,34 +24,36 @@ impl ConnectionAllowance {
     /// Returns the full allowance of a server whose fair share is `fair_share_per_second` connections per second.
     pub fn full(fair_share_per_second: f64) -> Self {
         Self {
-            remaining_connections: Self::max_allowance(fair_share_per_second),
+            remaining_connections: Self::full_allowance_connections(fair_share_per_second),
             fair_share_per_second,
             is_limited: false,
         }
     }
 
-    fn max_allowance(fair_share_per_second: f64) -> f64 {
+    fn full_allowance_connections(fair_share_per_second: f64) -> f64 {
         (MAX_FAIR_SHARE_MULTIPLE * FULL_ALLOWANCE_SECONDS * fair_share_per_second).max(MIN_FULL_ALLOWANCE_CONNECTIONS)
     }
 
-    /// Updates the allowance after an interval of `seconds` (at most 10). `fair_share_connections` is the server's fair
-    /// share of the interval's new connections, and `opened_connections` is the number that it got.
-    pub fn update(&mut self, fair_share_connections: f64, opened_connections: f64, seconds: f64) {
+    /// Updates the allowance after an interval of `interval_seconds` (at most 10). `fair_share_connections` is the
+    /// server's fair share of the interval's new connections, and `opened_connections` is the number that it got.
+    pub fn update(&mut self, fair_share_connections: f64, opened_connections: f64, interval_seconds: f64) {
         self.fair_share_per_second +=
-            FAIR_SHARE_AVERAGE_WEIGHT * (fair_share_connections - self.fair_share_per_second * seconds);
-        let max_remaining = Self::max_allowance(self.fair_share_per_second);
+            FAIR_SHARE_AVERAGE_WEIGHT * (fair_share_connections - self.fair_share_per_second * interval_seconds);
+        let max_remaining_connections = Self::full_allowance_connections(self.fair_share_per_second);
         self.remaining_connections = (self.remaining_connections + MAX_FAIR_SHARE_MULTIPLE * fair_share_connections
             - opened_connections)
-            .clamp(-max_remaining, max_remaining);
-        self.is_limited = self.remaining_connections < if self.is_limited { max_remaining / 2.0 } else { 0.0 };
+            .clamp(-max_remaining_connections, max_remaining_connections);
+        self.is_limited =
+            self.remaining_connections < if self.is_limited { max_remaining_connections / 2.0 } else { 0.0 };
     }
 
-    /// Returns whether the server may take no new connection now.
+    /// Returns whether the allowance is exhausted, so that the server may take no new connection.
     pub fn is_spent(&self) -> bool {
         self.remaining_connections < 0.0
     }
 
-    /// Returns whether the server is limited for taking too many connections, until half of the allowance is refilled.
+    /// Returns whether the server is limited for too many connections. The limit ends when half of the allowance is
+    /// back.
     pub fn is_limited(&self) -> bool {
         self.is_limited
     }
@@ -64,34 +66,34 @@ mod tests {
     #[test]
     fn server_with_an_exhausted_allowance_is_limited_until_half_is_refilled() {
         let mut allowance = ConnectionAllowance::full(100.0);
-        let seconds_until_limited_is = |allowance: &mut ConnectionAllowance, opened_connections, is_limited| {
+        let seconds_until_limit_state = |allowance: &mut ConnectionAllowance, opened_connections, is_limited| {
             (1..100).find(|_| {
                 allowance.update(100.0, opened_connections, 1.0);
                 allowance.is_limited() == is_limited
             })
         };
         // The allowance is 2,000. It shrinks by 200 a second, then grows by 100 a second.
-        assert_eq!(seconds_until_limited_is(&mut allowance, 400.0, true), Some(11));
-        assert_eq!(seconds_until_limited_is(&mut allowance, 100.0, false), Some(12));
+        assert_eq!(seconds_until_limit_state(&mut allowance, 400.0, true), Some(11));
+        assert_eq!(seconds_until_limit_state(&mut allowance, 100.0, false), Some(12));
     }
 
     #[test]
     fn greedy_server_gets_twice_its_fair_share() {
         let mut allowance = ConnectionAllowance::full(100.0);
         let mut connections_opened_in = |seconds: u32| {
-            let opened_in_each_second = (0..seconds).map(|_| {
+            let connections_by_second = (0..seconds).map(|_| {
                 let opened_connections = if allowance.is_spent() { 0.0 } else { 1_000.0 };
                 allowance.update(100.0, opened_connections, 1.0);
                 opened_connections
             });
-            opened_in_each_second.sum::<f64>()
+            connections_by_second.sum::<f64>()
         };
         connections_opened_in(60);
         assert_eq!(connections_opened_in(60), 60.0 * MAX_FAIR_SHARE_MULTIPLE * 100.0);
     }
 
     #[test]
-    fn update_interval_does_not_change_the_allowance() {
+    fn allowance_is_independent_of_the_update_interval() {
         let (mut full_second_allowance, mut quarter_second_allowance) =
             (ConnectionAllowance::full(100.0), ConnectionAllowance::full(100.0));
         for _ in 0..30 {
@@ -111,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn twice_the_fair_share_is_allowed_permanently() {
+    fn server_with_twice_its_fair_share_is_never_limited() {
         let mut allowance = ConnectionAllowance::full(100.0);
         for _ in 0..1_000 {
             allowance.update(100.0, MAX_FAIR_SHARE_MULTIPLE * 100.0, 1.0);

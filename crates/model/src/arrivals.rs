@@ -22,7 +22,7 @@ use rand::Rng as _;
 use crate::FourTuple;
 use crate::rss::{seeded_rng, uniform_below};
 
-/// Number of the [`seeded_rng`] stream from which arrival logs are drawn.
+/// Number of the random-number stream ([`seeded_rng`]) from which arrival logs are drawn.
 const ARRIVAL_LOG_RNG_STREAM: u64 = 2;
 
 /// Range of the clients' source ports. It lies above the well-known ports and below the kernel's last ephemeral ports.
@@ -32,7 +32,8 @@ const SOURCE_PORT_RANGE: std::ops::RangeInclusive<u16> = 10_000..=59_999;
 const FIRST_CLIENT_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 7);
 const DEMO_VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 
-/// One connection. Request `i` is due at `start_us + i * interval_us`, whether or not earlier requests were answered.
+/// Connection of an arrival log. Request `i` is due at `start_us + i * request_interval_us`, even if earlier ones are
+/// unanswered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionArrival {
     /// Start of the connection and of its first request (us after the log's start).
@@ -43,8 +44,8 @@ pub struct ConnectionArrival {
     pub source_port: u16,
     /// Number of requests of the connection, at least 1. The client closes the connection after the last answer.
     pub request_count: u32,
-    /// Interval between two requests of the connection (us).
-    pub interval_us: u32,
+    /// Interval between two consecutive requests of the connection (us).
+    pub request_interval_us: u32,
     /// Service time of each request (us), at least 1.
     pub service_us: u32,
 }
@@ -52,7 +53,7 @@ pub struct ConnectionArrival {
 impl ConnectionArrival {
     /// Returns the time at which request `index`, counted from 0, is due (us after the log's start).
     pub fn request_due_us(&self, index: u32) -> u64 {
-        self.start_us + u64::from(index) * u64::from(self.interval_us)
+        self.start_us + u64::from(index) * u64::from(self.request_interval_us)
     }
 
     /// Returns the time at which the last request is due (us after the log's start).
@@ -66,22 +67,22 @@ impl ConnectionArrival {
         FourTuple::ipv4((client_address, self.source_port), (DEMO_VIP, 80))
     }
 
-    /// Returns the total service time of the connection's requests (us of one core).
+    /// Returns the total service time of the connection's requests on one core (us).
     pub fn work_us(&self) -> u64 {
         u64::from(self.request_count) * u64::from(self.service_us)
     }
 }
 
-/// The connections of one run, in the order of their starts.
+/// Log of the connections of one run, sorted by start time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ArrivalLog {
     /// Seed from which the log was drawn.
     pub seed: u64,
     /// Duration of the log (us). All requests are due within it.
     pub duration_us: u64,
-    /// Number of source addresses of the client.
+    /// Number of source addresses from which clients connect.
     pub source_address_count: u16,
-    /// Connections in the order of their starts.
+    /// Connections, sorted by start time.
     pub arrivals: Vec<ConnectionArrival>,
 }
 
@@ -96,26 +97,26 @@ pub struct Workload {
     pub mean_load_permille: u32,
     /// Service time of each request (us), at least 1.
     pub service_us: u32,
-    /// Share of the work that elephants carry, in thousandths.
+    /// Fraction of the total work that elephants cause, in thousandths.
     pub elephant_work_permille: u32,
     /// Load that one elephant causes, in thousandths of a core's mean load.
-    pub elephant_rate_permille: u32,
+    pub elephant_load_permille: u32,
     /// Shortest and longest lifetime of an elephant (us). Lifetimes are drawn uniformly between the two.
     pub elephant_lifetime_range_us: (u64, u64),
     /// Smallest and largest number of requests of a mouse. Numbers are drawn uniformly between the two.
     pub mouse_request_count_range: (u32, u32),
-    /// Interval between two requests of a mouse (us).
+    /// Interval between two consecutive requests of a mouse (us).
     pub mouse_request_interval_us: u32,
-    /// Length of the ramp-up (us), in which those elephants start that a running pool has. Then the load is stationary.
+    /// Duration of the ramp-up (us), in which a long-running pool's elephants start. Then the load is stationary.
     pub ramp_up_us: u64,
-    /// Number of source addresses of the client.
+    /// Number of source addresses from which clients connect.
     pub source_address_count: u16,
 }
 
 impl Default for Workload {
     /// Returns the demo's workload. The load of its 16 cores is 60 %, so that a core with a few connections too many is
-    /// overloaded. A request takes 7.5 ms, because two CPUs carry 80 requests per second and core for five pools at
-    /// once. A core then holds about eight elephants, each with 10 % of its mean load.
+    /// overloaded. A request takes 7.5 ms (80 requests per second and core), so that two CPUs can run five pools at
+    /// once. A core then has about eight elephants, each with 10 % of its mean load.
     fn default() -> Self {
         Self {
             duration_us: 38_000_000,
@@ -123,7 +124,7 @@ impl Default for Workload {
             mean_load_permille: 600,
             service_us: 7_500,
             elephant_work_permille: 800,
-            elephant_rate_permille: 100,
+            elephant_load_permille: 100,
             elephant_lifetime_range_us: (5_000_000, 10_000_000),
             mouse_request_count_range: (1, 2),
             mouse_request_interval_us: 10_000,
@@ -134,13 +135,13 @@ impl Default for Workload {
 }
 
 impl Workload {
-    /// Returns the interval between two requests of an elephant (us).
+    /// Returns the interval between two consecutive requests of an elephant (us).
     pub fn elephant_request_interval_us(&self) -> u32 {
-        let elephant_rate_ppm = u64::from(self.mean_load_permille) * u64::from(self.elephant_rate_permille);
-        (u64::from(self.service_us) * 1_000_000 / elephant_rate_ppm.max(1)) as u32
+        let elephant_load_ppm = u64::from(self.mean_load_permille) * u64::from(self.elephant_load_permille);
+        (u64::from(self.service_us) * 1_000_000 / elephant_load_ppm.max(1)) as u32
     }
 
-    /// Draws the arrival log of a seed.
+    /// Generates the arrival log of `seed`.
     ///
     /// Starts are uniform over the run, and their number is fixed (a Poisson process conditioned on its count). Uniform
     /// draws need no logarithm, so the log is the same on every machine. The elephants that a long-running pool would
@@ -149,22 +150,22 @@ impl Workload {
     pub fn generate(&self, seed: u64) -> ArrivalLog {
         let mut generator = ArrivalGenerator {
             rng: seeded_rng(seed, ARRIVAL_LOG_RNG_STREAM),
-            used_sources: HashSet::new(),
+            used_address_port_pairs: HashSet::new(),
             workload: *self,
         };
         let work_us_per_s = u64::from(self.core_count) * u64::from(self.mean_load_permille) * 1_000;
         let elephant_work_us_per_s = work_us_per_s * u64::from(self.elephant_work_permille) / 1_000;
         let mouse_work_us_per_s = work_us_per_s - elephant_work_us_per_s;
-        let elephant_interval_us = self.elephant_request_interval_us();
+        let elephant_request_interval_us = self.elephant_request_interval_us();
         let (min_lifetime_us, max_lifetime_us) = self.elephant_lifetime_range_us;
         let mean_lifetime_us = (min_lifetime_us + max_lifetime_us) / 2;
 
         let elephant_request_rate_per_s = elephant_work_us_per_s / u64::from(self.service_us.max(1));
-        let live_elephant_count = elephant_request_rate_per_s * u64::from(elephant_interval_us) / 1_000_000;
+        let live_elephant_count = elephant_request_rate_per_s * u64::from(elephant_request_interval_us) / 1_000_000;
         let new_elephant_count = live_elephant_count * self.duration_us / mean_lifetime_us.max(1);
         let (min_request_count, max_request_count) = self.mouse_request_count_range;
-        let mouse_work_us = u64::from(min_request_count + max_request_count) * u64::from(self.service_us) / 2;
-        let mouse_count = mouse_work_us_per_s * (self.duration_us / 1_000) / 1_000 / mouse_work_us.max(1);
+        let mean_mouse_work_us = u64::from(min_request_count + max_request_count) * u64::from(self.service_us) / 2;
+        let mouse_count = mouse_work_us_per_s * (self.duration_us / 1_000) / 1_000 / mean_mouse_work_us.max(1);
         let mut arrivals = Vec::new();
         arrivals.extend((0..live_elephant_count).filter_map(|_| generator.draw_live_elephant()));
         arrivals.extend((0..new_elephant_count).filter_map(|_| generator.draw_new_elephant()));
@@ -176,13 +177,13 @@ impl Workload {
 
 struct ArrivalGenerator {
     rng: rand_xoshiro::Xoshiro256PlusPlus,
-    used_sources: HashSet<(u16, u16)>,
+    used_address_port_pairs: HashSet<(u16, u16)>,
     workload: Workload,
 }
 
 impl ArrivalGenerator {
-    /// Returns a uniform number below `exclusive_bound` (0 for a bound of 0). The bias of a 64-bit remainder is below
-    /// 2^-30 here.
+    /// Returns a uniform random number below `exclusive_bound` (0 for a bound of 0). The bias of a 64-bit remainder is
+    /// below 2^-30 here.
     fn random_below(&mut self, exclusive_bound: u64) -> u64 {
         self.rng.next_u64() % exclusive_bound.max(1)
     }
@@ -205,53 +206,65 @@ impl ArrivalGenerator {
             }
         };
         let (end_us, start_us) = (self.random_below(lifetime_us), self.random_below(self.workload.ramp_up_us));
-        let remaining_us = end_us.checked_sub(start_us).filter(|remaining_us| *remaining_us > 0)?;
-        self.elephant_arrival(start_us, remaining_us)
+        let remaining_lifetime_us = end_us.checked_sub(start_us).filter(|remaining_us| *remaining_us > 0)?;
+        self.create_elephant(start_us, remaining_lifetime_us)
     }
 
     fn draw_new_elephant(&mut self) -> Option<ConnectionArrival> {
         let (min_lifetime_us, max_lifetime_us) = self.workload.elephant_lifetime_range_us;
         let start_us = self.random_below(self.workload.duration_us);
         let lifetime_us = self.random_between(min_lifetime_us, max_lifetime_us);
-        self.elephant_arrival(start_us, lifetime_us)
+        self.create_elephant(start_us, lifetime_us)
     }
 
     fn draw_mouse(&mut self) -> Option<ConnectionArrival> {
         let (min_request_count, max_request_count) = self.workload.mouse_request_count_range;
         let start_us = self.random_below(self.workload.duration_us);
         let request_count = self.random_between(u64::from(min_request_count), u64::from(max_request_count)) as u32;
-        self.arrival_within_log(start_us, request_count, self.workload.mouse_request_interval_us)
+        self.create_arrival_within_log(start_us, request_count, self.workload.mouse_request_interval_us)
     }
 
-    fn elephant_arrival(&mut self, start_us: u64, lifetime_us: u64) -> Option<ConnectionArrival> {
+    fn create_elephant(&mut self, start_us: u64, lifetime_us: u64) -> Option<ConnectionArrival> {
         let interval_us = self.workload.elephant_request_interval_us();
-        self.arrival_within_log(start_us, (lifetime_us / u64::from(interval_us)) as u32 + 1, interval_us)
+        self.create_arrival_within_log(start_us, (lifetime_us / u64::from(interval_us)) as u32 + 1, interval_us)
     }
 
-    /// Returns a connection whose requests end with the log at the latest, or `None` if it would start after the end.
-    fn arrival_within_log(&mut self, start_us: u64, request_count: u32, interval_us: u32) -> Option<ConnectionArrival> {
-        let remaining_us = self.workload.duration_us.checked_sub(start_us + 1)?;
-        let request_count = u64::from(request_count).min(remaining_us / u64::from(interval_us.max(1)) + 1) as u32;
-        let (source_address_index, source_port) = self.draw_unused_source();
+    /// Returns a connection whose requests are all due within the log, or `None` if it would start after the log's end.
+    fn create_arrival_within_log(
+        &mut self,
+        start_us: u64,
+        request_count: u32,
+        interval_us: u32,
+    ) -> Option<ConnectionArrival> {
+        let remaining_log_us = self.workload.duration_us.checked_sub(start_us + 1)?;
+        let request_count = u64::from(request_count).min(remaining_log_us / u64::from(interval_us.max(1)) + 1) as u32;
+        let (source_address_index, source_port) = self.draw_unused_address_and_port();
         let service_us = self.workload.service_us;
-        Some(ConnectionArrival { start_us, source_address_index, source_port, request_count, interval_us, service_us })
+        Some(ConnectionArrival {
+            start_us,
+            source_address_index,
+            source_port,
+            request_count,
+            request_interval_us: interval_us,
+            service_us,
+        })
     }
 
-    fn draw_unused_source(&mut self) -> (u16, u16) {
+    fn draw_unused_address_and_port(&mut self) -> (u16, u16) {
         let (first_port, last_port) = (*SOURCE_PORT_RANGE.start(), *SOURCE_PORT_RANGE.end());
         let port_count = u32::from(last_port - first_port) + 1;
-        let source_count = port_count as usize * usize::from(self.workload.source_address_count);
+        let address_port_pair_count = port_count as usize * usize::from(self.workload.source_address_count);
         // The search for a free pair of address and port is slow if most pairs are used. No log needs that many.
         assert!(
-            self.used_sources.len() < source_count / 2,
+            self.used_address_port_pairs.len() < address_port_pair_count / 2,
             "{} source addresses are too few for this log",
-            source_count / port_count as usize
+            address_port_pair_count / port_count as usize
         );
         loop {
             let address_index = uniform_below(&mut self.rng, u32::from(self.workload.source_address_count)) as u16;
-            let port = first_port + uniform_below(&mut self.rng, port_count) as u16;
-            if self.used_sources.insert((address_index, port)) {
-                return (address_index, port);
+            let source_port = first_port + uniform_below(&mut self.rng, port_count) as u16;
+            if self.used_address_port_pairs.insert((address_index, source_port)) {
+                return (address_index, source_port);
             }
         }
     }
@@ -274,7 +287,7 @@ impl fmt::Display for ArrivalLog {
                 source_address_index,
                 source_port,
                 request_count,
-                interval_us,
+                request_interval_us: interval_us,
                 service_us,
             } = arrival;
             writeln!(f, "{start_us} {source_address_index} {source_port} {request_count} {interval_us} {service_us}")?;
@@ -283,7 +296,7 @@ impl fmt::Display for ArrivalLog {
     }
 }
 
-/// An invalid line of an arrival log.
+/// Error for an invalid line of an arrival log.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("arrival log, line {line}: {found:?}: expected {expected}")]
 pub struct ArrivalLogError {
@@ -307,27 +320,27 @@ impl FromStr for ArrivalLog {
             Some((_, line)) if line == COLUMN_NAMES => {}
             other_columns => return Err(error_at_line(1, other_columns.map_or("", |(_, line)| line), COLUMN_NAMES)),
         }
-        let (mut used_sources, mut earliest_us) = (HashSet::new(), 0);
+        let (mut used_address_port_pairs, mut earliest_start_us) = (HashSet::new(), 0);
         for (index, line) in lines {
             let arrival = parse_arrival(line).ok_or_else(|| {
                 error_at_line(index, line, "six numbers: start_us source_address ... (the second line)")
             })?;
             let requirements = [
-                (arrival.start_us >= earliest_us, "connections in the order of their starts"),
+                (arrival.start_us >= earliest_start_us, "connections in the order of their starts"),
                 (arrival.start_us < log.duration_us, "a start before the end of the log"),
                 (arrival.source_address_index < log.source_address_count, "a source address below source_addresses"),
                 (arrival.source_port > 0, "a source port from 1 to 65535"),
                 (arrival.request_count > 0, "at least one request"),
                 (arrival.service_us > 0, "a service time of at least 1 us"),
                 (
-                    used_sources.insert((arrival.source_address_index, arrival.source_port)),
+                    used_address_port_pairs.insert((arrival.source_address_index, arrival.source_port)),
                     "a source that no other line has",
                 ),
             ];
             if let Some((_, expected)) = requirements.into_iter().find(|(is_met, _)| !is_met) {
                 return Err(error_at_line(index, line, expected));
             }
-            earliest_us = arrival.start_us;
+            earliest_start_us = arrival.start_us;
             log.arrivals.push(arrival);
         }
         Ok(log)
@@ -359,7 +372,7 @@ fn parse_arrival(line: &str) -> Option<ConnectionArrival> {
         source_address_index: fields.next()?.parse().ok()?,
         source_port: fields.next()?.parse().ok()?,
         request_count: fields.next()?.parse().ok()?,
-        interval_us: fields.next()?.parse().ok()?,
+        request_interval_us: fields.next()?.parse().ok()?,
         service_us: fields.next()?.parse().ok()?,
     };
     fields.next().is_none().then_some(arrival)
@@ -379,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn generated_load_matches_the_workload_after_the_ramp() {
+    fn generated_load_matches_the_workload_after_the_ramp_up() {
         let workload = Workload::default();
         let log = workload.generate(1);
         let mut work_us_by_second = vec![0u64; (log.duration_us / 1_000_000) as usize];
@@ -407,12 +420,12 @@ mod tests {
     }
 
     #[test]
-    fn elephants_are_at_most_a_tenth_of_a_cores_mean_load() {
+    fn each_elephant_causes_at_most_a_tenth_of_core_load() {
         let workload = Workload::default();
         let core_work_us_per_s = u64::from(workload.mean_load_permille) * 1_000;
         assert_eq!(workload.elephant_request_interval_us(), 125_000);
         for arrival in workload.generate(3).arrivals.iter().filter(|arrival| arrival.request_count > 2) {
-            let work_us_per_s = u64::from(arrival.service_us) * 1_000_000 / u64::from(arrival.interval_us);
+            let work_us_per_s = u64::from(arrival.service_us) * 1_000_000 / u64::from(arrival.request_interval_us);
             assert!(work_us_per_s * 10 <= core_work_us_per_s, "{arrival:?}");
         }
     }

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::ServerId;
 
-/// Current and previous server of every bucket of one service.
+/// Current and previous server of every hash bucket of one service.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BucketHistory {
     /// Current server of each bucket, or an empty list before the first placement table.
@@ -17,8 +17,7 @@ pub struct BucketHistory {
 }
 
 impl BucketHistory {
-    /// Returns the history with the current servers `current_servers` and the previous servers `previous_servers`, both
-    /// by bucket. Returns `None` if the lists differ in length.
+    /// Restores a history from stored lists with one element per bucket. Returns `None` if the lists differ in length.
     pub fn from_stored(current_servers: Vec<ServerId>, previous_servers: Vec<Option<ServerId>>) -> Option<Self> {
         (current_servers.len() == previous_servers.len()).then_some(Self { current_servers, previous_servers })
     }
@@ -54,20 +53,20 @@ impl BucketHistory {
         true
     }
 
-    /// Returns the previous server of each bucket for a placement table, or an empty list if no bucket has moved.
+    /// Returns each bucket's previous server for a placement table, or an empty list if no bucket has moved.
     pub fn previous_servers_if_moved(&self) -> Vec<Option<ServerId>> {
         if self.previous_servers.iter().all(Option::is_none) { Vec::new() } else { self.previous_servers.clone() }
     }
 
-    /// Returns, for each current server, the set of servers that had its buckets before.
-    pub fn previous_servers_by_current(&self) -> BTreeMap<ServerId, BTreeSet<ServerId>> {
-        let mut previous_by_current: BTreeMap<ServerId, BTreeSet<ServerId>> = BTreeMap::new();
+    /// Returns the previous servers of each current server's buckets, by current server.
+    pub fn previous_servers_by_current_server(&self) -> BTreeMap<ServerId, BTreeSet<ServerId>> {
+        let mut previous_by_current_server: BTreeMap<ServerId, BTreeSet<ServerId>> = BTreeMap::new();
         for (current_server, previous_server) in self.current_servers.iter().zip(&self.previous_servers) {
             if let Some(previous_server) = previous_server {
-                previous_by_current.entry(*current_server).or_default().insert(*previous_server);
+                previous_by_current_server.entry(*current_server).or_default().insert(*previous_server);
             }
         }
-        previous_by_current
+        previous_by_current_server
     }
 }
 
@@ -80,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_last_previous_server_of_a_bucket_is_kept() {
+    fn history_keeps_only_the_latest_previous_server_of_a_bucket() {
         let mut history = BucketHistory::default();
         assert!(history.update(&server_ids(&[1, 2, 3, 1])));
         assert_eq!(history.previous_servers_if_moved(), []);
@@ -88,17 +87,17 @@ mod tests {
         // Server 1 leaves, then server 2. Bucket 0 was last at server 2, and bucket 3 moved when server 1 left.
         assert!(history.update(&server_ids(&[2, 2, 3, 3])));
         assert!(history.update(&server_ids(&[3, 3, 3, 3])));
-        let previous_ids: Vec<u64> =
+        let previous_server_ids: Vec<u64> =
             history.previous_servers_if_moved().iter().map(|id| id.map_or(0, |id| id.get().into())).collect();
-        assert_eq!(previous_ids, [2, 2, 0, 1]);
+        assert_eq!(previous_server_ids, [2, 2, 0, 1]);
         assert_eq!(
-            history.previous_servers_by_current(),
+            history.previous_servers_by_current_server(),
             BTreeMap::from([(server_ids(&[3])[0], server_ids(&[1, 2]).into_iter().collect())])
         );
     }
 
     #[test]
-    fn empty_table_keeps_the_history_and_another_bucket_count_resets_it() {
+    fn empty_table_keeps_history_but_new_bucket_count_resets_it() {
         let mut history = BucketHistory::default();
         history.update(&server_ids(&[1, 2]));
         assert!(!history.update(&[]));

@@ -23,7 +23,7 @@ use crate::tuple::address_from_words;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableSize(u32);
 
-/// Error returned for a number of entries that no connection table can have.
+/// Error returned for a number of entries that [`TableSize`] does not allow.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0} entries of the connection table: expected a power of two from {min} to {max}",
@@ -33,7 +33,7 @@ pub struct TableSize(u32);
 pub struct InvalidTableSize(pub u64);
 
 impl TableSize {
-    /// Returns the number of entries.
+    /// Returns the number of entries in the table.
     pub fn entry_count(self) -> u32 {
         self.0
     }
@@ -48,7 +48,8 @@ impl TableSize {
         (0..self.0).map(move |position| self.index_at(position))
     }
 
-    /// Returns the index of the entry at a position in memory, where slot 0 of all partitions is before slot 1 of all.
+    /// Returns the index of the entry at `position` in memory. Slot 0 of all partitions precedes slot 1 of all
+    /// partitions.
     ///
     /// Partitions use their low slots first, so this order keeps the used entries close together on few pages, whatever
     /// the table's size. For example, 16,384 connections in a table of 2 million entries are on 256 pages. If each
@@ -79,7 +80,7 @@ impl TryFrom<u64> for TableSize {
 pub struct ConnectionIndex(u32);
 
 impl ConnectionIndex {
-    /// Returns the index of slot `slot` (modulo 1,024) of a partition.
+    /// Returns the index of the entry in slot `slot` (modulo 1,024) of partition `partition`.
     pub fn new(partition: u32, slot: u32) -> Self {
         Self(partition << intf::CONNECTION_SLOT_BITS | slot & intf::CONNECTION_SLOT_MASK)
     }
@@ -135,33 +136,33 @@ impl fmt::Display for TableOwnerNumber {
     }
 }
 
-/// Returns the number in a cookie of stateful mode, with the owner in the high bits and the slot in the low bits.
+/// Returns the index that a stateful-mode cookie carries: the table's owner in the high bits, the slot in the low bits.
 pub fn encode_cookie_index(owner: TableOwnerNumber, slot: u32) -> u16 {
     (u32::from(owner.0) << intf::CONNECTION_SLOT_BITS | slot & intf::CONNECTION_SLOT_MASK) as u16
 }
 
-/// Returns the owner and the slot that the number in a stateful-mode cookie has.
+/// Returns the table's owner and the slot that a stateful-mode cookie's index encodes.
 pub fn decode_cookie_index(cookie_index: u16) -> (TableOwnerNumber, u32) {
     let cookie_index = u32::from(cookie_index) & intf::COOKIE_ID_MASK;
     (TableOwnerNumber((cookie_index >> intf::CONNECTION_SLOT_BITS) as u8), cookie_index & intf::CONNECTION_SLOT_MASK)
 }
 
-/// Returns the TSecr value in which a SYN to a stateful service carries owner and slot to the server.
+/// Returns the TSecr value by which a SYN to a stateful service carries the table's owner and the slot to the server.
 pub fn encode_syn_tsecr(owner: TableOwnerNumber, slot: u32) -> u32 {
     intf::SYN_TSECR_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(encode_cookie_index(owner, slot))
 }
 
-/// Keyed hash of a connection. Its key, unlike the fleet's cookie keys, is constant for the table's lifetime.
+/// Keyed hash of a connection's service, client address and client port. The key is constant for the table's lifetime.
 /// `bpf/lb/connection_table.h` gives the reason for the hash function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionHash(u64);
 
 impl ConnectionHash {
-    /// Returns the hash of the connection from `client` to the service in slot `service` of the load balancer's tables.
-    pub fn new(key: &CookieKey, service: u16, client: SocketAddr) -> Self {
+    /// Returns the hash of the connection from `client` to the service in the given slot of the load balancer's tables.
+    pub fn new(key: &CookieKey, service_slot: u16, client: SocketAddr) -> Self {
         let folded_address = fold_client_address(key, client.ip());
         let port_big_endian = client.port().swap_bytes();
-        let hash = u64::from(service) << 48 | u64::from(port_big_endian) << 32 | u64::from(folded_address);
+        let hash = u64::from(service_slot) << 48 | u64::from(port_big_endian) << 32 | u64::from(folded_address);
         let hash = (hash ^ key.k0).wrapping_mul(key.k1 | 1);
         let hash = (hash ^ hash >> 32).wrapping_mul(key.k0 | 1);
         Self(hash ^ hash >> 29)
@@ -188,7 +189,8 @@ impl ConnectionHash {
     }
 }
 
-/// Folds a client's address into 32 bits, like `client_word_ipv6()` of `bpf/lb/parse_ipv6.h`. IPv4 stays unchanged.
+/// Folds a client's address into 32 bits, like `client_word_ipv6()` of `bpf/lb/parse_ipv6.h`. IPv4 addresses stay as
+/// is.
 pub(crate) fn fold_client_address(key: &CookieKey, client: IpAddr) -> u32 {
     let address = match client {
         IpAddr::V4(address) => return u32::from_le_bytes(address.octets()),
@@ -199,8 +201,8 @@ pub(crate) fn fold_client_address(key: &CookieKey, client: IpAddr) -> u32 {
     (hash >> 32) as u32
 }
 
-/// Returns the index of the counter for the entries that clients of one prefix hold (/24 for IPv4, /64 for IPv6).
-pub fn source_prefix_shard(key: &CookieKey, client: IpAddr) -> usize {
+/// Returns the index of the counter for the entries of the client's source prefix (/24 for IPv4, /64 for IPv6).
+pub fn source_prefix_counter_index(key: &CookieKey, client: IpAddr) -> usize {
     let prefix: IpAddr = match client {
         IpAddr::V4(address) => Ipv4Addr::from_bits(address.to_bits() & !0xff).into(),
         IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX)).into(),
@@ -211,15 +213,15 @@ pub fn source_prefix_shard(key: &CookieKey, client: IpAddr) -> usize {
 /// Number of entries that must be free for each entry that a source prefix holds.
 const FREE_ENTRIES_PER_SOURCE_ENTRY: u32 = 4;
 
-/// Returns the maximum number of entries that one source prefix may hold if `in_use` entries of the table are used. It
-/// is a quarter of the free entries, so `n` prefixes leave at least 4 / (n + 4) of the table to others. Each prefix may
-/// always hold an equal share of the table.
-pub fn max_entries_per_source_prefix(size: TableSize, in_use: u32) -> u32 {
-    let free_entries = size.entry_count().saturating_sub(in_use);
-    (free_entries / FREE_ENTRIES_PER_SOURCE_ENTRY).max(size.entry_count() / intf::SOURCE_SHARDS).max(1)
+/// Returns the maximum number of table entries that the clients of one source prefix may hold. It is a quarter of the
+/// free entries, so `n` prefixes leave at least 4 / (n + 4) of the table to others. Each prefix may always hold an
+/// equal share of the table.
+pub fn max_entries_per_source_prefix(size: TableSize, used_entry_count: u32) -> u32 {
+    let free_entry_count = size.entry_count().saturating_sub(used_entry_count);
+    (free_entry_count / FREE_ENTRIES_PER_SOURCE_ENTRY).max(size.entry_count() / intf::SOURCE_SHARDS).max(1)
 }
 
-/// Identity of an entry in use, in one word, with all fields of the entry on which a packet's forwarding depends.
+/// Identity of a used entry, which one 64-bit word holds. It has all fields of the entry on which forwarding depends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EntryIdentity {
     /// Tag of the connection, as returned by [`ConnectionHash::tag`].
@@ -233,7 +235,7 @@ pub struct EntryIdentity {
 }
 
 impl EntryIdentity {
-    /// Returns the identity as the word `connection.identity` of `bpf/include/intf.h`.
+    /// Returns the word that encodes the identity (`connection.identity` of `bpf/include/intf.h`).
     pub fn to_word(self) -> u64 {
         u64::from(self.tag) << intf::CONNECTION_TAG_SHIFT
             | u64::from(intf::CONNECTION_IN_USE)
@@ -244,7 +246,7 @@ impl EntryIdentity {
             | u64::from(self.server.get())
     }
 
-    /// Returns the identity in an entry's word, or `None` if the entry is free.
+    /// Returns the identity that `identity_word` encodes, or `None` if the entry is free.
     pub fn from_word(identity_word: u64) -> Option<Self> {
         let low_half = identity_word as u32;
         (low_half & intf::CONNECTION_IN_USE != 0).then(|| Self {
@@ -256,12 +258,12 @@ impl EntryIdentity {
     }
 }
 
-/// Clock of the load balancer's data plane, which counts tenths of a second modulo 2^32 (13.6 years).
+/// Time on the clock of the load balancer's data plane, in tenths of a second modulo 2^32 (13.6 years).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ClockTicks(pub u32);
 
 impl ClockTicks {
-    /// Returns the clock at time `monotonic_time` of the machine's monotonic clock.
+    /// Converts `monotonic_time`, a time on the machine's monotonic clock, to ticks.
     pub fn from_monotonic_time(monotonic_time: Duration) -> Self {
         Self((monotonic_time.as_millis() / 100) as u32)
     }
@@ -278,10 +280,10 @@ impl ClockTicks {
     }
 }
 
-/// Snapshot of an entry in use.
+/// Snapshot of a connection's entry in the connection table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Connection {
-    /// Index of the entry.
+    /// Index of the connection's entry in the connection table.
     pub index: ConnectionIndex,
     /// Identity of the entry, which has its connection's tag, service and server.
     pub identity: EntryIdentity,
@@ -289,9 +291,9 @@ pub struct Connection {
     pub client: SocketAddr,
     /// Number of packets from the client, without retransmitted SYNs.
     pub packet_count: u64,
-    /// Number of bytes in the frames of the counted packets.
+    /// Number of bytes in the frames of these packets.
     pub byte_count: u64,
-    /// Time of the SYN.
+    /// Time of the connection's first SYN.
     pub opened_at: ClockTicks,
     /// Time of the last packet from the client.
     pub last_packet_at: ClockTicks,
@@ -345,8 +347,8 @@ pub fn heaviest_connections(
 /// Idle times after which an entry of the connection table may be freed.
 ///
 /// A FIN or RST only shortens the time, because either may be forged, a FIN is only half a close, and the server's
-/// TIME-WAIT follows. An expired entry is therefore freed only if the server's agent has no such socket, or the server
-/// is gone. Entries without a second packet are the exception ([`ExpiryReason::HalfOpen`]).
+/// TIME-WAIT follows. An expired entry is therefore freed only if the server's agent finds no socket of the connection,
+/// or the server is gone. Entries without a second packet are the exception ([`ExpiryReason::HalfOpen`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionTimeouts {
     /// Maximum time from the SYN to the second packet of a connection.
@@ -368,14 +370,14 @@ impl Default for ConnectionTimeouts {
 /// Reason for which an entry of the connection table may be freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExpiryReason {
-    /// The server left the fleet.
+    /// The server of the connection left the fleet.
     ServerGone,
-    /// Only a SYN came, most likely from a SYN flood. The entry is freed without a query to the server. If the client
-    /// does send another packet, that packet is broadcast and the connection continues.
+    /// Only a SYN arrived, most likely from a SYN flood. The entry is freed without a query to the server. If the
+    /// client does send another packet, that packet is broadcast and the connection continues.
     HalfOpen,
-    /// A FIN or RST came. The entry is freed if the server has no such socket.
+    /// A FIN or RST arrived. The entry is freed if the server has no socket of the connection.
     Closing,
-    /// No packet came for the idle time. The entry is freed if the server has no such socket.
+    /// No packet arrived for the idle time. The entry is freed if the server has no socket of the connection.
     Idle,
 }
 
@@ -399,7 +401,8 @@ impl ConnectionTimeouts {
         }
     }
 
-    /// Returns whether a packet may reuse the connection's entry at `now`, like `is_expired()` of `bpf/lb/stateful.h`.
+    /// Returns whether a new connection may reuse `connection`'s entry at `now`, like `is_expired()` of
+    /// `bpf/lb/stateful.h`.
     pub fn is_expired(
         &self,
         connection: &Connection,
@@ -471,7 +474,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn heaviest_connections_equal_a_full_sort(
+        fn heaviest_connections_come_first_in_a_full_sort(
             packets in proptest::collection::vec(0u64..50, 0..200), count in 0usize..20,
         ) {
             let connections: Vec<_> = packets.iter().map(|packets| connection(*packets, false, 0)).collect();
@@ -491,9 +494,9 @@ mod tests {
         assert_eq!(TableSize::try_from(4_194_304).unwrap().partition_count(), 4096);
         for invalid_size in [0, 512, 1025, 3000, 8_388_608, 1 << 40] {
             let error = TableSize::try_from(invalid_size).unwrap_err().to_string();
-            let expected =
+            let expected_error =
                 format!("{invalid_size} entries of the connection table: expected a power of two from 1024 to 4194304");
-            assert_eq!(error, expected);
+            assert_eq!(error, expected_error);
         }
         assert_eq!(
             TableOwnerNumber::try_from(16).unwrap_err().to_string(),
@@ -503,16 +506,16 @@ mod tests {
 
     #[test]
     fn source_prefix_may_hold_a_quarter_of_the_free_entries() {
-        let size = TableSize::default();
-        let limit_with = |in_use| max_entries_per_source_prefix(size, in_use);
-        assert_eq!([0, 131_072, 262_143, 262_144].map(limit_with), [65_536, 32_768, 64, 64]);
+        let table_size = TableSize::default();
+        let source_prefix_limit = |used_entry_count| max_entries_per_source_prefix(table_size, used_entry_count);
+        assert_eq!([0, 131_072, 262_143, 262_144].map(source_prefix_limit), [65_536, 32_768, 64, 64]);
         assert_eq!(max_entries_per_source_prefix(TableSize::try_from(1024).unwrap(), 1024), 1);
     }
 
     #[test]
-    fn connection_timeout_depends_on_its_state() {
+    fn timeout_depends_on_the_connection_state() {
         let timeouts = ConnectionTimeouts::default();
-        let expiry_reason_at = |connection, now| timeouts.expiry_reason(&connection, true, ClockTicks(now));
+        let expiry_reason_at = |connection, now_ticks| timeouts.expiry_reason(&connection, true, ClockTicks(now_ticks));
         let start_ticks = u32::MAX - 50;
         for (connection, elapsed_ticks, reason) in [
             (connection(1, false, start_ticks), 100, ExpiryReason::HalfOpen),

@@ -14,12 +14,12 @@ pub enum Consistency {
     Stateless,
     /// The cookie has an index into the connection table (Cheetah, Sect. 3.3).
     Stateful,
-    /// Each packet goes to the server that the placement rule selects for it.
+    /// No consistency. Each packet goes to the server that the placement rule selects for this packet.
     None,
     /// A hash table maps each connection to its server, as in most load balancers.
     HashTable,
-    /// The bucket selects the server, which forwards packets of unknown connections to the bucket's previous server
-    /// (Beamer, NSDI'18).
+    /// The packet's hash bucket selects the server. It forwards packets of unknown connections to the bucket's previous
+    /// server (Beamer, NSDI'18).
     Beamer,
 }
 
@@ -39,7 +39,7 @@ impl Consistency {
     }
 }
 
-/// Error returned for a name that no consistency mode has.
+/// Error returned for the name of an unknown consistency mode.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("consistency {0:?} is not known: expected \"stateless\", \"stateful\", \"none\", \"hash-table\" or \"beamer\"")]
 pub struct UnknownConsistency(pub String);
@@ -61,7 +61,7 @@ pub enum TimestampOrigin {
     Server,
     /// The load balancer writes the cookies into replies, which must pass through it. The servers have no agent.
     LoadBalancer,
-    /// Packets have no cookies. This is for clients behind devices that reject cookies.
+    /// Packets have no cookies, as needed for clients behind devices that reject them.
     Off,
 }
 
@@ -76,7 +76,7 @@ impl TimestampOrigin {
     }
 }
 
-/// Error returned for a name that no origin of timestamps has.
+/// Error returned for the name of an unknown [`TimestampOrigin`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("timestamps by {0:?}: expected \"server\", \"lb\" or \"off\"")]
 pub struct UnknownTimestampOrigin(pub String);
@@ -90,8 +90,8 @@ impl std::str::FromStr for TimestampOrigin {
     }
 }
 
-/// Migration of a service between two load balancers. The other load balancer has some of the connections. It has the
-/// given id among the service's servers, and is not eligible.
+/// Migration of a service between this load balancer and another, which has some of the connections. The other load
+/// balancer has the given id among the service's servers, and is not eligible for placement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ServiceMigration {
     /// The other load balancer had the service before, so packets of unknown connections belong to it.
@@ -102,7 +102,7 @@ pub enum ServiceMigration {
 
 impl ServiceMigration {
     /// Returns the id that the other load balancer has among the service's servers.
-    pub fn other_balancer(self) -> ServerId {
+    pub fn other_balancer_id(self) -> ServerId {
         match self {
             ServiceMigration::AdoptedFrom(id) | ServiceMigration::HandedOverTo(id) => id,
         }
@@ -115,7 +115,7 @@ impl ServiceMigration {
 pub struct InvalidModeSetting {
     /// Name of the invalid setting.
     pub key: String,
-    /// Description of the found and of the expected value.
+    /// Description of the value that was found and of the expected value.
     pub reason: String,
 }
 
@@ -125,7 +125,7 @@ const FORWARDING_KEY: &str = "forwarding";
 const ADOPTED_FROM_KEY: &str = "adopted_from";
 const HANDED_OVER_TO_KEY: &str = "handed_over_to";
 
-/// Data-plane settings of a service, except its address.
+/// Settings of a service in the data plane, except the service's address.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct ServiceSettings {
     /// Consistency mode of the service.
@@ -174,7 +174,8 @@ impl ServiceSettings {
     }
 
     /// Returns whether packets that are forwarded by bucket carry the id of the bucket's previous server. With LB-side
-    /// stamping, servers have no program to read it. In a migration, all packets carry the other load balancer's id.
+    /// stamping, servers have no program that reads the id. In a migration, all packets carry the other load balancer's
+    /// id.
     pub fn carries_previous_server_id(self) -> bool {
         self.consistency == Consistency::Beamer
             || self.has_cookies() && self.timestamps == TimestampOrigin::Off
@@ -195,21 +196,23 @@ impl ServiceSettings {
         settings
     }
 
-    /// Returns the mode with these settings, as the inverse of [`ServiceSettings::settings`]. Absent settings have
-    /// their defaults. Fails if a setting is unknown, because packets must not be forwarded in another mode than
-    /// requested.
+    /// Returns the settings with these names and values, as the inverse of [`ServiceSettings::settings`]. Absent
+    /// settings have their defaults. Fails if a setting is unknown, because packets must not be forwarded in another
+    /// mode than requested.
     pub fn from_settings<'a>(
         settings: impl IntoIterator<Item = (&'a str, &'a str)>,
     ) -> Result<Self, InvalidModeSetting> {
-        let mut mode = Self::default();
+        let mut parsed_settings = Self::default();
         for (key, value) in settings {
             match key {
-                CONSISTENCY_KEY => mode.consistency = parse_setting(key, value)?,
-                TIMESTAMPS_KEY => mode.timestamps = parse_setting(key, value)?,
-                FORWARDING_KEY => mode.forwarding = parse_setting(key, value)?,
-                ADOPTED_FROM_KEY => mode.migration = Some(ServiceMigration::AdoptedFrom(parse_server_id(key, value)?)),
+                CONSISTENCY_KEY => parsed_settings.consistency = parse_setting(key, value)?,
+                TIMESTAMPS_KEY => parsed_settings.timestamps = parse_setting(key, value)?,
+                FORWARDING_KEY => parsed_settings.forwarding = parse_setting(key, value)?,
+                ADOPTED_FROM_KEY => {
+                    parsed_settings.migration = Some(ServiceMigration::AdoptedFrom(parse_server_id(key, value)?))
+                }
                 HANDED_OVER_TO_KEY => {
-                    mode.migration = Some(ServiceMigration::HandedOverTo(parse_server_id(key, value)?))
+                    parsed_settings.migration = Some(ServiceMigration::HandedOverTo(parse_server_id(key, value)?))
                 }
                 _ => {
                     let reason = format!("this version does not have it, value {value:?}: expected a newer version");
@@ -217,11 +220,11 @@ impl ServiceSettings {
                 }
             }
         }
-        Ok(mode)
+        Ok(parsed_settings)
     }
 
-    /// Returns the mode's bits in `service_slot.number` of `bpf/include/intf.h`, without the service's index. They do
-    /// not include the forwarding method.
+    /// Returns the bits of these settings in `service_slot.number` of `bpf/include/intf.h`. They include neither the
+    /// service's index nor the forwarding method.
     pub fn service_slot_bits(self) -> u32 {
         let timestamp_bits = match self.timestamps {
             TimestampOrigin::Server => 0,
@@ -233,13 +236,13 @@ impl ServiceSettings {
                 ServiceMigration::AdoptedFrom(_) => intf::SERVICE_ADOPTED,
                 ServiceMigration::HandedOverTo(_) => intf::SERVICE_HANDED_OVER,
             };
-            direction_bit | u32::from(migration.other_balancer().get()) << intf::SERVICE_OTHER_BALANCER_SHIFT
+            direction_bit | u32::from(migration.other_balancer_id().get()) << intf::SERVICE_OTHER_BALANCER_SHIFT
         });
         self.consistency.bpf_number() << intf::SERVICE_CONSISTENCY_SHIFT | timestamp_bits | migration_bits
     }
 
-    /// Returns the mode with these [`ServiceSettings::service_slot_bits`] and the default forwarding method. Returns
-    /// `None` if no mode has these bits.
+    /// Returns the settings that these [`ServiceSettings::service_slot_bits`] encode, with the default forwarding
+    /// method. Returns `None` if the bits encode no valid settings.
     pub fn from_service_slot_bits(bits: u32) -> Option<Self> {
         let consistency = bits >> intf::SERVICE_CONSISTENCY_SHIFT & intf::SERVICE_CONSISTENCY_MASK;
         let timestamps = match bits & (intf::SERVICE_TIMESTAMPS_OFF | intf::SERVICE_TIMESTAMPS_LB) {
@@ -255,11 +258,11 @@ impl ServiceSettings {
             _ => Some(ServiceMigration::HandedOverTo(other_balancer)),
         };
         let consistency = *Consistency::ALL.get(consistency as usize)?;
-        let mode = Self { consistency, timestamps, migration, forwarding: Forwarding::default() };
-        (mode.service_slot_bits() == bits).then_some(mode)
+        let decoded_settings = Self { consistency, timestamps, migration, forwarding: Forwarding::default() };
+        (decoded_settings.service_slot_bits() == bits).then_some(decoded_settings)
     }
 
-    /// Returns the default mode for services of a protocol. UDP has no cookie, so its default is the hash table.
+    /// Returns the default settings for services of a protocol. UDP has no cookie, so its default is the hash table.
     pub fn default_for_protocol(protocol: Protocol) -> Self {
         match protocol {
             Protocol::Tcp => Self::default(),
@@ -332,8 +335,8 @@ mod tests {
     #[test]
     fn service_slot_bits_round_trip() {
         for mode in all_modes() {
-            let expected = ServiceSettings { forwarding: Forwarding::default(), ..mode };
-            assert_eq!(ServiceSettings::from_service_slot_bits(mode.service_slot_bits()), Some(expected));
+            let expected_mode = ServiceSettings { forwarding: Forwarding::default(), ..mode };
+            assert_eq!(ServiceSettings::from_service_slot_bits(mode.service_slot_bits()), Some(expected_mode));
         }
         for invalid_bits in
             [intf::SERVICE_ADDRESS_ONLY, intf::NO_SERVICE, 5 << intf::SERVICE_CONSISTENCY_SHIFT, 1 << 20]

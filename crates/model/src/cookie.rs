@@ -32,7 +32,7 @@ impl CookieKey {
         Self { k0: rng.next_u64(), k1: rng.next_u64() }
     }
 
-    /// Returns the VIP's factor in the hash (`cookie_key.vip_factor` of `bpf/include/intf.h`), derived from the key.
+    /// Returns the factor of the VIP in the cookie hash (`cookie_key.vip_factor` of `bpf/include/intf.h`).
     pub fn vip_factor(&self) -> u64 {
         let mut hasher = SipHasher13::new_with_keys(self.k0, self.k1);
         hasher.write(b"vip_factor");
@@ -45,7 +45,7 @@ impl CookieKey {
     }
 }
 
-/// Prints no bit of the secret.
+/// Formats the key without any bit of the secret.
 impl std::fmt::Debug for CookieKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("CookieKey(..)")
@@ -58,7 +58,7 @@ pub struct FleetCookieKeys {
     /// The two keys. Cookies made with either key are always accepted.
     pub keys: [CookieKey; 2],
     /// Index of the key with which new cookies are stamped.
-    pub current: KeyIndex,
+    pub current_key_index: KeyIndex,
 }
 
 /// Index of one of a fleet's two cookie keys.
@@ -77,7 +77,7 @@ impl KeyIndex {
     }
 
     /// Returns the index of the other key.
-    pub fn other(self) -> Self {
+    pub fn other_index(self) -> Self {
         match self {
             KeyIndex::First => KeyIndex::Second,
             KeyIndex::Second => KeyIndex::First,
@@ -85,7 +85,7 @@ impl KeyIndex {
     }
 }
 
-/// Content of a cookie, with its kind and a 14-bit number.
+/// Content of a cookie, which is a server's id or an index into a connection table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cookie {
     /// Cookie of stateless mode, which holds the id of the connection's server.
@@ -95,17 +95,21 @@ pub enum Cookie {
 }
 
 impl FleetCookieKeys {
-    /// Returns the keys that stamp a server's TSval of `milliseconds`. The key `current` stamps from TSval `switch_ms`
-    /// on, and the other key before. The TSval decides rather than the time at which the packet passes, so that TSval
-    /// never decreases (PAWS). The two times must be less than 2^31 ms apart.
-    pub fn keys_for_tsval(&self, milliseconds: u32, switch_ms: u32) -> FleetCookieKeys {
-        let is_switched = milliseconds.wrapping_sub(switch_ms) as i32 >= 0;
-        FleetCookieKeys { current: if is_switched { self.current } else { self.current.other() }, ..*self }
+    /// Returns the keys, of which the current one is the key that stamps a server's TSval of `tsval_ms`. The fleet's
+    /// current key stamps from TSval `switch_tsval_ms` on, and the other key before. The TSval decides rather than the
+    /// time at which the packet passes, so that TSval never decreases (PAWS). The two TSvals must be less than 2^31 ms
+    /// apart.
+    pub fn keys_for_tsval(&self, tsval_ms: u32, switch_tsval_ms: u32) -> FleetCookieKeys {
+        let is_switched = tsval_ms.wrapping_sub(switch_tsval_ms) as i32 >= 0;
+        FleetCookieKeys {
+            current_key_index: if is_switched { self.current_key_index } else { self.current_key_index.other_index() },
+            ..*self
+        }
     }
 }
 
 /// Returns the keyed hash of a connection. It is SipHash-1-3 (Aumasson and Bernstein, INDOCRYPT'12) of the client's
-/// address and port, combined with the VIP and its port. `bpf/include/cookie.h` gives the reasons.
+/// address and port, combined with the VIP and its port. `bpf/include/cookie.h` gives the reasons for this hash.
 pub fn cookie_hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
     let mut hasher = SipHasher13::new_with_keys(key.k0, key.k1);
     match (tuple.client(), tuple.vip()) {
@@ -143,26 +147,26 @@ pub fn time_part_addend(time_key: &CookieKey, tuple: &FourTuple) -> u16 {
     cookie_hash(time_key, tuple) as u16
 }
 
-/// Returns the TSval for the client. It combines the low 16 bits of the server's own TSval `milliseconds` with the
-/// cookie, which is stamped with the current key.
+/// Returns the stamped TSval for the client. It combines the low 16 bits of the server's own TSval `server_tsval_ms`
+/// with the cookie, which is hidden with the current key.
 ///
-/// The result is never 0, which a client reads as "no TSecr" (RFC 7323, Sect. 3.2). If it would be 0, the time is one
-/// millisecond later.
+/// The result is never 0, which a client reads as "no TSecr" (RFC 7323, Sect. 3.2). If the result would be 0, its time
+/// is one millisecond later.
 pub fn stamp_tsval(
     keys: &FleetCookieKeys,
     time_key: &CookieKey,
     tuple: &FourTuple,
     cookie: Cookie,
-    milliseconds: u32,
+    server_tsval_ms: u32,
 ) -> u32 {
     let plain_cookie = match cookie {
         Cookie::Server(id) => id.get(),
         Cookie::TableIndex(index) => index & intf::COOKIE_ID_MASK as u16 | intf::COOKIE_KIND_BIT as u16,
     };
-    let key_bit = if keys.current == KeyIndex::Second { intf::COOKIE_KEY_BIT } else { 0 };
-    let hash = cookie_hash(&keys.keys[keys.current.get()], tuple);
+    let key_bit = if keys.current_key_index == KeyIndex::Second { intf::COOKIE_KEY_BIT } else { 0 };
+    let hash = cookie_hash(&keys.keys[keys.current_key_index.get()], tuple);
     let cookie_part = KeyedPermutation::COOKIE.hide(hash, plain_cookie.into()) | key_bit;
-    let time_part = (milliseconds as u16).wrapping_add(time_part_addend(time_key, tuple));
+    let time_part = (server_tsval_ms as u16).wrapping_add(time_part_addend(time_key, tuple));
     let stamped_tsval = u32::from(time_part) << intf::COOKIE_TIME_SHIFT | cookie_part;
     if stamped_tsval == 0 { 1 << intf::COOKIE_TIME_SHIFT } else { stamped_tsval }
 }
@@ -189,11 +193,11 @@ pub fn decode_time_part(time_key: &CookieKey, tuple: &FourTuple, tsecr: u32) -> 
 /// the clocks of kernel and BPF are read at different times and rounded differently.
 pub const TSVAL_RESTORE_SLACK_MS: u32 = intf::RESTORE_SLACK_MS;
 
-/// Returns the server's own TSval whose low 16 bits are `time_part`. It is the latest such value that is not after
+/// Returns the server's own TSval whose low 16 bits are `time_part`. It is the latest possible value that is not after
 /// `now_ms` plus [`TSVAL_RESTORE_SLACK_MS`]. The result is correct for values up to 65.5 s old.
 pub fn restore_tsval(time_part: u16, now_ms: u32) -> u32 {
-    let latest_ms = now_ms.wrapping_add(TSVAL_RESTORE_SLACK_MS);
-    latest_ms.wrapping_sub(u32::from((latest_ms as u16).wrapping_sub(time_part)))
+    let latest_tsval_ms = now_ms.wrapping_add(TSVAL_RESTORE_SLACK_MS);
+    latest_tsval_ms.wrapping_sub(u32::from((latest_tsval_ms as u16).wrapping_sub(time_part)))
 }
 
 #[cfg(test)]
@@ -204,16 +208,16 @@ mod tests {
 
     use super::*;
 
-    fn four_tuple(client: u32, port: u16) -> FourTuple {
-        FourTuple::ipv4((Ipv4Addr::from(client), port), (Ipv4Addr::new(10, 200, 0, 1), 80))
+    fn four_tuple(client_address: u32, port: u16) -> FourTuple {
+        FourTuple::ipv4((Ipv4Addr::from(client_address), port), (Ipv4Addr::new(10, 200, 0, 1), 80))
     }
 
     #[test]
     fn every_part_of_an_ipv6_tuple_changes_its_hash() {
         let key = CookieKey { k0: 1, k1: 2 };
         let (client, vip) = (Ipv6Addr::from(0x2001_0db8 << 96 | 7), Ipv6Addr::from(0x2001_0db8 << 96 | 1));
-        let unflipped_hash = cookie_hash(&key, &FourTuple::ipv6((client, 1024), (vip, 80)));
-        let mut hashes = std::collections::HashSet::from([unflipped_hash]);
+        let original_hash = cookie_hash(&key, &FourTuple::ipv6((client, 1024), (vip, 80)));
+        let mut hashes = std::collections::HashSet::from([original_hash]);
         for bit in 0..128 {
             let flip_bit = |address: Ipv6Addr| Ipv6Addr::from(u128::from(address) ^ 1 << bit);
             assert!(hashes.insert(cookie_hash(&key, &FourTuple::ipv6((flip_bit(client), 1024), (vip, 80)))));
@@ -225,41 +229,41 @@ mod tests {
         }
     }
 
-    fn fleet_keys(k: [u64; 4], is_second_current: bool) -> FleetCookieKeys {
+    fn fleet_keys(key_words: [u64; 4], is_second_current: bool) -> FleetCookieKeys {
         FleetCookieKeys {
-            keys: [CookieKey { k0: k[0], k1: k[1] }, CookieKey { k0: k[2], k1: k[3] }],
-            current: if is_second_current { KeyIndex::Second } else { KeyIndex::First },
+            keys: [CookieKey { k0: key_words[0], k1: key_words[1] }, CookieKey { k0: key_words[2], k1: key_words[3] }],
+            current_key_index: if is_second_current { KeyIndex::Second } else { KeyIndex::First },
         }
     }
 
     proptest! {
         #[test]
-        fn tsecr_yields_the_server_id_and_the_original_time(
-            k: [u64; 4], time: [u64; 2], second: bool, client: u32, port: u16,
-            id in 0u64..16_384, sent_ms: u32, age in 0u32..65_000,
+        fn cookie_and_server_tsval_are_recovered_from_the_tsecr(
+            k: [u64; 4], time_key_words: [u64; 2], is_second_current: bool, client: u32, port: u16,
+            id in 0u64..16_384, sent_ms: u32, age_ms in 0u32..65_000,
         ) {
-            let (keys, time_key) = (fleet_keys(k, second), CookieKey { k0: time[0], k1: time[1] });
+            let (keys, time_key) = (fleet_keys(k, is_second_current), CookieKey { k0: time_key_words[0], k1: time_key_words[1] });
             let tuple = four_tuple(client, port);
             let server = ServerId::try_from(id).unwrap();
             let stamped_tsval = stamp_tsval(&keys, &time_key, &tuple, Cookie::Server(server), sent_ms);
             prop_assert_ne!(stamped_tsval, 0);
             // The key that stamps may have changed meanwhile, but the key bit of TSecr selects the right one.
-            let keys_after_rotation = FleetCookieKeys { current: KeyIndex::First, ..keys };
+            let keys_after_rotation = FleetCookieKeys { current_key_index: KeyIndex::First, ..keys };
             prop_assert_eq!(decode_cookie(&keys_after_rotation, &tuple, stamped_tsval), Cookie::Server(server));
             let restored_tsval = restore_tsval(decode_time_part(&time_key, &tuple, stamped_tsval),
-                sent_ms.wrapping_add(age));
+                sent_ms.wrapping_add(age_ms));
             prop_assert!(restored_tsval == sent_ms || restored_tsval == sent_ms.wrapping_add(1));
         }
     }
 
     #[test]
-    fn tsval_zero_is_never_sent() {
+    fn stamped_tsval_is_never_zero() {
         // With these keys and this tuple, the plain stamp would be 0, because id and time are chosen from the masks.
         let keys = fleet_keys([1, 2, 3, 4], false);
         let tuple = four_tuple(0x0a01_0007, 40312);
         let time_key = CookieKey { k0: 5, k1: 6 };
         let cookie = decode_cookie(&keys, &tuple, 0);
-        let milliseconds = u32::from(time_part_addend(&time_key, &tuple).wrapping_neg());
-        assert_eq!(stamp_tsval(&keys, &time_key, &tuple, cookie, milliseconds), 1 << 16);
+        let server_tsval_ms = u32::from(time_part_addend(&time_key, &tuple).wrapping_neg());
+        assert_eq!(stamp_tsval(&keys, &time_key, &tuple, cookie, server_tsval_ms), 1 << 16);
     }
 }

@@ -1,10 +1,11 @@
-//! A fleet in virtual time. Agents report loads, the controller computes tables, the load balancer places connections,
-//! and RSS picks the core. The live code makes all decisions. The caller serves packets or requests
-//! ([`crate::replay_for_variances`] for arrival logs, the simulator for traces).
-//!
+//! Simulated fleet in virtual time. Agents report loads, the controller computes tables, the load balancer places
+//! connections, and RSS selects the core. All decisions are made by the product's code. The caller serves packets or
+//! requests ([`crate::replay_for_variances`] for arrival logs, the simulator for traces).
 //! The network has no delay, so a report arrives, and its table becomes active, at the time of the measurement. Reports
-//! may be older than the table, because agents do not all report at once ([`SimulatedCluster::report_measured_at`]). A
-//! table may become active after its creation ([`SimulatedCluster::prepare_table`]).
+//! The network has no delay, so a report arrives, and its table becomes active, at the time of the measurement. Reports
+//! may be older than the table, because agents do not all report at once
+//! ([`SimulatedCluster::report_at_times_and_install`]). A table may become active after its creation
+//! ([`SimulatedCluster::report_and_compute_table`]).
 
 use std::sync::Arc;
 
@@ -14,13 +15,13 @@ use crate::policy::{Policy, Pool, PoolServer, RackSummary, ServerLoads};
 use crate::rss::{IndirectionTable, IndirectionTableError, RssConfig, RssKey, ToeplitzTables, uniform_below};
 use crate::{FourTuple, ServerId};
 
-/// Method by which the servers' indirection tables are drawn, each with the server's id as the seed.
+/// Method by which the servers' indirection tables are drawn. The server's id is the seed of its table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum IndirectionTableDraw {
-    /// Every core has the same number of entries (+-1), as in [`IndirectionTable::balanced`].
+    /// Every core has the same number of entries (up to one more or less), as in [`IndirectionTable::balanced`].
     #[default]
     Balanced,
-    /// Each entry is drawn independently, as published (see [`IndirectionTable::independent`]).
+    /// The core of each entry is drawn independently, as in the CrossRSS paper (see [`IndirectionTable::independent`]).
     Independent,
 }
 
@@ -50,10 +51,10 @@ pub struct SimulatedCluster {
     placement_state: PlacementState,
     report_sequence: u64,
     /// Number of connections placed since the previous report.
-    opened_connection_count: u64,
+    new_connection_count: u64,
     /// RSS keys used so far, each with its precomputed Toeplitz tables. The first one is the fleet's key.
     hashers: Vec<(RssKey, ToeplitzTables)>,
-    /// For each group of the active placement table, the index of its key in `hashers`.
+    /// For each group of the active placement table, the index of its RSS key in `hashers`.
     hasher_index_by_group: Vec<usize>,
     /// Whether each server, by its position in the plan, gets new connections from the next table on.
     eligible_by_position: Vec<bool>,
@@ -61,15 +62,16 @@ pub struct SimulatedCluster {
     rack_controllers: Option<RackControllers>,
 }
 
-/// Rack controllers between the servers and the controller of a fleet.
+/// Rack controllers, which aggregate the servers' reports for a fleet's controller.
 pub struct RackControllers {
-    /// One policy for each rack, which smooths the rack's loads. Racks have the same number of servers (+-1).
+    /// One policy for each rack, which smooths the rack's loads. Racks have equally many servers (up to one more or
+    /// less).
     pub policies: Vec<Box<dyn Policy>>,
     /// Maximum number of candidates that a rack sends for each bucket.
     pub max_candidates_per_bucket: usize,
 }
 
-/// Size and parameters of a fleet before its ids and its RSS key are drawn.
+/// Size and parameters of a fleet whose ids and RSS key are not drawn yet.
 #[derive(Debug, Clone, Copy)]
 pub struct FleetShape {
     /// Number of servers in the fleet.
@@ -115,21 +117,22 @@ impl SimulatedCluster {
     /// Returns a fleet without reports. Fails if there are more buckets than an indirection table can have entries.
     pub fn new(plan: FleetPlan) -> Result<Self, IndirectionTableError> {
         let entry_count = plan.bucket_count.get() as usize;
-        let draw_table = match plan.indirection_table_draw {
+        let draw_indirection_table = match plan.indirection_table_draw {
             IndirectionTableDraw::Balanced => IndirectionTable::balanced,
             IndirectionTableDraw::Independent => IndirectionTable::independent,
         };
-        let rss_config_of = |server: &ServerId| {
-            let indirection_table = draw_table(u64::from(server.get()), entry_count, plan.cores_per_server)?;
+        let rss_config_for = |server: &ServerId| {
+            let indirection_table =
+                draw_indirection_table(u64::from(server.get()), entry_count, plan.cores_per_server)?;
             Ok(RssConfig { key: plan.rss_key.clone(), indirection_table })
         };
         Ok(Self {
-            rss_configs: plan.servers.iter().map(rss_config_of).collect::<Result<_, _>>()?,
+            rss_configs: plan.servers.iter().map(rss_config_for).collect::<Result<_, _>>()?,
             load_trackers: vec![LoadTracker::default(); plan.servers.len()],
             placement_table: PlacementTable::empty(plan.bucket_count),
             placement_state: PlacementState::default(),
             report_sequence: 0,
-            opened_connection_count: 0,
+            new_connection_count: 0,
             hashers: vec![(plan.rss_key.clone(), plan.rss_key.toeplitz_tables())],
             hasher_index_by_group: Vec::new(),
             eligible_by_position: vec![true; plan.servers.len()],
@@ -145,18 +148,18 @@ impl SimulatedCluster {
         self.rss_configs.len() * usize::from(self.plan.cores_per_server)
     }
 
-    /// Sets whether the server at `position` takes new connections from the next report on.
-    pub fn set_eligible(&mut self, position: usize, is_eligible: bool) {
-        self.eligible_by_position[position] = is_eligible;
+    /// Sets whether the server at position `server_position` takes new connections from the next report on.
+    pub fn set_eligible(&mut self, server_position: usize, is_eligible: bool) {
+        self.eligible_by_position[server_position] = is_eligible;
     }
 
     /// Makes each placement count as one request, as [`Pool::counting_placements_as_requests`] does.
-    pub fn count_placements_as_requests(&mut self) {
+    pub fn enable_counting_placements_as_requests(&mut self) {
         self.counts_placements_as_requests = true;
     }
 
     /// Makes the servers report to rack controllers from the next report on.
-    pub fn set_racks(&mut self, rack_controllers: RackControllers) {
+    pub fn set_rack_controllers(&mut self, rack_controllers: RackControllers) {
         self.rack_controllers = Some(rack_controllers);
     }
 
@@ -167,7 +170,7 @@ impl SimulatedCluster {
 
     /// Makes every agent report, computes a placement table by `policy`, and installs it. `busy_ns` is each core's
     /// total busy time so far, and `open_connections` is each server's number of open connections. Panics if
-    /// `measured_ns` is not after the previous report's.
+    /// `measured_ns` is not later than at the previous report.
     pub fn report_and_install_table(
         &mut self,
         measured_ns: u64,
@@ -179,8 +182,8 @@ impl SimulatedCluster {
         self.install_table(table);
     }
 
-    /// Does the same as [`SimulatedCluster::report`], except that the table becomes active only by
-    /// [`SimulatedCluster::install_table`]. Panics in the same cases.
+    /// Makes every agent report and computes a placement table, like [`SimulatedCluster::report_and_install_table`].
+    /// The table becomes active only by [`SimulatedCluster::install_table`]. Panics in the same cases.
     pub fn report_and_compute_table(
         &mut self,
         measured_ns: u64,
@@ -188,37 +191,34 @@ impl SimulatedCluster {
         open_connections: &[u32],
         policy: &mut dyn Policy,
     ) -> PlacementTable {
-        self.compute_table_measured_at(
-            &vec![Some(measured_ns); self.rss_configs.len()],
-            busy_ns,
-            open_connections,
-            policy,
-        )
+        self.compute_table_at_times(&vec![Some(measured_ns); self.rss_configs.len()], busy_ns, open_connections, policy)
     }
 
-    /// Does the same as [`SimulatedCluster::report`] with a time of measurement for each server, or `None` for a server
-    /// that has not reported yet. Panics if a time is not after the server's previous one.
-    pub fn report_measured_at(
+    /// Does the same as [`SimulatedCluster::report_and_install_table`] with one time of measurement per server, or
+    /// `None` for a server that has not reported yet. Panics if a time is not later than the server's previous one.
+    pub fn report_at_times_and_install(
         &mut self,
-        measured_ns: &[Option<u64>],
+        measured_ns_by_server: &[Option<u64>],
         busy_ns: &[u64],
         open_connections: &[u32],
         policy: &mut dyn Policy,
     ) {
-        let table = self.compute_table_measured_at(measured_ns, busy_ns, open_connections, policy);
+        let table = self.compute_table_at_times(measured_ns_by_server, busy_ns, open_connections, policy);
         self.install_table(table);
     }
 
-    fn compute_table_measured_at(
+    fn compute_table_at_times(
         &mut self,
-        measured_ns: &[Option<u64>],
+        measured_ns_by_server: &[Option<u64>],
         busy_ns: &[u64],
         open_connections: &[u32],
         policy: &mut dyn Policy,
     ) -> PlacementTable {
         self.report_sequence += 1;
         let busy_ns_by_server = busy_ns.chunks(usize::from(self.plan.cores_per_server));
-        for ((tracker, busy_ns), measured_ns) in self.load_trackers.iter_mut().zip(busy_ns_by_server).zip(measured_ns) {
+        for ((tracker, busy_ns), measured_ns) in
+            self.load_trackers.iter_mut().zip(busy_ns_by_server).zip(measured_ns_by_server)
+        {
             let Some(measured_ns) = *measured_ns else { continue };
             let readings =
                 CoreReadings { report_sequence: self.report_sequence, measured_ns, busy_ns: busy_ns.to_vec() };
@@ -228,7 +228,7 @@ impl SimulatedCluster {
             is_eligible: self.eligible_by_position[position],
             loads: self.load_trackers[position].loads().cloned().map(ServerLoads::Local),
             rss: Some(self.rss_configs[position].clone()),
-            open_connections: open_connections[position],
+            open_connection_count: open_connections[position],
             ..PoolServer::new(*id)
         });
         let servers: Vec<PoolServer> = servers.collect();
@@ -236,26 +236,26 @@ impl SimulatedCluster {
             Some(rack_controllers) => rack_controllers.build_pool(servers, self.plan.bucket_count),
             None => Pool::new(servers, 1),
         };
-        let pool = pool.with_opened_connections(std::mem::take(&mut self.opened_connection_count));
+        let pool = pool.with_opened_connections(std::mem::take(&mut self.new_connection_count));
         let pool = if self.counts_placements_as_requests { pool.counting_placements_as_requests() } else { pool };
         policy.compute_table(&pool, self.plan.bucket_count, self.report_sequence)
     }
 
-    /// Activates a placement table as the data plane does. Its counts of assignments start at 0, and the round-robin
-    /// counter continues.
+    /// Activates a placement table as the data plane does. Its counts of assigned connections start at 0, and the
+    /// round-robin counter continues.
     pub fn install_table(&mut self, table: PlacementTable) {
         self.placement_state = PlacementState {
             round_robin_counter: self.placement_state.round_robin_counter,
             ..PlacementState::for_table(&table)
         };
         self.hasher_index_by_group.clear();
-        for key in &table.groups {
-            let known_position = self.hashers.iter().position(|(known_key, _)| known_key == key);
-            let position = known_position.unwrap_or_else(|| {
+        for key in &table.rss_key_by_group {
+            let known_hasher_index = self.hashers.iter().position(|(known_key, _)| known_key == key);
+            let hasher_index = known_hasher_index.unwrap_or_else(|| {
                 self.hashers.push((key.clone(), key.toeplitz_tables()));
                 self.hashers.len() - 1
             });
-            self.hasher_index_by_group.push(position);
+            self.hasher_index_by_group.push(hasher_index);
         }
         self.placement_table = table;
     }
@@ -263,20 +263,20 @@ impl SimulatedCluster {
     /// Places a new connection and returns the index of its core. The load balancer selects the server, whose RSS
     /// selects the core. Panics before the first report, because no table is active.
     pub fn place_connection(&mut self, connection: &FourTuple) -> usize {
-        self.opened_connection_count += 1;
+        self.new_connection_count += 1;
         let bytes = connection.bytes();
         let (hashers, hasher_index_by_group) = (&self.hashers, &self.hasher_index_by_group);
-        let hash_of_group = |group: usize| hashers[hasher_index_by_group[group]].1.hash(&bytes);
+        let hash_for_group = |group: usize| hashers[hasher_index_by_group[group]].1.hash(&bytes);
         let server = self
             .placement_table
-            .select_server_by_hash(&mut self.placement_state, hash_of_group)
+            .select_server_by_hash(&mut self.placement_state, hash_for_group)
             .expect("a table in which all are eligible");
         let position = self.plan.servers.binary_search(&server).expect("a server of the fleet");
         self.core_index(position, self.hashers[0].1.hash(&bytes))
     }
 
-    /// Returns the index of the core that the connection would reach on each server, in the order of servers.
-    pub fn reachable_cores(&self, connection: &FourTuple) -> impl Iterator<Item = usize> {
+    /// Returns, for each server in order, the index of the core that the connection would reach on it.
+    pub fn reachable_core_indexes(&self, connection: &FourTuple) -> impl Iterator<Item = usize> {
         let hash = self.hashers[0].1.hash(&connection.bytes());
         (0..self.rss_configs.len()).map(move |position| self.core_index(position, hash))
     }
@@ -286,14 +286,14 @@ impl SimulatedCluster {
         self.hashers[0].1.hash(&connection.bytes())
     }
 
-    /// Returns the indirection table of the server at position `position`.
-    pub fn indirection_table(&self, position: usize) -> &IndirectionTable {
-        &self.rss_configs[position].indirection_table
+    /// Returns the indirection table of the server at position `server_position`.
+    pub fn indirection_table(&self, server_position: usize) -> &IndirectionTable {
+        &self.rss_configs[server_position].indirection_table
     }
 
-    fn core_index(&self, position: usize, hash: u32) -> usize {
-        position * usize::from(self.plan.cores_per_server)
-            + usize::from(self.rss_configs[position].indirection_table.queue_of_hash(hash))
+    fn core_index(&self, server_position: usize, rss_hash: u32) -> usize {
+        server_position * usize::from(self.plan.cores_per_server)
+            + usize::from(self.rss_configs[server_position].indirection_table.queue_for_hash(rss_hash))
     }
 }
 
@@ -301,10 +301,10 @@ impl RackControllers {
     /// Returns the controller's pool of servers, with a summary of each rack.
     fn build_pool(&mut self, servers: Vec<PoolServer>, bucket_count: BucketCount) -> Pool {
         let rack_count = self.policies.len();
-        let first_server_of = |rack: usize| rack * servers.len() / rack_count;
+        let first_server_position = |rack: usize| rack * servers.len() / rack_count;
         let summaries = self.policies.iter_mut().enumerate().map(|(rack, policy)| {
-            let pool = Pool::new(servers[first_server_of(rack)..first_server_of(rack + 1)].to_vec(), 1);
-            Arc::new(RackSummary::of(&pool, policy.as_mut(), bucket_count, self.max_candidates_per_bucket))
+            let pool = Pool::new(servers[first_server_position(rack)..first_server_position(rack + 1)].to_vec(), 1);
+            Arc::new(RackSummary::from_pool(&pool, policy.as_mut(), bucket_count, self.max_candidates_per_bucket))
         });
         let summaries = summaries.collect();
         let servers = servers.into_iter().map(|server| PoolServer { loads: None, ..server });
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_reach_the_core_that_table_and_rss_select() {
+    fn connections_reach_the_core_that_placement_table_and_rss_select() {
         for name in ["hash", "rr", "pow2", "crossrss", "crossrss-plus"] {
             let (mut fleet, mut policy) =
                 (three_server_fleet(IndirectionTableDraw::Independent), policy_by_name(name, 1).unwrap());
@@ -355,16 +355,16 @@ mod tests {
             }
             let (table, mut state) = (fleet.placement_table.clone(), PlacementState::for_table(&fleet.placement_table));
             for port in 1..500 {
-                let expected = table.select_server(&mut state, &connection(port)).unwrap();
-                let position = fleet.plan.servers.iter().position(|server| *server == expected).unwrap();
-                let expected = fleet.reachable_cores(&connection(port)).nth(position).unwrap();
-                assert_eq!(fleet.place_connection(&connection(port)), expected, "{name}, port {port}");
+                let expected_server = table.select_server(&mut state, &connection(port)).unwrap();
+                let position = fleet.plan.servers.iter().position(|server| *server == expected_server).unwrap();
+                let expected_core_index = fleet.reachable_core_indexes(&connection(port)).nth(position).unwrap();
+                assert_eq!(fleet.place_connection(&connection(port)), expected_core_index, "{name}, port {port}");
             }
         }
     }
 
     #[test]
-    fn loaded_cores_get_no_new_connections() {
+    fn busy_cores_get_no_new_connections() {
         let (mut fleet, mut policy) =
             (three_server_fleet(IndirectionTableDraw::Balanced), policy_by_name("crossrss", 1).unwrap());
         let mut busy_ns = vec![100_000_000; 12];

@@ -10,7 +10,7 @@ use crate::cookie::CookieKey;
 /// Method by which a service's packets are forwarded to its servers (`enum forwarding` of `bpf/include/intf.h`).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Forwarding {
-    /// Packets are sent to the server's MAC address, so the server is on the load balancer's segment.
+    /// Packets are sent to the server's MAC address, so the server must be on the load balancer's network segment.
     #[default]
     L2,
     /// Packets are encapsulated in IP (RFC 2003, RFC 2473, RFC 4213).
@@ -28,7 +28,7 @@ impl Forwarding {
         self as u32
     }
 
-    /// Returns the method's name in configuration and protobuf messages.
+    /// Returns the name of the method in configuration and protobuf messages.
     pub fn name(self) -> &'static str {
         match self {
             Forwarding::L2 => "l2",
@@ -42,7 +42,7 @@ impl Forwarding {
         self != Forwarding::L2
     }
 
-    /// Returns the length in bytes of the outer header of packets to `server`.
+    /// Returns the length in bytes of the outer headers of packets to `server`.
     pub fn overhead_bytes(self, server: IpAddr) -> usize {
         let ip_header_bytes = if server.is_ipv4() { 20 } else { 40 };
         match self {
@@ -53,7 +53,7 @@ impl Forwarding {
     }
 }
 
-/// Error returned for a name that no forwarding method has.
+/// Error returned for the name of an unknown forwarding method.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("forwarding {0:?} is not known: expected \"l2\", \"ipip\" or \"gue\"")]
 pub struct UnknownForwarding(pub String);
@@ -67,13 +67,13 @@ impl std::str::FromStr for Forwarding {
     }
 }
 
-/// Returns the source port of GUE for a flow, as `flow_port()` of `bpf/lb/emit_gue.h` does. It is also the flow label
-/// in an IPv6 outer header. `ports` are in network byte order, or 0 if unknown (later fragments, ICMP).
-pub fn gue_source_port(client: IpAddr, ports: [u8; 4]) -> u16 {
+/// Returns the source port of GUE packets for a flow, as `flow_port()` of `bpf/lb/emit_gue.h` does. It is also the flow
+/// label in an IPv6 outer header. `port_bytes` are in network byte order, or 0 if unknown (later fragments, ICMP).
+pub fn gue_source_port(client: IpAddr, port_bytes: [u8; 4]) -> u16 {
     const FIRST_PORT: u16 = 0xc000;
     const HASH_FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
     let folded_client = fold_client_address(&CookieKey { k0: HASH_FACTOR, k1: HASH_FACTOR }, client);
-    let hash_input = u64::from(folded_client) | u64::from(u32::from_ne_bytes(ports)) << 32;
+    let hash_input = u64::from(folded_client) | u64::from(u32::from_ne_bytes(port_bytes)) << 32;
     FIRST_PORT | (hash_input.wrapping_mul(HASH_FACTOR) >> 50) as u16
 }
 
@@ -104,26 +104,26 @@ mod tests {
             |client: u32| IpAddr::from(Ipv6Addr::from_bits(ipv6_prefix + u128::from(client))),
             |client: u32| IpAddr::from(Ipv6Addr::from_bits(ipv6_prefix + (u128::from(client) << 64))),
         );
-        let ports_of_one_client =
+        let gue_ports_of_one_client =
             |client: IpAddr| (32_768..60_960).map(|source_port| gue_port(client, source_port)).collect::<Vec<u16>>();
-        let ports_of_many_clients = |client: &dyn Fn(u32) -> IpAddr| {
+        let gue_ports_of_many_clients = |client: &dyn Fn(u32) -> IpAddr| {
             (0..28_192).map(|number| gue_port(client(number), 40_000)).collect::<Vec<u16>>()
         };
-        let port_lists = [
-            ports_of_one_client(ipv4(1)),
-            ports_of_one_client(ipv6_by_low_bits(1)),
-            ports_of_many_clients(&ipv4),
-            ports_of_many_clients(&ipv6_by_low_bits),
-            ports_of_many_clients(&ipv6_by_high_bits),
+        let gue_port_lists = [
+            gue_ports_of_one_client(ipv4(1)),
+            gue_ports_of_one_client(ipv6_by_low_bits(1)),
+            gue_ports_of_many_clients(&ipv4),
+            gue_ports_of_many_clients(&ipv6_by_low_bits),
+            gue_ports_of_many_clients(&ipv6_by_high_bits),
         ];
-        for ports in port_lists {
-            let mut counts_by_remainder = [0u32; 16];
-            ports.iter().for_each(|port| counts_by_remainder[usize::from(port % 16)] += 1);
+        for ports in gue_port_lists {
+            let mut port_count_by_remainder = [0u32; 16];
+            ports.iter().for_each(|port| port_count_by_remainder[usize::from(port % 16)] += 1);
             assert!(ports.iter().all(|port| *port >= 0xc000));
             let mean_count = ports.len() as u32 / 16;
             assert!(
-                counts_by_remainder.iter().all(|count| count.abs_diff(mean_count) < mean_count / 5),
-                "{counts_by_remainder:?}"
+                port_count_by_remainder.iter().all(|count| count.abs_diff(mean_count) < mean_count / 5),
+                "{port_count_by_remainder:?}"
             );
         }
     }

@@ -1,8 +1,6 @@
-//! Health checks of servers and the verdicts that they lead to.
+//! Health checks of servers and the verdicts that result from them.
 //!
 //! * [`HealthCheck`] has the request to a server, and the interval between requests.
-//! * [`HealthTracker`] has one observer's verdict, which thresholds of failures and successes change.
-//! * [`majority_verdicts`] combines the verdicts of several observers (load balancers).
 //!
 //! A server without any verdict counts as up, because a load balancer that has just started must not take a working
 //! pool out of service.
@@ -15,7 +13,7 @@ use std::time::Duration;
 /// Configuration of the health checks of a service's servers.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HealthCheck {
-    /// Kind of check that is made.
+    /// Kind of health check, with its parameters.
     pub probe: Probe,
     /// Address to which checks of a server are sent.
     pub probe_address: ProbeAddress,
@@ -25,7 +23,7 @@ pub struct HealthCheck {
     pub interval: Duration,
     /// Time after which a check without an answer counts as failed.
     pub timeout: Duration,
-    /// Numbers of consecutive results that change the verdict.
+    /// Numbers of consecutive results after which the verdict changes.
     pub thresholds: Thresholds,
     /// Maximum fraction of the interval by which a check may start early.
     pub jitter: Jitter,
@@ -36,7 +34,7 @@ pub struct HealthCheck {
 pub enum Probe {
     /// Load balancers check that a TCP connection opens.
     Tcp,
-    /// Load balancers check that a request over HTTP/1.1 is answered.
+    /// Load balancers check that a server answers a request over HTTP/1.1.
     Http(HttpProbe),
     /// Load balancers check as with `Http`, but over TLS.
     Https(HttpProbe, CertificateVerification),
@@ -59,11 +57,11 @@ impl Probe {
 /// HTTP request of a health check, and the status codes with which the check passes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HttpProbe {
-    /// Path and query of the requested URL, from the slash on.
+    /// Path and query of the requested URL, starting with a slash.
     pub path: String,
-    /// Host header and name expected in the certificate, or `None` for the address to which checks are sent.
+    /// Host header, and name expected in the certificate, or `None` for the address to which checks are sent.
     pub host: Option<String>,
-    /// Status codes of answers with which the check passes.
+    /// Status codes with which the check passes.
     pub expected_status: StatusRange,
 }
 
@@ -121,7 +119,7 @@ pub enum CertificateVerification {
 pub enum ProbeAddress {
     /// The VIP, to which clients connect. Every server has it as a local address.
     Vip,
-    /// The server's own address.
+    /// The address of the server itself.
     Server,
 }
 
@@ -138,10 +136,11 @@ impl ProbeAddress {
     }
 }
 
-/// Treatment of new connections if no server that could take them is up.
+/// Treatment of new connections when no eligible server is up.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum WhenAllDown {
-    /// New connections go to every server as if up, because checks err more often than all servers fail at once.
+    /// New connections go to every server as if all were up, because checks err more often than all servers fail at
+    /// once.
     #[default]
     FailOpen,
     /// New connections are dropped.
@@ -149,7 +148,7 @@ pub enum WhenAllDown {
 }
 
 impl WhenAllDown {
-    /// All treatments of new connections.
+    /// All treatments of new connections when no server is up.
     pub const ALL: [Self; 2] = [Self::FailOpen, Self::Drop];
 
     /// Returns the name of this treatment in the fleet document.
@@ -161,7 +160,7 @@ impl WhenAllDown {
     }
 }
 
-/// Numbers of consecutive results of health checks that change the verdict.
+/// Numbers of consecutive results of health checks after which the verdict changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Thresholds {
     rise: u32,
@@ -169,17 +168,17 @@ pub struct Thresholds {
 }
 
 impl Thresholds {
-    /// Returns thresholds at which `rise` successes make a server up and `fall` failures down, or `None` if one is 0.
+    /// Returns thresholds of `rise` successes for up and `fall` failures for down, or `None` if either number is 0.
     pub fn new(rise: u32, fall: u32) -> Option<Self> {
         (rise > 0 && fall > 0).then_some(Self { rise, fall })
     }
 
-    /// Returns the number (at least 1) of consecutive successes that make a server up that was down.
+    /// Returns the number (at least 1) of consecutive successes after which a down server counts as up.
     pub fn rise(self) -> u32 {
         self.rise
     }
 
-    /// Returns the number (at least 1) of consecutive failures that make a server down.
+    /// Returns the number (at least 1) of consecutive failures after which a server counts as down.
     pub fn fall(self) -> u32 {
         self.fall
     }
@@ -200,8 +199,8 @@ impl Jitter {
         self.0
     }
 
-    /// Returns the time until the next check, between a tenth of `interval` and the whole. `draw` is a random number
-    /// from 0 to 1.
+    /// Returns the time until the next check, which is from a tenth of `interval` up to the whole. `draw` is a random
+    /// number from 0 to 1.
     pub fn jittered_interval(self, interval: Duration, draw: f64) -> Duration {
         interval.mul_f64((1.0 - self.0 * draw.clamp(0.0, 1.0)).max(0.1))
     }
@@ -216,14 +215,14 @@ pub enum HealthVerdict {
     Down,
 }
 
-/// State of one observer's health checks of one server.
+/// State of the health checks of one server by one observer (load balancer).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HealthTracker {
     verdict: Option<HealthVerdict>,
     /// Number of consecutive results that contradict the verdict.
-    contrary_results: u32,
-    /// Number of consecutive checks without a result.
-    checks_without_result: u32,
+    contrary_result_count: u32,
+    /// Number of consecutive checks without a result, because of faults of the observer.
+    consecutive_local_fault_count: u32,
 }
 
 impl HealthTracker {
@@ -232,29 +231,29 @@ impl HealthTracker {
         self.verdict
     }
 
-    /// Records the result of a check, and returns whether the verdict changes. A server without a verdict is up after
-    /// one success, and down after `fall` failures.
+    /// Records the result of a check, and returns whether the verdict changes. A server without a verdict counts as up
+    /// after one success, and as down after `fall` failures.
     pub fn record_result(&mut self, has_passed: bool, thresholds: Thresholds) -> bool {
-        self.checks_without_result = 0;
+        self.consecutive_local_fault_count = 0;
         let (is_contrary, threshold, new_verdict) = match self.verdict {
             None if has_passed => (true, 1, HealthVerdict::Up),
             None => (true, thresholds.fall, HealthVerdict::Down),
             Some(HealthVerdict::Up) => (!has_passed, thresholds.fall, HealthVerdict::Down),
             Some(HealthVerdict::Down) => (has_passed, thresholds.rise, HealthVerdict::Up),
         };
-        self.contrary_results = if is_contrary { self.contrary_results + 1 } else { 0 };
-        if self.contrary_results < threshold {
+        self.contrary_result_count = if is_contrary { self.contrary_result_count + 1 } else { 0 };
+        if self.contrary_result_count < threshold {
             return false;
         }
         *self = Self { verdict: Some(new_verdict), ..Self::default() };
         true
     }
 
-    /// Records that the observer could not check because of a fault of its own. After `fall` such faults in a row,
+    /// Records that the observer could not check because of a fault of its own. After `fall` consecutive faults,
     /// withdraws the verdict and returns true.
     pub fn record_local_fault(&mut self, thresholds: Thresholds) -> bool {
-        self.checks_without_result += 1;
-        if self.verdict.is_none() || self.checks_without_result < thresholds.fall {
+        self.consecutive_local_fault_count += 1;
+        if self.verdict.is_none() || self.consecutive_local_fault_count < thresholds.fall {
             return false;
         }
         *self = Self::default();
@@ -262,8 +261,7 @@ impl HealthTracker {
     }
 }
 
-/// Returns the verdict of the majority of observers about each target. A tie, or a lack of observers, keeps the verdict
-/// of `previous_verdict`.
+/// Returns the verdict of the majority of observers about each target. A tie keeps the verdict of `previous_verdict`.
 ///
 /// An observer that finds every server down while another one finds a server up is cut off from the servers, so it does
 /// not count.
@@ -275,13 +273,13 @@ pub fn majority_verdicts<T: Ord + Clone>(
         verdict_by_target.values().any(|verdict| *verdict == HealthVerdict::Up)
     };
     let is_any_server_up = observers.iter().any(|verdict_by_target| finds_server_up(verdict_by_target));
-    let mut up_minus_down: BTreeMap<&T, i64> = BTreeMap::new();
+    let mut up_surplus_by_target: BTreeMap<&T, i64> = BTreeMap::new();
     for verdict_by_target in observers.iter().filter(|seen| !is_any_server_up || finds_server_up(seen)) {
         for (target, verdict) in *verdict_by_target {
-            *up_minus_down.entry(target).or_default() += if *verdict == HealthVerdict::Up { 1 } else { -1 };
+            *up_surplus_by_target.entry(target).or_default() += if *verdict == HealthVerdict::Up { 1 } else { -1 };
         }
     }
-    let decide_target = |(target, balance): (&T, i64)| {
+    let decide_verdict = |(target, balance): (&T, i64)| {
         let verdict = match balance {
             1.. => HealthVerdict::Up,
             0 => previous_verdict(target),
@@ -289,7 +287,7 @@ pub fn majority_verdicts<T: Ord + Clone>(
         };
         (target.clone(), verdict)
     };
-    up_minus_down.into_iter().map(decide_target).collect()
+    up_surplus_by_target.into_iter().map(decide_verdict).collect()
 }
 
 #[cfg(test)]

@@ -1,24 +1,23 @@
-//! Activation times of the fleet's keys on a server's TSval clock.
+//! Times, on a server's TSval clock, at which the fleet's cookie keys become active.
 
 use crate::cookie::{CookieKey, FleetCookieKeys};
 
 /// Delay (ms) until a new current key becomes active. No packet with a later TSval has been sent yet, because the
 /// kernel dates a packet ahead only by its pacing (net/ipv4/tcp_output.c, tcp_update_skb_after_send).
 const KEY_SWITCH_DELAY_MS: u32 = 1000;
-/// Age (ms) of the activation time that a key gets if it is active at once.
+/// Age (ms) that the activation time of a key has if the key becomes active at once.
 const IMMEDIATE_ACTIVATION_AGE_MS: u32 = 1 << 29;
-/// Maximum age (ms) of an activation time. An older one is moved on, because 32-bit times are compared by the sign of
+/// Maximum age (ms) of an activation time. Older times are renewed, because 32-bit times are compared by the sign of
 /// their difference.
 const MAX_ACTIVATION_AGE_MS: u32 = 1 << 30;
 
-/// Returns the TSval from which the keys `new_keys` are active. The keys `previous_keys` have been active since
-/// `switch_ms`.
+/// Returns the TSval from which `new_keys` are active. `previous_keys` have been active since `switch_ms`.
 pub fn activation_time_ms(
     (previous_keys, switch_ms): &(FleetCookieKeys, u32),
     new_keys: &FleetCookieKeys,
     now_ms: u32,
 ) -> u32 {
-    let stamping_key = |keys: &FleetCookieKeys| keys.keys[keys.current.get()];
+    let stamping_key = |keys: &FleetCookieKeys| keys.keys[keys.current_key_index.get()];
     if previous_keys.keys == [CookieKey { k0: 0, k1: 0 }; 2] {
         now_ms.wrapping_sub(IMMEDIATE_ACTIVATION_AGE_MS)
     } else if stamping_key(previous_keys) != stamping_key(new_keys) {
@@ -28,7 +27,7 @@ pub fn activation_time_ms(
     }
 }
 
-/// Returns the activation time `switch_ms`, moved on if it is so old that it would soon seem to be in the future.
+/// Returns the activation time `switch_ms`, or a later one if it is so old that it would soon seem to be in the future.
 pub fn renew_activation_time_ms(switch_ms: u32, now_ms: u32) -> u32 {
     let age_ms = now_ms.wrapping_sub(switch_ms);
     // From an age of 2^31 ms on, a time seems to be in the future.
@@ -45,12 +44,15 @@ mod tests {
 
     use super::*;
 
-    fn fleet_keys(first: u64, second: u64, current: KeyIndex) -> FleetCookieKeys {
-        FleetCookieKeys { keys: [first, second].map(|k0| CookieKey { k0, k1: 0 }), current }
+    fn fleet_keys(first_key_word: u64, second_key_word: u64, current: KeyIndex) -> FleetCookieKeys {
+        FleetCookieKeys {
+            keys: [first_key_word, second_key_word].map(|k0| CookieKey { k0, k1: 0 }),
+            current_key_index: current,
+        }
     }
 
     #[test]
-    fn key_switch_is_in_the_future_and_stays_fixed() {
+    fn new_current_key_becomes_active_after_a_fixed_delay() {
         use KeyIndex::{First, Second};
         let no_keys = (fleet_keys(0, 0, First), 0);
         assert_eq!(
@@ -74,12 +76,12 @@ mod tests {
     }
 
     #[test]
-    fn key_switch_does_not_repeat_when_time_wraps() {
+    fn key_switch_does_not_repeat_when_the_tsval_clock_wraps() {
         let current_keys = fleet_keys(1, 2, KeyIndex::First);
         let (mut now_ms, mut switch_ms) = (5u32, 1005);
         for step in 0..100_000 {
-            let stamping_index = current_keys.keys_for_tsval(now_ms, switch_ms).current;
-            assert_eq!(stamping_index == current_keys.current, step > 0, "{now_ms} {switch_ms}");
+            let stamping_key_index = current_keys.keys_for_tsval(now_ms, switch_ms).current_key_index;
+            assert_eq!(stamping_key_index == current_keys.current_key_index, step > 0, "{now_ms} {switch_ms}");
             now_ms = now_ms.wrapping_add(123_456);
             switch_ms = renew_activation_time_ms(switch_ms, now_ms);
         }

@@ -3,17 +3,17 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
-/// Weight of the newest value in a moving average, above 0 and at most 1: load = alpha x new + (1 - alpha) x old.
+/// Weight `alpha` of the newest value in a moving average: load = alpha x new + (1 - alpha) x old, with 0 < alpha <= 1.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SmoothingWeight(f64);
 
-/// Error returned for a weight that is not above 0, or above 1.
+/// Error returned for a [`SmoothingWeight`] that is not above 0, or above 1.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("alpha {0}: expected a number above 0, at most 1")]
 pub struct SmoothingWeightOutOfRange(pub f64);
 
 impl SmoothingWeight {
-    /// Weight published for CrossRSS, which is the default.
+    /// Weight in the CrossRSS paper, which is the default.
     pub const PAPER_VALUE: SmoothingWeight = SmoothingWeight(0.5);
 
     /// Returns the weight `value`. Fails if `value` is not above 0, or above 1.
@@ -27,18 +27,18 @@ impl SmoothingWeight {
     }
 }
 
-/// Busy times of a server's cores in one report, as absolute values.
+/// Absolute busy times of a server's cores, as in one report of its agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CoreReadings {
     /// Sequence number, which grows with every report of one agent process.
     pub report_sequence: u64,
     /// Time of the measurement on the server's monotonic clock (ns).
     pub measured_ns: u64,
-    /// Busy time of each core since some fixed time (ns).
+    /// Busy time of each core since a fixed time (ns).
     pub busy_ns: Vec<u64>,
 }
 
-/// Reason for which a report's readings are rejected.
+/// Reason for which the readings of a report are rejected.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum RejectedReadings {
     /// The report is late, or was sent twice.
@@ -60,40 +60,41 @@ pub enum RejectedReadings {
     /// The report has no cores.
     #[error("a report without cores")]
     NoCores,
-    /// A core reports more work than it can do in the time between two reports.
+    /// A core was busy for longer than is possible between two reports.
     #[error("core {core} was busy for {load:.1} times the time that passed: expected at most {MAX_LOAD}")]
     ImpossibleLoad {
         /// Index of the core.
         core: usize,
-        /// Load as a fraction of the core's capacity.
+        /// Load of the core as a fraction of its capacity.
         load: f64,
     },
 }
 
-/// Maximum load of a core in one report interval, as a fraction of its capacity. A core is never busier than 1, but the
-/// kernel may book time late (once a second on a CPU without ticks). A report with a higher load is rejected. The next
-/// report counts from the last accepted one, so late bookings then come within the limit. A false report cannot raise
-/// the average by more than the limit allows.
+/// Maximum load of a core in one report interval, as a fraction of its capacity. Reports with a higher load are
+/// rejected. A core is never busier than 1, but the kernel may book time late (once a second on a CPU without ticks).
+/// The next report counts from the last accepted one, so the limit then covers the late bookings. A false report cannot
+/// raise the average by more than the limit allows.
 pub const MAX_LOAD: f64 = 16.0;
 
-/// Loads of one server's cores by receive queue, as fractions of their capacity. They are created once per report and
-/// then shared. Clones refer to the same loads, and compare at no cost.
+/// Loads of one server's cores by receive queue, as fractions of their capacity. They are created once per report.
+/// Clones share the same loads, so that a comparison costs nothing.
 #[derive(Debug, Clone)]
 pub struct CoreLoads {
     load_by_core: Arc<[f64]>,
-    sum: f64,
+    load_sum: f64,
 }
 
 impl CoreLoads {
-    /// Returns the sum of all cores' loads, added in their order so that the controller and racks get the same number.
-    pub fn sum(&self) -> f64 {
-        self.sum
+    /// Returns the sum of the cores' loads, added in order so that the controller and rack controllers get the same
+    /// number.
+    pub fn load_sum(&self) -> f64 {
+        self.load_sum
     }
 }
 
 impl From<Vec<f64>> for CoreLoads {
     fn from(load_by_core: Vec<f64>) -> Self {
-        Self { sum: load_by_core.iter().sum(), load_by_core: load_by_core.into() }
+        Self { load_sum: load_by_core.iter().sum(), load_by_core: load_by_core.into() }
     }
 }
 
@@ -117,28 +118,28 @@ impl PartialEq for CoreLoads {
     }
 }
 
-/// Tracker of the smoothed loads of one server's cores.
+/// Tracker that computes the smoothed loads of one server's cores from its reports.
 #[derive(Debug, Clone, Default)]
 pub struct LoadTracker {
     newest_readings: Option<CoreReadings>,
     loads: Option<CoreLoads>,
-    /// Whether the previous readings may be of an earlier stream of reports.
+    /// Whether the previous readings may come from an earlier stream of reports, because the agent restarted.
     is_new_stream: bool,
 }
 
 impl LoadTracker {
-    /// Processes a report. Loads exist from the second report on, because a rate needs two readings. Fails if the
-    /// report is older than the newest one, the server's clock did not advance, or the report has no cores. Readings of
-    /// an earlier stream never reject a report, because they may have been wrong.
+    /// Processes the readings of a report. Loads exist from the second report on, because a rate needs two readings.
+    /// Fails if the report is older than the newest one, the server's clock did not advance, or the report has no
+    /// cores. Readings of an earlier stream never cause a rejection, because they may have been wrong.
     ///
-    /// Tracking restarts if the number of cores changed, or if a counter went back because the server was rebooted.
+    /// Tracking restarts if the number of cores changed, or if a busy time decreased because the server was rebooted.
     pub fn record_report(&mut self, readings: CoreReadings, alpha: SmoothingWeight) -> Result<(), RejectedReadings> {
         if readings.busy_ns.is_empty() {
             return Err(RejectedReadings::NoCores);
         }
         if let Some(newest_readings) = &self.newest_readings {
             match core_loads_since(newest_readings, &readings, self.is_new_stream) {
-                Ok(Some(new_loads)) => self.smooth(new_loads, alpha),
+                Ok(Some(new_loads)) => self.update_smoothed_loads(new_loads, alpha),
                 Ok(None) => self.loads = None,
                 Err(_) if self.is_new_stream => self.loads = None,
                 Err(rejection) => return Err(rejection),
@@ -149,8 +150,8 @@ impl LoadTracker {
         Ok(())
     }
 
-    /// Starts the stream of reports of a restarted agent, with new sequence numbers. The loads continue.
-    pub fn start_stream(&mut self) {
+    /// Starts a new stream of reports, with new sequence numbers, because the agent restarted. The loads are kept.
+    pub fn start_report_stream(&mut self) {
         self.is_new_stream = true;
     }
 
@@ -159,7 +160,7 @@ impl LoadTracker {
         self.loads.as_ref()
     }
 
-    fn smooth(&mut self, new_loads: Vec<f64>, alpha: SmoothingWeight) {
+    fn update_smoothed_loads(&mut self, new_loads: Vec<f64>, alpha: SmoothingWeight) {
         self.loads = Some(match &self.loads {
             Some(old_loads) => {
                 let smoothed_load =
@@ -171,45 +172,50 @@ impl LoadTracker {
     }
 }
 
-/// Returns whether the server was rebooted since `newest_readings`, because it has other cores, or a counter went back.
-fn has_rebooted(newest_readings: &CoreReadings, readings: &CoreReadings) -> bool {
-    newest_readings.busy_ns.len() != readings.busy_ns.len()
-        || newest_readings.busy_ns.iter().zip(&readings.busy_ns).any(|(old, new)| new < old)
+/// Returns whether the server was rebooted since `newest_readings`: its core count changed, or a busy time decreased.
+fn has_rebooted(newest_readings: &CoreReadings, new_readings: &CoreReadings) -> bool {
+    newest_readings.busy_ns.len() != new_readings.busy_ns.len()
+        || newest_readings.busy_ns.iter().zip(&new_readings.busy_ns).any(|(old, new)| new < old)
 }
 
-/// Returns the load of each core between two readings, or `None` if the server was rebooted.
+/// Returns the load of each core between two readings, or `None` if the server was rebooted meanwhile.
 fn core_loads_since(
     newest_readings: &CoreReadings,
-    readings: &CoreReadings,
+    new_readings: &CoreReadings,
     is_new_stream: bool,
 ) -> Result<Option<Vec<f64>>, RejectedReadings> {
-    if !is_new_stream && readings.report_sequence <= newest_readings.report_sequence {
+    if !is_new_stream && new_readings.report_sequence <= newest_readings.report_sequence {
         return Err(RejectedReadings::OutOfOrder {
-            sequence: readings.report_sequence,
+            sequence: new_readings.report_sequence,
             newest: newest_readings.report_sequence,
         });
     }
-    if has_rebooted(newest_readings, readings) {
+    if has_rebooted(newest_readings, new_readings) {
         return Ok(None);
     }
-    if readings.measured_ns <= newest_readings.measured_ns {
-        let (measured_ns, newest_ns) = (readings.measured_ns, newest_readings.measured_ns);
+    if new_readings.measured_ns <= newest_readings.measured_ns {
+        let (measured_ns, newest_ns) = (new_readings.measured_ns, newest_readings.measured_ns);
         return Err(RejectedReadings::ClockStalled { measured_ns, newest_ns });
     }
-    let core_loads = busy_fractions(newest_readings, readings);
+    let core_loads = core_busy_fractions(newest_readings, new_readings);
     match core_loads.iter().copied().enumerate().find(|(_, load)| *load > MAX_LOAD) {
         Some((core, load)) => Err(RejectedReadings::ImpossibleLoad { core, load }),
         None => Ok(Some(core_loads)),
     }
 }
 
-/// Returns the fraction of time for which each core was busy between two readings without a reboot.
-fn busy_fractions(newest_readings: &CoreReadings, readings: &CoreReadings) -> Vec<f64> {
-    let elapsed_ns = (readings.measured_ns - newest_readings.measured_ns) as f64;
-    newest_readings.busy_ns.iter().zip(&readings.busy_ns).map(|(old, new)| (new - old) as f64 / elapsed_ns).collect()
+/// Returns the fraction of time for which each core was busy between two readings. The server was not rebooted.
+fn core_busy_fractions(newest_readings: &CoreReadings, new_readings: &CoreReadings) -> Vec<f64> {
+    let elapsed_ns = (new_readings.measured_ns - newest_readings.measured_ns) as f64;
+    newest_readings
+        .busy_ns
+        .iter()
+        .zip(&new_readings.busy_ns)
+        .map(|(old, new)| (new - old) as f64 / elapsed_ns)
+        .collect()
 }
 
-/// Returns a load in the data plane's fixed point, where 1.0 is `LOAD_ONE`. Loads outside 0 to 4095 are clamped.
+/// Returns a load in the data plane's fixed-point format, where 1.0 is `LOAD_ONE`. Loads outside 0 to 4095 are clamped.
 pub fn load_to_fixed_point(load: f64) -> u32 {
     (load * f64::from(coreward_intf::LOAD_ONE)) as u32
 }
@@ -218,13 +224,13 @@ pub fn load_to_fixed_point(load: f64) -> u32 {
 mod tests {
     use super::*;
 
-    fn readings(sequence: u64, measured_ms: u64, busy_ms: &[u64]) -> CoreReadings {
+    fn readings(report_sequence: u64, measured_ms: u64, busy_ms: &[u64]) -> CoreReadings {
         let busy_ns = busy_ms.iter().map(|ms| ms * 1_000_000).collect();
-        CoreReadings { report_sequence: sequence, measured_ns: measured_ms * 1_000_000, busy_ns }
+        CoreReadings { report_sequence, measured_ns: measured_ms * 1_000_000, busy_ns }
     }
 
     #[test]
-    fn load_above_a_cores_capacity_is_rejected() {
+    fn report_with_an_impossible_load_is_rejected() {
         let mut tracker = LoadTracker::default();
         tracker.record_report(readings(1, 0, &[0, 0]), SmoothingWeight::PAPER_VALUE).unwrap();
         let rejection = tracker.record_report(readings(2, 100, &[0, 2000]), SmoothingWeight::PAPER_VALUE).unwrap_err();
@@ -235,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn loads_are_smoothed_rates() {
+    fn loads_are_moving_averages_of_busy_fractions() {
         let mut tracker = LoadTracker::default();
         tracker.record_report(readings(1, 0, &[0, 0]), SmoothingWeight::PAPER_VALUE).unwrap();
         assert_eq!(tracker.loads(), None);
@@ -268,22 +274,22 @@ mod tests {
             CoreReadings { report_sequence: u64::MAX, measured_ns: u64::MAX, busy_ns: vec![0] };
         tracker.record_report(last_possible_readings, SmoothingWeight::PAPER_VALUE).unwrap();
         assert!(tracker.record_report(readings(2, 100, &[10]), SmoothingWeight::PAPER_VALUE).is_err());
-        tracker.start_stream();
+        tracker.start_report_stream();
         tracker.record_report(readings(1, 200, &[20]), SmoothingWeight::PAPER_VALUE).unwrap();
         assert_eq!(tracker.loads(), None);
         tracker.record_report(readings(2, 300, &[70]), SmoothingWeight::PAPER_VALUE).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.5].into_iter().collect()));
-        tracker.start_stream();
+        tracker.start_report_stream();
         tracker.record_report(readings(1, 400, &[120]), SmoothingWeight::PAPER_VALUE).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.5].into_iter().collect()));
     }
 
     #[test]
-    fn reboot_restarts_the_tracking() {
+    fn reboot_restarts_load_tracking() {
         let mut tracker = LoadTracker::default();
         tracker.record_report(readings(1, 0, &[1000]), SmoothingWeight::PAPER_VALUE).unwrap();
         tracker.record_report(readings(2, 100, &[1100]), SmoothingWeight::PAPER_VALUE).unwrap();
-        tracker.start_stream();
+        tracker.start_report_stream();
         tracker.record_report(readings(1, 5, &[5]), SmoothingWeight::PAPER_VALUE).unwrap();
         assert_eq!(tracker.loads(), None);
     }

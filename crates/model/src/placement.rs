@@ -14,23 +14,23 @@ use coreward_intf as intf;
 use crate::rss::RssKey;
 use crate::{FourTuple, ServerId};
 
-/// Default time for which a placement table is valid. A restarted or newly elected controller makes new tables sooner.
+/// Default time for which a placement table is valid. A restarted or newly elected controller sends a new table sooner.
 pub const DEFAULT_TABLE_LIFETIME: Duration = Duration::from_secs(10);
 
 /// Number of buckets in a placement table, a power of two from 1 to 2048.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BucketCount(u32);
 
-/// Error returned for a number of buckets that is no power of two from 1 to 2048.
+/// Error returned for a number of buckets that is not a power of two from 1 to 2048.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0} buckets: expected a power of two from 1 to {max}", max = intf::MAX_BUCKETS)]
 pub struct BucketCountError(pub u64);
 
 impl BucketCount {
-    /// 128 buckets, as published (CrossRSS, CoNEXT'20) and as in most NICs' indirection tables.
+    /// Number of buckets in the CrossRSS paper (CoNEXT'20), which most NICs' indirection tables have, too.
     pub const PAPER_VALUE: BucketCount = BucketCount(128);
 
-    /// Returns a number of `count` buckets. Fails if `count` is no power of two from 1 to 2048.
+    /// Returns the number `count` as a number of buckets. Fails if `count` is not a power of two from 1 to 2048.
     pub fn new(count: u64) -> Result<Self, BucketCountError> {
         if count.is_power_of_two() && count <= u64::from(intf::MAX_BUCKETS) {
             Ok(Self(count as u32))
@@ -45,7 +45,7 @@ impl BucketCount {
     }
 
     /// Returns the bucket that a hash selects by its low bits.
-    pub fn bucket(self, hash: u32) -> u32 {
+    pub fn bucket_of_hash(self, hash: u32) -> u32 {
         hash & (self.0 - 1)
     }
 }
@@ -53,13 +53,14 @@ impl BucketCount {
 /// Rule by which the data plane selects the server of a new connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PlacementRule {
-    /// The server of the connection's bucket, by one look-up.
+    /// Selects the server of the connection's bucket, by one look-up.
     Table,
-    /// The bucket's candidate of least load, which includes the connections assigned since the table was installed.
+    /// Selects the bucket's candidate of least load. The load includes the connections assigned since the table was
+    /// installed.
     LeastAssigned,
-    /// The next member of the table in turn.
+    /// Selects the table's members in cyclic order.
     RoundRobin,
-    /// The less loaded of two members drawn by hash.
+    /// Selects the less loaded of two members that are drawn by hash.
     PowerOfTwo,
 }
 
@@ -73,38 +74,38 @@ impl PlacementRule {
         self as u32
     }
 
-    /// Returns the rule's name in `bpf/include/intf.h`, in lower case.
+    /// Returns the rule's name, which is its name in `bpf/include/intf.h` in lower case.
     pub fn name(self) -> &'static str {
         intf::PLACEMENT_RULE_NAMES[self as usize]
     }
 
-    /// Returns the rule with the name `name`, or `None` if no rule has it.
+    /// Returns the rule whose name is `name`, or `None` if there is no such rule.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|rule| rule.name() == name)
     }
 }
 
-/// A core of a server that is a candidate of a bucket.
+/// Core of a server that is a candidate for the connections of a bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CandidateCore {
     /// Server to which the core belongs.
     pub server: ServerId,
-    /// Load of the core in fixed point ([`crate::load::load_to_fixed_point`]).
+    /// Load of the core as a fixed-point number ([`crate::load::load_to_fixed_point`]).
     pub fixed_point_load: u32,
     /// Index of the core in [`PlacementTable::core_slots`].
     pub core_slot: u16,
 }
 
-/// A server that takes new connections, with its mean load.
+/// Server that takes new connections, with its mean load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableMember {
     /// Id of the server.
     pub server: ServerId,
-    /// Mean load of the server's cores in fixed point.
+    /// Mean load of the server's cores as a fixed-point number.
     pub fixed_point_load: u32,
 }
 
-/// A core of a server, identified by its receive queue.
+/// Core of a server, identified by its receive queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServerCore {
     /// Server to which the core belongs.
@@ -120,35 +121,36 @@ pub struct PlacementTable {
     pub generation: u64,
     /// Rule by which servers are selected.
     pub rule: PlacementRule,
-    /// Number of buckets.
+    /// Number of buckets in each group.
     pub bucket_count: BucketCount,
-    /// Toeplitz key of each group of candidates.
-    pub groups: Vec<RssKey>,
-    /// Number of candidates in each bucket of a group. If too few exist, the last candidate is repeated.
+    /// RSS key of each group of servers that share buckets, by which connections are hashed to buckets.
+    pub rss_key_by_group: Vec<RssKey>,
+    /// Number of candidates for each bucket of a group. If too few exist, the last candidate is repeated.
     pub candidates_per_bucket: u32,
-    /// Candidates of all groups and buckets, the best of a bucket first. Their number is `groups` x `bucket_count` x
+    /// Candidates by group, bucket and rank, the best first. Their number is the number of groups x `bucket_count` x
     /// `candidates_per_bucket`.
     pub candidates: Vec<CandidateCore>,
-    /// Load (fixed point) that each connection assigned since the table was installed adds to a core.
+    /// Load (fixed-point number) that each connection assigned since the table was installed adds to its core.
     pub assignment_cost: u32,
-    /// Core of each core slot. The slot counts the connections assigned to the core.
+    /// Core of each core slot. A slot has the number of connections assigned to its core.
     pub core_slots: Vec<ServerCore>,
-    /// Servers that take new connections, by id. Under [`PlacementRule::RoundRobin`] they are in the order of their
-    /// turns, once per turn.
+    /// Servers that take new connections, by id. Under [`PlacementRule::RoundRobin`], they are in the order of
+    /// selection, and servers of more weight occur several times.
     pub members: Vec<TableMember>,
-    /// Server of each bucket for connections that cannot carry a cookie. It changes only with the pool of servers.
+    /// Server of each bucket for connections that cannot carry a cookie. It changes only if the pool of servers
+    /// changes.
     pub consistent_servers: Vec<ServerId>,
     /// Previous server of each bucket, which may still have connections of the bucket (daisy chaining in Beamer,
     /// NSDI'18, Sect. 4.2). The list is empty if no bucket has moved.
     pub previous_consistent_servers: Vec<Option<ServerId>>,
-    /// Servers that are down, by id. Connections leave them if moving to another server is harmless.
+    /// Servers that are down, by id. Connections whose loss of state is harmless move to other servers.
     pub down_servers: Vec<ServerId>,
-    /// Age of the load of each of [`PlacementTable::core_slots`], counted in tables. An old load does not include
-    /// connections assigned since. The list is empty if all loads are new.
+    /// Age of the load of each core slot ([`PlacementTable::core_slots`]), as a number of tables. A load of age 0 is
+    /// new. An old load does not include connections assigned since. The list is empty if all loads are new.
     pub core_slot_ages: Vec<u32>,
 }
 
-/// Index of a table's core slots by core, by which the next table takes over the counts of assigned connections.
+/// Core slot of each core of a table, by which the next table takes over counts of assigned connections.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CoreSlotIndex {
     /// Generation number of the indexed table.
@@ -157,23 +159,28 @@ pub struct CoreSlotIndex {
 }
 
 impl CoreSlotIndex {
-    /// Returns the index of the core slots of `table`.
-    pub fn of(table: &PlacementTable) -> Self {
+    /// Returns the core slot of each core of `table`.
+    pub fn from_table(table: &PlacementTable) -> Self {
         let slots = table.core_slots.iter().enumerate().map(|(slot, core)| (*core, slot as u16));
         Self { generation: table.generation, slot_by_core: slots.collect() }
     }
 
-    /// Returns the initial counts of the table `next_table`, which are 0, or this table's for a core without a newer
-    /// load.
-    pub fn initial_assigned_counts(&self, next_table: &PlacementTable, count: impl Fn(u16) -> u32) -> Vec<u32> {
-        let initial_count_of_slot = |(slot, core): (usize, &ServerCore)| {
-            let age = next_table.core_slot_ages.get(slot).copied().unwrap_or(0);
+    /// Returns the initial counts of assigned connections of `next_table`. A count is 0, or that of this table if the
+    /// core has no newer load. `assigned_count_of_slot` returns this table's count.
+    pub fn initial_assigned_counts(
+        &self,
+        next_table: &PlacementTable,
+        assigned_count_of_slot: impl Fn(u16) -> u32,
+    ) -> Vec<u32> {
+        let initial_assigned_count = |(slot, core): (usize, &ServerCore)| {
+            let load_age_tables = next_table.core_slot_ages.get(slot).copied().unwrap_or(0);
             let is_newer_table = next_table.generation > self.generation;
-            let is_count_needed =
-                age > 0 && is_newer_table && next_table.generation.saturating_sub(age.into()) <= self.generation;
-            self.slot_by_core.get(core).filter(|_| is_count_needed).map_or(0, |slot| count(*slot))
+            let is_count_needed = load_age_tables > 0
+                && is_newer_table
+                && next_table.generation.saturating_sub(load_age_tables.into()) <= self.generation;
+            self.slot_by_core.get(core).filter(|_| is_count_needed).map_or(0, |slot| assigned_count_of_slot(*slot))
         };
-        next_table.core_slots.iter().enumerate().map(initial_count_of_slot).collect()
+        next_table.core_slots.iter().enumerate().map(initial_assigned_count).collect()
     }
 }
 
@@ -181,7 +188,7 @@ impl CoreSlotIndex {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PlacementState {
     /// Number of connections assigned since the table was installed, by core slot.
-    pub assigned_counts: Vec<u32>,
+    pub assigned_connection_counts: Vec<u32>,
     /// Counter of placements by [`PlacementRule::RoundRobin`].
     pub round_robin_counter: u64,
 }
@@ -189,12 +196,12 @@ pub struct PlacementState {
 impl PlacementState {
     /// Returns the initial state of a new table.
     pub fn for_table(table: &PlacementTable) -> Self {
-        Self { assigned_counts: vec![0; table.core_slots.len()], round_robin_counter: 0 }
+        Self { assigned_connection_counts: vec![0; table.core_slots.len()], round_robin_counter: 0 }
     }
 }
 
-/// Mixes a Toeplitz hash into two independent draws by the 64-bit finaliser of MurmurHash3, in which every input bit
-/// reaches every output bit. A draw from the hash's own low bits would depend on the bucket, and so on the core.
+/// Mixes a Toeplitz hash into two independent 32-bit random numbers, by the 64-bit finaliser of MurmurHash3. Every
+/// input bit affects every output bit. The hash's own low bits would depend on the bucket, and so on the core.
 pub fn mix_hash(hash: u32) -> u64 {
     let mut x = u64::from(hash) | 0x9e37_79b9 << 32;
     x ^= x >> 33;
@@ -204,20 +211,20 @@ pub fn mix_hash(hash: u32) -> u64 {
     x ^ x >> 33
 }
 
-/// Returns two draws below `count` from a mixed hash, by multiply and shift (Lemire 2019).
+/// Returns two random numbers below `count` from a mixed hash, by multiply and shift (Lemire 2019).
 pub fn draw_two_below(mixed_hash: u64, count: u32) -> (u32, u32) {
     let draw_below = |hash_half: u64| ((hash_half * u64::from(count)) >> 32) as u32;
     (draw_below(mixed_hash & 0xffff_ffff), draw_below(mixed_hash >> 32))
 }
 
 impl PlacementTable {
-    /// Returns a table without any eligible server.
+    /// Returns a table without eligible servers.
     pub fn empty(bucket_count: BucketCount) -> Self {
         Self {
             generation: 0,
             rule: PlacementRule::Table,
             bucket_count,
-            groups: Vec::new(),
+            rss_key_by_group: Vec::new(),
             candidates_per_bucket: 0,
             candidates: Vec::new(),
             assignment_cost: 0,
@@ -233,11 +240,11 @@ impl PlacementTable {
     /// Returns the server that the table selects for a new connection, or `None` if no server is eligible.
     pub fn select_server(&self, state: &mut PlacementState, tuple: &FourTuple) -> Option<ServerId> {
         let bytes = tuple.bytes();
-        self.select_server_by_hash(state, |group| self.groups[group].toeplitz_hash(&bytes))
+        self.select_server_by_hash(state, |group| self.rss_key_by_group[group].toeplitz_hash(&bytes))
     }
 
     /// Selects a server like [`PlacementTable::select_server`]. `hash_of_group` returns the connection's Toeplitz hash
-    /// under the key of each of [`PlacementTable::groups`], for callers that compute it faster.
+    /// under the key of each group ([`PlacementTable::rss_key_by_group`]), for callers that compute it faster.
     pub fn select_server_by_hash(
         &self,
         state: &mut PlacementState,
@@ -247,7 +254,7 @@ impl PlacementTable {
     }
 
     /// Selects a server like [`PlacementTable::select_server_by_hash`], but counts the connection as assigned only if
-    /// the server `can_take_connection` it. Otherwise the data plane sends the connection elsewhere.
+    /// `can_take_connection` is true for the server. Otherwise the data plane sends the connection elsewhere.
     pub fn select_and_count_server(
         &self,
         state: &mut PlacementState,
@@ -263,13 +270,13 @@ impl PlacementTable {
             }
             PlacementRule::LeastAssigned => self.choose_least_assigned(state, hash_of_group, can_take_connection),
             PlacementRule::RoundRobin => {
-                let turn_number = state.round_robin_counter;
+                let placement_number = state.round_robin_counter;
                 state.round_robin_counter += 1;
-                Some(self.members[(turn_number % self.members.len() as u64) as usize].server)
+                Some(self.members[(placement_number % self.members.len() as u64) as usize].server)
             }
             PlacementRule::PowerOfTwo => {
                 let (first_member, second_member) =
-                    self.two_members(if self.groups.is_empty() { 0 } else { hash_of_group(0) });
+                    self.draw_two_members(if self.rss_key_by_group.is_empty() { 0 } else { hash_of_group(0) });
                 Some(if second_member.fixed_point_load < first_member.fixed_point_load {
                     second_member.server
                 } else {
@@ -279,17 +286,20 @@ impl PlacementTable {
         }
     }
 
-    /// Returns the server of a connection without timestamps, whatever the loads.
+    /// Returns the server of a connection without timestamps, which does not depend on the loads.
     pub fn consistent_server(&self, tuple: &FourTuple) -> Option<ServerId> {
-        let key = self.groups.first()?;
-        self.consistent_servers.get(self.bucket_count.bucket(key.toeplitz_hash(&tuple.bytes())) as usize).copied()
+        let key = self.rss_key_by_group.first()?;
+        self.consistent_servers
+            .get(self.bucket_count.bucket_of_hash(key.toeplitz_hash(&tuple.bytes())) as usize)
+            .copied()
     }
 
-    /// Returns the candidates of a bucket of a group, the best first.
+    /// Returns the candidates of a group's bucket, the best first.
     pub fn bucket_candidates(&self, group: usize, bucket: u32) -> &[CandidateCore] {
         let candidates_per_bucket = self.candidates_per_bucket as usize;
-        let start = (group * self.bucket_count.get() as usize + bucket as usize) * candidates_per_bucket;
-        &self.candidates[start..start + candidates_per_bucket]
+        let first_candidate_index =
+            (group * self.bucket_count.get() as usize + bucket as usize) * candidates_per_bucket;
+        &self.candidates[first_candidate_index..first_candidate_index + candidates_per_bucket]
     }
 
     fn choose_least_assigned(
@@ -299,12 +309,14 @@ impl PlacementTable {
         can_take_connection: impl Fn(ServerId) -> bool,
     ) -> Option<ServerId> {
         let candidate_cost = |candidate: &CandidateCore| {
-            let assigned_count = state.assigned_counts.get(usize::from(candidate.core_slot)).copied().unwrap_or(0);
-            u64::from(candidate.fixed_point_load) + u64::from(assigned_count) * u64::from(self.assignment_cost)
+            let assigned_connection_count =
+                state.assigned_connection_counts.get(usize::from(candidate.core_slot)).copied().unwrap_or(0);
+            u64::from(candidate.fixed_point_load)
+                + u64::from(assigned_connection_count) * u64::from(self.assignment_cost)
         };
         let least_candidate = self.least_candidate(hash_of_group, candidate_cost)?;
         if let Some(assigned_count) = state
-            .assigned_counts
+            .assigned_connection_counts
             .get_mut(usize::from(least_candidate.core_slot))
             .filter(|_| can_take_connection(least_candidate.server))
         {
@@ -313,46 +325,47 @@ impl PlacementTable {
         Some(least_candidate.server)
     }
 
-    /// Returns the first candidate of least cost over all groups. Under the rule `Table` each group has one candidate.
+    /// Returns the first candidate of least cost among all groups. The rule `Table` uses only each bucket's first
+    /// candidate.
     fn least_candidate(
         &self,
         hash_of_group: impl Fn(usize) -> u32,
         cost: impl Fn(&CandidateCore) -> u64,
     ) -> Option<CandidateCore> {
         let candidate_count = if self.rule == PlacementRule::Table { 1 } else { self.candidates_per_bucket as usize };
-        let candidates = (0..self.groups.len()).flat_map(|group| {
-            let bucket = self.bucket_count.bucket(hash_of_group(group));
+        let candidates = (0..self.rss_key_by_group.len()).flat_map(|group| {
+            let bucket = self.bucket_count.bucket_of_hash(hash_of_group(group));
             &self.bucket_candidates(group, bucket)[..candidate_count]
         });
         // min_by_key takes the first of equal candidates, like the BPF program.
         candidates.min_by_key(|candidate| cost(candidate)).copied()
     }
 
-    fn two_members(&self, hash: u32) -> (TableMember, TableMember) {
+    fn draw_two_members(&self, hash: u32) -> (TableMember, TableMember) {
         let (first_index, second_index) = draw_two_below(mix_hash(hash), self.members.len() as u32);
         (self.members[first_index as usize], self.members[second_index as usize])
     }
 }
 
-/// Returns for each bucket the member whose hash with it is highest (highest random weight, Thaler and Ravishankar,
-/// 1998). If a member leaves, only its own buckets move.
-pub fn rendezvous_table(members: &[ServerId], buckets: BucketCount) -> Vec<ServerId> {
+/// Returns, for each bucket, the member with the highest hash of member and bucket (highest random weight, Thaler and
+/// Ravishankar, 1998). If a member leaves, only the buckets of this member move.
+pub fn rendezvous_table(members: &[ServerId], bucket_count: BucketCount) -> Vec<ServerId> {
     let members: Vec<_> = members.iter().map(|server| (*server, 1)).collect();
-    weighted_rendezvous_table(&members, buckets)
+    weighted_rendezvous_table(&members, bucket_count)
 }
 
-/// Returns the result of [`rendezvous_table`] for weighted members, with weights of 1 or more. A member has as many
-/// hashes with each bucket as its weight, and so a proportional share of the buckets.
-pub fn weighted_rendezvous_table(members: &[(ServerId, u32)], buckets: BucketCount) -> Vec<ServerId> {
+/// Returns the result of [`rendezvous_table`] for members with weights of 1 or more. A member has as many hashes with
+/// each bucket as its weight, and so a proportional number of the buckets.
+pub fn weighted_rendezvous_table(members: &[(ServerId, u32)], bucket_count: BucketCount) -> Vec<ServerId> {
     let rendezvous_hash = |bucket: u32, server: ServerId, draw: u32| {
         let draw = if draw == 0 { 0 } else { mix_hash(draw) as u32 };
         mix_hash((bucket << 16 | u32::from(server.get())) ^ draw)
     };
-    let highest_hash = |bucket: u32, (server, weight): (ServerId, u32)| {
+    let highest_member_hash = |bucket: u32, (server, weight): (ServerId, u32)| {
         ((0..weight).map(|draw| rendezvous_hash(bucket, server, draw)).max(), server)
     };
-    (0..buckets.get())
-        .filter_map(|bucket| members.iter().map(|member| highest_hash(bucket, *member)).max())
+    (0..bucket_count.get())
+        .filter_map(|bucket| members.iter().map(|member| highest_member_hash(bucket, *member)).max())
         .map(|(_, server)| server)
         .collect()
 }
@@ -384,7 +397,7 @@ mod tests {
             generation: 1,
             rule,
             bucket_count,
-            groups: vec![RssKey::microsoft()],
+            rss_key_by_group: vec![RssKey::microsoft_verification_key()],
             candidates_per_bucket: loads.len() as u32,
             candidates: candidates_by_load.repeat(4),
             assignment_cost: 10,
@@ -402,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn table_rule_takes_the_first_candidate() {
+    fn table_rule_selects_the_first_candidate_of_the_bucket() {
         let table = table_with_loads(PlacementRule::Table, &[30, 10, 20]);
         let mut state = PlacementState::for_table(&table);
         for port in 0..50 {
@@ -411,29 +424,33 @@ mod tests {
     }
 
     #[test]
-    fn assigned_connections_count_as_load() {
+    fn least_assigned_rule_adds_assigned_connections_to_the_load() {
         let table = table_with_loads(PlacementRule::LeastAssigned, &[0, 25, 1000]);
         let mut state = PlacementState::for_table(&table);
         let selected_ids: Vec<u16> =
             (0..5).map(|port| table.select_server(&mut state, &four_tuple(port)).unwrap().get()).collect();
         assert_eq!(selected_ids, [1, 1, 1, 2, 1]);
-        assert_eq!(state.assigned_counts, [4, 1, 0]);
+        assert_eq!(state.assigned_connection_counts, [4, 1, 0]);
     }
 
     #[test]
-    fn round_robin_takes_turns_and_power_of_two_prefers_the_less_loaded() {
-        let round_robin = table_with_loads(PlacementRule::RoundRobin, &[0, 0, 0]);
-        let mut state = PlacementState::for_table(&round_robin);
+    fn round_robin_is_cyclic_and_power_of_two_prefers_low_load() {
+        let round_robin_table = table_with_loads(PlacementRule::RoundRobin, &[0, 0, 0]);
+        let mut state = PlacementState::for_table(&round_robin_table);
         let selected_ids: Vec<u16> =
-            (0..4).map(|_| round_robin.select_server(&mut state, &four_tuple(1)).unwrap().get()).collect();
+            (0..4).map(|_| round_robin_table.select_server(&mut state, &four_tuple(1)).unwrap().get()).collect();
         assert_eq!(selected_ids, [1, 2, 3, 1]);
 
-        let pow2 = table_with_loads(PlacementRule::PowerOfTwo, &[10, 0, 20, 30]);
-        let mut counts = [0; 5];
+        let power_of_two_table = table_with_loads(PlacementRule::PowerOfTwo, &[10, 0, 20, 30]);
+        let mut selection_count_by_id = [0; 5];
         (0..4000).for_each(|port| {
-            counts[usize::from(pow2.select_server(&mut state, &four_tuple(port)).unwrap().get())] += 1
+            selection_count_by_id
+                [usize::from(power_of_two_table.select_server(&mut state, &four_tuple(port)).unwrap().get())] += 1
         });
-        assert!((1600..1900).contains(&counts[2]) && (180..330).contains(&counts[4]), "{counts:?}");
+        assert!(
+            (1600..1900).contains(&selection_count_by_id[2]) && (180..330).contains(&selection_count_by_id[4]),
+            "{selection_count_by_id:?}"
+        );
     }
 
     #[test]
@@ -444,24 +461,25 @@ mod tests {
     }
 
     #[test]
-    fn rendezvous_table_moves_only_buckets_of_the_removed_server() {
+    fn removal_of_a_server_moves_only_its_own_buckets() {
         let servers: Vec<ServerId> = (1..=5).map(server_id).collect();
-        let buckets = BucketCount::new(1024).unwrap();
+        let bucket_count = BucketCount::new(1024).unwrap();
         let (full_table, reduced_table) =
-            (rendezvous_table(&servers, buckets), rendezvous_table(&servers[1..], buckets));
+            (rendezvous_table(&servers, bucket_count), rendezvous_table(&servers[1..], bucket_count));
         assert!(full_table.iter().zip(&reduced_table).all(|(old, new)| *old == servers[0] || old == new));
         assert!(servers.iter().all(|server| (150..260).contains(&full_table.iter().filter(|s| *s == server).count())));
     }
 
     #[test]
-    fn rendezvous_weights_are_proportional_to_bucket_counts() {
-        let buckets = BucketCount::new(2048).unwrap();
-        let table = weighted_rendezvous_table(&[(server_id(1), 1), (server_id(2), 3)], buckets);
+    fn rendezvous_bucket_counts_are_proportional_to_weights() {
+        let bucket_count = BucketCount::new(2048).unwrap();
+        let table = weighted_rendezvous_table(&[(server_id(1), 1), (server_id(2), 3)], bucket_count);
         let heavy_bucket_count = table.iter().filter(|server| **server == server_id(2)).count();
         assert!((1480..1592).contains(&heavy_bucket_count), "{heavy_bucket_count}");
         // The member with more weight takes buckets, and the other members exchange none.
-        let table_with_more_weight = weighted_rendezvous_table(&[(server_id(1), 1), (server_id(2), 4)], buckets);
-        assert!(table.iter().zip(&table_with_more_weight).all(|(old, new)| old == new || *new == server_id(2)));
+        let table_with_increased_weight =
+            weighted_rendezvous_table(&[(server_id(1), 1), (server_id(2), 4)], bucket_count);
+        assert!(table.iter().zip(&table_with_increased_weight).all(|(old, new)| old == new || *new == server_id(2)));
     }
 
     #[test]

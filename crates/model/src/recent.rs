@@ -3,10 +3,10 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Time window over which the growth of counters is measured.
+/// Length of the time window in which the growth of counters is measured.
 pub const GROWTH_WINDOW: Duration = Duration::from_secs(10);
-/// Minimum number of SYNs in [`GROWTH_WINDOW`] from which a conclusion is drawn.
-const MIN_SYNS_FOR_CONCLUSION: u64 = 20;
+/// Minimum number of SYNs in [`GROWTH_WINDOW`] from which failing handshakes are inferred.
+const MIN_SYNS_TO_INFER_FAILURE: u64 = 20;
 
 /// Samples of `N` counters in the last [`GROWTH_WINDOW`].
 #[derive(Debug, Clone)]
@@ -21,11 +21,11 @@ impl<const N: usize> Default for RecentCounterSamples<N> {
 }
 
 impl<const N: usize> RecentCounterSamples<N> {
-    /// Records the values of the counters at `now`. Returns how much each counter has grown in the last
-    /// [`GROWTH_WINDOW`], or since the first call. A counter that shrinks begins a new window.
-    pub fn record_and_get_growth(&mut self, now: Duration, counts: [u64; N]) -> [u64; N] {
+    /// Records the values of the counters at `now`. Returns by how much each counter grew in the last
+    /// [`GROWTH_WINDOW`], or since the first call. If a counter decreases, a new window begins.
+    pub fn record_and_get_growth(&mut self, now: Duration, counter_values: [u64; N]) -> [u64; N] {
         let has_shrunk = |(_, newest_counts): &(Duration, [u64; N])| {
-            newest_counts.iter().zip(&counts).any(|(old_count, new_count)| new_count < old_count)
+            newest_counts.iter().zip(&counter_values).any(|(old_count, new_count)| new_count < old_count)
         };
         if self.samples.back().is_some_and(has_shrunk) {
             self.samples.clear();
@@ -34,17 +34,17 @@ impl<const N: usize> RecentCounterSamples<N> {
         while self.samples.get(1).is_some_and(|(sample_time, _)| now.saturating_sub(*sample_time) >= GROWTH_WINDOW) {
             self.samples.pop_front();
         }
-        self.samples.push_back((now, counts));
+        self.samples.push_back((now, counter_values));
         let (_, oldest_counts) = self.samples[0];
-        std::array::from_fn(|i| counts[i] - oldest_counts[i])
+        std::array::from_fn(|i| counter_values[i] - oldest_counts[i])
     }
 }
 
-/// Returns whether most new connections of a service fail to become established. An established one sends more packets
-/// than its SYN. `syn_count` and `other_packet_count` are the numbers of packets of the service's clients in
+/// Returns whether most new connections of a service fail to become established. In an established connection, the
+/// client sends more packets than its SYN. The arguments count the packets of the service's clients in
 /// [`GROWTH_WINDOW`].
 pub fn most_handshakes_fail(syn_count: u64, other_packet_count: u64) -> bool {
-    syn_count >= MIN_SYNS_FOR_CONCLUSION && other_packet_count < syn_count / 2
+    syn_count >= MIN_SYNS_TO_INFER_FAILURE && other_packet_count < syn_count / 2
 }
 
 #[cfg(test)]
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counter_growth_covers_the_window_only() {
+    fn counter_growth_covers_only_the_window() {
         let mut samples = RecentCounterSamples::default();
         let mut growth_at = |second, count| samples.record_and_get_growth(Duration::from_secs(second), [count])[0];
         assert_eq!(growth_at(1, 1000), 0, "what was counted before the first call is not recent");
@@ -65,9 +65,9 @@ mod tests {
     }
 
     #[test]
-    fn handshakes_fail_if_few_packets_follow_the_syns() {
-        assert!(!most_handshakes_fail(MIN_SYNS_FOR_CONCLUSION - 1, 0));
-        assert!(most_handshakes_fail(MIN_SYNS_FOR_CONCLUSION, 0));
+    fn most_handshakes_fail_if_few_packets_follow_the_syns() {
+        assert!(!most_handshakes_fail(MIN_SYNS_TO_INFER_FAILURE - 1, 0));
+        assert!(most_handshakes_fail(MIN_SYNS_TO_INFER_FAILURE, 0));
         assert!(most_handshakes_fail(100, 49));
         // A client that connects and resets sends one more packet.
         assert!(!most_handshakes_fail(100, 50));

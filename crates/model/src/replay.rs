@@ -10,7 +10,7 @@ use crate::policy::Policy;
 use crate::rss::{RssKey, seeded_rng, uniform_below};
 use crate::statistics::{mean, variance_pct};
 
-/// Settings of the replay of an arrival log.
+/// Settings of a simulated replay of an arrival log.
 #[derive(Debug, Clone, Copy)]
 pub struct ReplaySettings {
     /// Number of servers, whose ids are 1 to this number.
@@ -23,17 +23,17 @@ pub struct ReplaySettings {
     pub report_interval_us: u64,
     /// Weight of the newest report in the moving averages of the loads.
     pub load_ewma_alpha: SmoothingWeight,
-    /// Phase of the agents' reports and of round-robin turns.
+    /// Phase of the agents' reports and of round robin.
     pub report_phase: ReportPhase,
-    /// Warm-up time (us). Windows that start before it are omitted.
+    /// Warm-up time (us). Variance windows that start earlier are omitted.
     pub warm_up_time_us: u64,
     /// Seed from which the fleet's RSS key is drawn.
     pub seed: u64,
 }
 
 impl Default for ReplaySettings {
-    /// Returns the paper's pool of 4 servers with 4 cores, with 128 buckets and reports at 10 Hz (CrossRSS, CoNEXT'20,
-    /// Sect. 3).
+    /// Returns the pool of the CrossRSS paper (CoNEXT'20, Sect. 3), with 4 servers of 4 cores, 128 buckets and reports
+    /// at 10 Hz.
     fn default() -> Self {
         Self {
             server_count: 4,
@@ -48,47 +48,48 @@ impl Default for ReplaySettings {
     }
 }
 
-/// Phase of the agents' reports and of round-robin turns.
+/// Phase of the agents' reports and of round robin relative to the placement tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReportPhase {
     /// All agents measure at the time of the placement table, and round robin starts with the first server.
     Aligned,
-    /// Each agent's clock starts at a random time, as in operation, so its reports are up to a report interval old at a
-    /// table. Round robin continues after earlier connections.
+    /// Each agent starts at a random time, as in operation, so its newest report is up to a report interval old when a
+    /// table is computed. Round robin continues after earlier connections.
     Random,
 }
 
-/// Mean variances over the windows of 1 s after the warm-up.
+/// Mean variances of the work in windows of 1 s after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Variances {
-    /// Variance of the work of servers (%).
+pub struct WorkVariances {
+    /// Variance of the work per server (%).
     pub server_pct: f64,
-    /// Variance of the work of cores (%).
+    /// Variance of the work per core (%).
     pub core_pct: f64,
 }
 
 impl ReplaySettings {
-    fn bin_length_us(&self) -> u64 {
+    fn bin_duration_us(&self) -> u64 {
         self.report_interval_us / BINS_PER_REPORT
     }
 }
 
 /// Method by which connections are placed on cores.
 pub enum PlacementMethod<'a> {
-    /// A policy places connections on servers, and RSS on cores, as in operation.
+    /// A policy places connections on servers, and RSS places them on cores, as in operation.
     Policy(&'a mut dyn Policy),
     /// Each connection goes to the core on which its requests add least to the sum of squares of the work per core and
-    /// window. Unlike in a real balancer, every future request is known, so the remaining variance is the noise floor.
+    /// window. Unlike in a real load balancer, all future requests are known, so the remaining variance is the noise
+    /// floor.
     Oracle,
 }
 
 const VARIANCE_WINDOW_US: u64 = 1_000_000;
-/// Number of bins of a report interval in which work is counted. A bin is 2 ms of the demo's 100 ms, small compared
-/// with a request's 7.5 ms. With bins of 10 ms, reports would be 5 ms too young on average, which the variances of
-/// crossrss-plus show.
+/// Number of bins per report interval, in which work is counted. A bin is 2 ms of the demo's interval of 100 ms, which
+/// is small compared with a request's 7.5 ms. With bins of 10 ms, reports would be 5 ms too young on average, which
+/// would affect the variances of crossrss-plus.
 const BINS_PER_REPORT: u64 = 50;
 
-/// Event in a replay, at which a server starts or stops taking new connections.
+/// Change of the pool during a replay, at which a server starts or stops taking new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolChange {
     /// Time of the change (us after the log's start).
@@ -104,7 +105,7 @@ pub fn replay_for_variances(
     log: &ArrivalLog,
     settings: ReplaySettings,
     placement_method: PlacementMethod<'_>,
-) -> Variances {
+) -> WorkVariances {
     let server_id = |number: u16| ServerId::try_from(u64::from(number)).expect("few servers");
     let plan = FleetPlan {
         servers: (1..=settings.server_count).map(server_id).collect(),
@@ -114,11 +115,11 @@ pub fn replay_for_variances(
         rss_key: RssKey::random(&mut seeded_rng(settings.seed, RSS_KEY_RNG_STREAM)),
         indirection_table_draw: IndirectionTableDraw::Balanced,
     };
-    replay_log(log, settings, plan, &[], placement_method).variances(settings)
+    replay_log(log, settings, plan, &[], placement_method).compute_variances(settings)
 }
 
 /// Replays the log on a fleet with random ids while the pool changes. Returns the total busy time of every core (ns) at
-/// the beginning of each second and at the end of the last. `changes` are in the order of their times.
+/// the beginning of each second and at the end of the last second. `changes` are sorted by time.
 pub fn replay_for_busy_times(
     log: &ArrivalLog,
     settings: ReplaySettings,
@@ -135,11 +136,12 @@ pub fn replay_for_busy_times(
     };
     let plan = fleet_shape.draw_plan(&mut seeded_rng(settings.seed, DRAWN_FLEET_RNG_STREAM));
     let state = replay_log(log, settings, plan, changes, PlacementMethod::Policy(policy));
-    let bins_per_second = (VARIANCE_WINDOW_US / settings.bin_length_us()) as usize;
+    let bins_per_second = (VARIANCE_WINDOW_US / settings.bin_duration_us()) as usize;
     let second_count = (log.duration_us / VARIANCE_WINDOW_US) as usize;
-    let busy_ns_until = |bins: &Vec<u64>, second: usize| bins[..second * bins_per_second].iter().sum::<u64>() * 1_000;
+    let busy_ns_before_second =
+        |bins: &Vec<u64>, second: usize| bins[..second * bins_per_second].iter().sum::<u64>() * 1_000;
     (0..=second_count)
-        .map(|second| state.busy_us_by_core_and_bin.iter().map(|bins| busy_ns_until(bins, second)).collect())
+        .map(|second| state.busy_us_by_core_and_bin.iter().map(|bins| busy_ns_before_second(bins, second)).collect())
         .collect()
 }
 
@@ -152,14 +154,15 @@ fn replay_log(
 ) -> ReplayState {
     let mut state = ReplayState::new(log, settings, plan);
     let mut changes = changes.iter().peekable();
-    let mut requests: Vec<(u64, usize)> = Vec::new();
+    let mut due_times_and_connections: Vec<(u64, usize)> = Vec::new();
     for (connection, arrival) in log.arrivals.iter().enumerate() {
-        requests.extend((0..arrival.request_count).map(|index| (arrival.request_due_us(index), connection)));
+        due_times_and_connections
+            .extend((0..arrival.request_count).map(|index| (arrival.request_due_us(index), connection)));
     }
-    requests.sort_unstable();
+    due_times_and_connections.sort_unstable();
     let mut core_by_connection = vec![usize::MAX; log.arrivals.len()];
     let mut next_report_us = 0;
-    for (due_us, connection) in requests {
+    for (due_us, connection) in due_times_and_connections {
         while next_report_us <= due_us {
             while let Some(change) = changes.next_if(|change| change.time_us <= next_report_us) {
                 state.cluster.set_eligible(usize::from(change.server_index), change.is_eligible);
@@ -178,27 +181,27 @@ fn replay_log(
 struct ReplayState {
     settings: ReplaySettings,
     cluster: SimulatedCluster,
-    /// Time at which each core (in the fleet's numbering) is free next, and its busy time by bin.
-    core_free_time_us: Vec<u64>,
+    /// Time at which each core, in the fleet's numbering, is free (us).
+    free_time_us_by_core: Vec<u64>,
     busy_us_by_core_and_bin: Vec<Vec<u64>>,
-    /// Busy time of each core as last reported, and the number of bins that were included.
-    reported_busy_us: Vec<u64>,
-    reported_bin_counts: Vec<usize>,
-    /// Age of each server's report at the time of a table, in bins.
-    report_age_in_bins: Vec<usize>,
+    /// Busy time of each core in its server's last report (us).
+    reported_busy_us_by_core: Vec<u64>,
+    reported_bin_count_by_core: Vec<usize>,
+    /// Age of each server's report when a table is computed, as a number of bins.
+    report_age_bins_by_server: Vec<usize>,
     /// Times at which the open connections of each core end (us).
-    connection_ends_us: Vec<Vec<u64>>,
-    /// Work of all connections placed so far, by core and by the window in which it is due (us).
-    planned_work_us: Vec<Vec<u64>>,
+    end_times_us_by_core: Vec<Vec<u64>>,
+    /// Work of all connections placed so far (us), by core and by the variance window in which the work is due.
+    planned_work_us_by_core: Vec<Vec<u64>>,
 }
 
 impl ReplayState {
     fn new(log: &ArrivalLog, settings: ReplaySettings, plan: FleetPlan) -> Self {
         let mut cluster = SimulatedCluster::new(plan).expect("as many entries as buckets");
         let (core_count, bin_count) =
-            (cluster.core_count(), (log.duration_us / settings.bin_length_us() + 2 * BINS_PER_REPORT) as usize);
+            (cluster.core_count(), (log.duration_us / settings.bin_duration_us() + 2 * BINS_PER_REPORT) as usize);
         let mut rng = seeded_rng(settings.seed, REPORT_PHASE_RNG_STREAM);
-        let report_age_in_bins = match settings.report_phase {
+        let report_age_bins_by_server = match settings.report_phase {
             ReportPhase::Aligned => vec![0; usize::from(settings.server_count)],
             ReportPhase::Random => {
                 cluster.set_round_robin_counter(uniform_below(&mut rng, u32::MAX).into());
@@ -206,80 +209,90 @@ impl ReplayState {
             }
         };
         Self {
-            report_age_in_bins,
-            reported_bin_counts: vec![0; core_count],
+            report_age_bins_by_server,
+            reported_bin_count_by_core: vec![0; core_count],
             settings,
             cluster,
-            core_free_time_us: vec![0; core_count],
+            free_time_us_by_core: vec![0; core_count],
             busy_us_by_core_and_bin: vec![vec![0; bin_count]; core_count],
-            reported_busy_us: vec![0; core_count],
-            connection_ends_us: vec![Vec::new(); core_count],
-            planned_work_us: vec![vec![0; (log.duration_us / VARIANCE_WINDOW_US + 2) as usize]; core_count],
+            reported_busy_us_by_core: vec![0; core_count],
+            end_times_us_by_core: vec![Vec::new(); core_count],
+            planned_work_us_by_core: vec![vec![0; (log.duration_us / VARIANCE_WINDOW_US + 2) as usize]; core_count],
         }
     }
 
     fn report_and_install_table(&mut self, now_us: u64, placement_method: &mut PlacementMethod<'_>) {
-        let bin_us = self.settings.bin_length_us();
-        let bin_index = (now_us / bin_us) as usize;
-        for core in 0..self.core_free_time_us.len() {
-            let reported_end =
-                bin_index.saturating_sub(self.report_age_in_bins[core / usize::from(self.settings.cores_per_server)]);
-            let new_busy_us =
-                self.busy_us_by_core_and_bin[core].iter().take(reported_end).skip(self.reported_bin_counts[core]);
-            self.reported_busy_us[core] += new_busy_us.sum::<u64>();
-            self.reported_bin_counts[core] = reported_end;
-            self.connection_ends_us[core].retain(|end_us| *end_us > now_us);
+        let bin_duration_us = self.settings.bin_duration_us();
+        let bin_index = (now_us / bin_duration_us) as usize;
+        for core in 0..self.free_time_us_by_core.len() {
+            let reported_bin_count = bin_index
+                .saturating_sub(self.report_age_bins_by_server[core / usize::from(self.settings.cores_per_server)]);
+            let new_busy_us = self.busy_us_by_core_and_bin[core]
+                .iter()
+                .take(reported_bin_count)
+                .skip(self.reported_bin_count_by_core[core]);
+            self.reported_busy_us_by_core[core] += new_busy_us.sum::<u64>();
+            self.reported_bin_count_by_core[core] = reported_bin_count;
+            self.end_times_us_by_core[core].retain(|end_us| *end_us > now_us);
         }
         let PlacementMethod::Policy(policy) = placement_method else { return };
-        let measured_ns_of_age = |age: &usize| bin_index.checked_sub(*age).map(|bin| bin as u64 * bin_us * 1_000);
-        let measured_ns: Vec<Option<u64>> = self.report_age_in_bins.iter().map(measured_ns_of_age).collect();
-        let busy_ns: Vec<u64> = self.reported_busy_us.iter().map(|us| us * 1_000).collect();
-        let ends_by_server = self.connection_ends_us.chunks(usize::from(self.settings.cores_per_server));
-        let open_connections: Vec<u32> = ends_by_server
+        let measured_ns_at_age =
+            |age: &usize| bin_index.checked_sub(*age).map(|bin| bin as u64 * bin_duration_us * 1_000);
+        let measured_ns_by_server: Vec<Option<u64>> =
+            self.report_age_bins_by_server.iter().map(measured_ns_at_age).collect();
+        let busy_ns_by_core: Vec<u64> = self.reported_busy_us_by_core.iter().map(|us| us * 1_000).collect();
+        let end_times_by_server = self.end_times_us_by_core.chunks(usize::from(self.settings.cores_per_server));
+        let open_connection_count_by_server: Vec<u32> = end_times_by_server
             .map(|cores| cores.iter().map(|connection_ends| connection_ends.len() as u32).sum())
             .collect();
-        self.cluster.report_measured_at(&measured_ns, &busy_ns, &open_connections, *policy);
+        self.cluster.report_at_times_and_install(
+            &measured_ns_by_server,
+            &busy_ns_by_core,
+            &open_connection_count_by_server,
+            *policy,
+        );
     }
 
     fn place_connection(
         &mut self,
         log: &ArrivalLog,
-        connection: usize,
+        connection_index: usize,
         placement_method: &PlacementMethod<'_>,
     ) -> usize {
-        let arrival = &log.arrivals[connection];
+        let arrival = &log.arrivals[connection_index];
         let core = match placement_method {
             PlacementMethod::Policy(_) => self.cluster.place_connection(&arrival.four_tuple()),
             PlacementMethod::Oracle => self.choose_oracle_core(arrival),
         };
         for index in 0..arrival.request_count {
-            self.planned_work_us[core][(arrival.request_due_us(index) / VARIANCE_WINDOW_US) as usize] +=
+            self.planned_work_us_by_core[core][(arrival.request_due_us(index) / VARIANCE_WINDOW_US) as usize] +=
                 u64::from(arrival.service_us);
         }
-        self.connection_ends_us[core].push(arrival.last_request_due_us() + u64::from(arrival.service_us));
+        self.end_times_us_by_core[core].push(arrival.last_request_due_us() + u64::from(arrival.service_us));
         core
     }
 
-    /// Returns the core on which the connection adds least to the sum of squares. Adding w to a core's x adds 2xw +
-    /// w^2, where w^2 is the same on every core.
+    /// Returns the core on which the connection adds least to the sum of squared work. Adding w to a core's x adds 2xw
+    /// + w^2, where w^2 is the same on every core.
     fn choose_oracle_core(&self, arrival: &ConnectionArrival) -> usize {
         let window_indexes: Vec<usize> = (0..arrival.request_count)
             .map(|index| (arrival.request_due_us(index) / VARIANCE_WINDOW_US) as usize)
             .collect();
-        let added_product =
-            |core: &usize| -> u64 { window_indexes.iter().map(|window| self.planned_work_us[*core][*window]).sum() };
-        (0..self.connection_ends_us.len()).min_by_key(added_product).expect("at least one core")
+        let planned_work_in_windows = |core: &usize| -> u64 {
+            window_indexes.iter().map(|window| self.planned_work_us_by_core[*core][*window]).sum()
+        };
+        (0..self.end_times_us_by_core.len()).min_by_key(planned_work_in_windows).expect("at least one core")
     }
 
     fn serve_request(&mut self, core: usize, due_us: u64, service_us: u64) {
-        let start_us = self.core_free_time_us[core].max(due_us);
+        let start_us = self.free_time_us_by_core[core].max(due_us);
         let end_us = start_us + service_us;
-        self.core_free_time_us[core] = end_us;
-        let bin_us = self.settings.bin_length_us();
+        self.free_time_us_by_core[core] = end_us;
+        let bin_duration_us = self.settings.bin_duration_us();
         let mut part_start_us = start_us;
         while part_start_us < end_us {
-            let bin_index = part_start_us / bin_us;
-            let part_end_us = end_us.min((bin_index + 1) * bin_us);
+            let bin_index = part_start_us / bin_duration_us;
+            let part_end_us = end_us.min((bin_index + 1) * bin_duration_us);
             if let Some(busy_us) = self.busy_us_by_core_and_bin[core].get_mut(bin_index as usize) {
                 *busy_us += part_end_us - part_start_us;
             }
@@ -287,12 +300,12 @@ impl ReplayState {
         }
     }
 
-    fn variances(&self, settings: ReplaySettings) -> Variances {
-        let bins_per_window = (VARIANCE_WINDOW_US / settings.bin_length_us()) as usize;
-        let first_bin = (settings.warm_up_time_us / settings.bin_length_us()) as usize;
-        let last_bin = self.busy_us_by_core_and_bin.first().map_or(0, Vec::len) - 2 * BINS_PER_REPORT as usize;
+    fn compute_variances(&self, settings: ReplaySettings) -> WorkVariances {
+        let bins_per_window = (VARIANCE_WINDOW_US / settings.bin_duration_us()) as usize;
+        let first_bin_index = (settings.warm_up_time_us / settings.bin_duration_us()) as usize;
+        let last_bin_index = self.busy_us_by_core_and_bin.first().map_or(0, Vec::len) - 2 * BINS_PER_REPORT as usize;
         let (mut servers_pct, mut cores_pct) = (Vec::new(), Vec::new());
-        for start in (first_bin..(last_bin + 1).saturating_sub(bins_per_window)).step_by(bins_per_window) {
+        for start in (first_bin_index..(last_bin_index + 1).saturating_sub(bins_per_window)).step_by(bins_per_window) {
             let work_by_core: Vec<f64> = self
                 .busy_us_by_core_and_bin
                 .iter()
@@ -303,15 +316,15 @@ impl ReplayState {
             servers_pct.extend(variance_pct(&work_by_server));
             cores_pct.extend(variance_pct(&work_by_core));
         }
-        Variances { server_pct: mean(&servers_pct).unwrap_or(0.0), core_pct: mean(&cores_pct).unwrap_or(0.0) }
+        WorkVariances { server_pct: mean(&servers_pct).unwrap_or(0.0), core_pct: mean(&cores_pct).unwrap_or(0.0) }
     }
 }
 
-/// Number of the [`seeded_rng`] stream from which the replayed fleet's RSS key is drawn.
+/// Number of the random-number stream ([`seeded_rng`]) from which the replayed fleet's RSS key is drawn.
 const RSS_KEY_RNG_STREAM: u64 = 4;
-/// Number of the [`seeded_rng`] stream from which ids and RSS key of a replayed fleet are drawn.
+/// Number of the random-number stream ([`seeded_rng`]) from which a replayed fleet's ids and RSS key are drawn.
 const DRAWN_FLEET_RNG_STREAM: u64 = 5;
-/// Number of the [`seeded_rng`] stream from which the phases of [`ReportPhase::Random`] are drawn.
+/// Number of the random-number stream ([`seeded_rng`]) from which report phases are drawn ([`ReportPhase::Random`]).
 const REPORT_PHASE_RNG_STREAM: u64 = 7;
 
 #[cfg(test)]
@@ -320,23 +333,24 @@ mod tests {
     use crate::arrivals::Workload;
     use crate::statistics::median;
 
-    /// Seeds of the replays, fixed before any result was known.
+    /// Seeds of the replays, which were chosen before any result was known.
     const REPLAY_SEEDS: std::ops::RangeInclusive<u64> = 1..=7;
 
-    fn median_variances(policy: &str) -> Variances {
-        let variances_of_seed = |seed| {
+    fn median_variances(policy_name: &str) -> WorkVariances {
+        let variances_for_seed = |seed| {
             let settings = ReplaySettings { seed, ..ReplaySettings::default() };
-            let mut policy = crate::policy::policy_by_name(policy, seed).unwrap();
+            let mut policy = crate::policy::policy_by_name(policy_name, seed).unwrap();
             replay_for_variances(
                 &Workload::default().generate(seed),
                 settings,
                 PlacementMethod::Policy(policy.as_mut()),
             )
         };
-        let variances_by_seed: Vec<Variances> = REPLAY_SEEDS.map(variances_of_seed).collect();
-        let median_of_field =
-            |value: fn(&Variances) -> f64| median(&variances_by_seed.iter().map(value).collect::<Vec<_>>()).unwrap();
-        Variances { server_pct: median_of_field(|v| v.server_pct), core_pct: median_of_field(|v| v.core_pct) }
+        let variances_by_seed: Vec<WorkVariances> = REPLAY_SEEDS.map(variances_for_seed).collect();
+        let median_variance = |value: fn(&WorkVariances) -> f64| {
+            median(&variances_by_seed.iter().map(value).collect::<Vec<_>>()).unwrap()
+        };
+        WorkVariances { server_pct: median_variance(|v| v.server_pct), core_pct: median_variance(|v| v.core_pct) }
     }
 
     #[test]
@@ -362,11 +376,11 @@ mod tests {
         let changes = [pool_change(0, 4, false), pool_change(3, 4, true), pool_change(4, 0, false)];
         let settings = ReplaySettings { server_count: 5, ..ReplaySettings::default() };
         let mut policy = crate::policy::policy_by_name("rr", 1).unwrap();
-        let busy_by_second = replay_for_busy_times(&log, settings, &changes, policy.as_mut());
-        assert_eq!(busy_by_second.len(), 9);
+        let busy_ns_by_second = replay_for_busy_times(&log, settings, &changes, policy.as_mut());
+        assert_eq!(busy_ns_by_second.len(), 9);
         let served_ns = |server: usize, first_second: usize, last_second: usize| -> u64 {
             (server * 4..server * 4 + 4)
-                .map(|core| busy_by_second[last_second][core] - busy_by_second[first_second][core])
+                .map(|core| busy_ns_by_second[last_second][core] - busy_ns_by_second[first_second][core])
                 .sum()
         };
         assert_eq!(served_ns(4, 0, 3), 0);
@@ -376,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn each_report_is_as_old_as_its_phase() {
+    fn report_age_equals_the_agents_phase() {
         let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
         let settings = ReplaySettings { report_phase: ReportPhase::Random, ..ReplaySettings::default() };
         let plan = FleetShape {
@@ -388,13 +402,13 @@ mod tests {
         };
         let plan = plan.draw_plan(&mut seeded_rng(1, DRAWN_FLEET_RNG_STREAM));
         let mut state = ReplayState::new(&log, settings, plan);
-        state.report_age_in_bins = vec![0, 15, 45, 25];
+        state.report_age_bins_by_server = vec![0, 15, 45, 25];
         (0..4).for_each(|server| state.serve_request(server * 4, 0, 150_000));
         let mut policy = crate::policy::policy_by_name("crossrss", 1).unwrap();
         let mut placement_method = PlacementMethod::Policy(policy.as_mut());
         let mut reported_busy_us_at = |now_us| {
             state.report_and_install_table(now_us, &mut placement_method);
-            [0, 4, 8, 12].map(|core| state.reported_busy_us[core])
+            [0, 4, 8, 12].map(|core| state.reported_busy_us_by_core[core])
         };
         assert_eq!(reported_busy_us_at(0), [0; 4]);
         assert_eq!(reported_busy_us_at(100_000), [100_000, 70_000, 10_000, 50_000]);

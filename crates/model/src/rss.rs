@@ -14,7 +14,8 @@ use siphasher::sip::SipHasher13;
 
 pub use input::{InputTransform, UnknownInputTransform};
 
-/// Returns a random number generator for a seed. Different streams of a seed do not draw the same numbers.
+/// Returns a random number generator for a seed and a stream number. Different streams of a seed draw different
+/// numbers.
 pub fn seeded_rng(seed: u64, stream: u64) -> Xoshiro256PlusPlus {
     // SplitMix64's increment (Steele et al., OOPSLA'14) keeps neighbouring streams apart. seed_from_u64 mixes further.
     Xoshiro256PlusPlus::seed_from_u64(seed ^ stream.wrapping_mul(0x9e37_79b9_7f4a_7c15))
@@ -32,8 +33,9 @@ pub fn uniform_below(rng: &mut impl rand::Rng, exclusive_bound: u32) -> u32 {
     }
 }
 
-/// RSS key of 40 to 52 bytes, and the transform of the input that the NIC hashes with it. 40 bytes cover IPv6 with
-/// ports, which takes 36 bytes of input and 4 of window. Two NICs hash alike if both are equal.
+/// RSS key of 40 to 52 bytes, and the transform of the input that the NIC hashes with the key. 40 bytes suffice for
+/// IPv6 with ports, which takes 36 bytes of input and a window of 4 bytes. Two NICs hash alike if both key and
+/// transform are equal.
 #[derive(Clone, Eq, PartialOrd, Ord)]
 pub struct RssKey {
     key_bytes: Arc<[u8]>,
@@ -41,7 +43,7 @@ pub struct RssKey {
 }
 
 impl PartialEq for RssKey {
-    /// Compares two keys, without the bytes of copies, because a table compares the keys of thousands of servers.
+    /// Compares two keys. Copies are equal without a comparison of bytes, because a table compares thousands of keys.
     fn eq(&self, other: &Self) -> bool {
         self.input_transform == other.input_transform
             && (Arc::ptr_eq(&self.key_bytes, &other.key_bytes) || self.key_bytes == other.key_bytes)
@@ -61,13 +63,13 @@ impl From<Arc<[u8]>> for RssKey {
     }
 }
 
-/// Error returned for an RSS key that is shorter than 40 or longer than 52 bytes.
+/// Error returned for an RSS key of fewer than 40 or more than 52 bytes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("an RSS key of {0} bytes: expected {min} to {max}", min = intf::RSS_KEY_BYTES, max = intf::RSS_KEY_MAX_BYTES)]
 pub struct RssKeyLengthError(pub usize);
 
 impl RssKey {
-    /// Returns the key with these bytes. Fails if there are fewer than 40 or more than 52.
+    /// Returns the key with these bytes. Fails if there are fewer than 40 or more than 52 bytes.
     pub fn new(bytes: &[u8]) -> Result<Self, RssKeyLengthError> {
         let allowed_lengths = intf::RSS_KEY_BYTES as usize..=intf::RSS_KEY_MAX_BYTES as usize;
         if allowed_lengths.contains(&bytes.len()) {
@@ -84,8 +86,9 @@ impl RssKey {
         Self::from(Arc::<[u8]>::from(bytes))
     }
 
-    /// Returns Microsoft's verification key ("Verifying the RSS Hash Calculation"), the default of many drivers.
-    pub fn microsoft() -> Self {
+    /// Returns Microsoft's verification key ("Verifying the RSS Hash Calculation"), which is the default of many
+    /// drivers.
+    pub fn microsoft_verification_key() -> Self {
         Self::from(Arc::<[u8]>::from([
             0x6d, 0x5a, 0x56, 0xda, 0x25, 0x5b, 0x0e, 0xc2, 0x41, 0x67, 0x25, 0x3d, 0x43, 0xa3, 0x8f, 0xb0, 0xd0, 0xca,
             0x2b, 0xcb, 0xae, 0x7b, 0x30, 0xb4, 0x77, 0xcb, 0x2d, 0xa3, 0x80, 0x30, 0xf2, 0x0c, 0x6a, 0x42, 0xb7, 0x3b,
@@ -98,17 +101,17 @@ impl RssKey {
         &self.key_bytes
     }
 
-    /// Returns the transform of a packet's addresses and ports before hashing.
+    /// Returns the transform of addresses and ports that the NIC applies before hashing.
     pub fn input_transform(&self) -> InputTransform {
         self.input_transform
     }
 
-    /// Returns the key with the same bytes and another transform of the input.
+    /// Returns the key with the same bytes and another input transform.
     pub fn with_input_transform(&self, input_transform: InputTransform) -> Self {
         Self { key_bytes: self.key_bytes.clone(), input_transform }
     }
 
-    /// Returns an identifier for logs that does not reveal the key, because with the key a client can aim at a core.
+    /// Returns an identifier of the key for logs. It does not reveal the key, with which a client could aim at a core.
     pub fn fingerprint(&self) -> String {
         let mut hasher = SipHasher13::new();
         hasher.write(&self.key_bytes);
@@ -118,9 +121,9 @@ impl RssKey {
         format!("{:08x}", hasher.finish() as u32)
     }
 
-    /// Returns the 32 bits of the key from bit `position` on, with zeros beyond its end.
-    fn key_window(&self, position: usize) -> u32 {
-        let (byte_index, bit_index) = (position / 8, position % 8);
+    /// Returns the 32 bits of the key that start at bit `bit_position`, with zeros after the key's end.
+    fn key_window(&self, bit_position: usize) -> u32 {
+        let (byte_index, bit_index) = (bit_position / 8, bit_position % 8);
         let key_bits = (0..5).fold(0u64, |key_bits, i| {
             key_bits << 8 | u64::from(self.key_bytes.get(byte_index + i).copied().unwrap_or(0))
         });
@@ -128,20 +131,20 @@ impl RssKey {
     }
 
     /// Returns the RSS hash of a packet with these addresses and ports ([`FourTuple::bytes`](crate::FourTuple::bytes)).
-    /// It is the Toeplitz hash, which is the XOR of the key's windows at the set bits of the transformed input.
-    pub fn toeplitz_hash(&self, tuple: &[u8]) -> u32 {
-        let tuple = self.input_transform.transform_tuple(tuple);
+    /// It is the Toeplitz hash, which is the XOR of the key's 32-bit windows at the set bits of the transformed input.
+    pub fn toeplitz_hash(&self, four_tuple_bytes: &[u8]) -> u32 {
+        let tuple = self.input_transform.transform_tuple(four_tuple_bytes);
         tuple.iter().enumerate().fold(0, |hash, (index, byte)| hash ^ self.byte_contribution(index, *byte))
     }
 
-    /// Returns what `byte` at position `index` of the transformed input contributes to the hash by XOR.
+    /// Returns the value that `byte` at position `index` of the transformed input contributes to the hash by XOR.
     fn byte_contribution(&self, index: usize, byte: u8) -> u32 {
         (0..8).filter(|bit| byte & (0x80 >> bit) != 0).fold(0, |hash, bit| hash ^ self.key_window(index * 8 + bit))
     }
 
-    /// Returns one table of 256 entries for each byte of the transformed input. The hash is the XOR of the bytes'
-    /// entries.
-    fn byte_tables<const BYTES: usize>(&self) -> Box<[[u32; 256]; BYTES]> {
+    /// Returns one table of 256 entries for each byte position of the transformed input. The hash is the XOR of the
+    /// entries of the input's bytes.
+    fn contribution_tables<const BYTES: usize>(&self) -> Box<[[u32; 256]; BYTES]> {
         let mut tables = Box::new([[0; 256]; BYTES]);
         for (index, table) in tables.iter_mut().enumerate() {
             for (byte, entry) in table.iter_mut().enumerate() {
@@ -151,50 +154,55 @@ impl RssKey {
         tables
     }
 
-    /// Returns the key as tables for hashing many inputs fast (see [`ToeplitzTables`]).
+    /// Returns the key as precomputed tables, which hash many inputs fast (see [`ToeplitzTables`]).
     pub fn toeplitz_tables(&self) -> ToeplitzTables {
-        ToeplitzTables { table_by_byte: self.byte_tables(), input_transform: self.input_transform }
+        ToeplitzTables {
+            contribution_table_by_position: self.contribution_tables(),
+            input_transform: self.input_transform,
+        }
     }
 
-    /// Returns one table for each byte of source address and source port, which differ between the packets of one
-    /// service. These are 6 tables for IPv4 and 18 for IPv6. The entries are the bytes' contributions to
-    /// [`destination_hash`](Self::destination_hash). With a transformed input, a contribution also depends on the
-    /// service's byte at the same offset. That byte is constant, so one entry per byte suffices.
-    pub fn source_tables(&self, vip: SocketAddr) -> Vec<[u32; 256]> {
-        let table_of_pair = |byte_pair: BytePair| {
+    /// Returns one table for each byte of source address and source port, which differ between the packets to one
+    /// service. These are 6 tables for IPv4 and 18 for IPv6. The entries are XORed with
+    /// [`destination_hash`](Self::destination_hash). With an input transform, the contribution of a source byte also
+    /// depends on the destination byte at the same offset. That byte is constant, so one entry per source byte
+    /// suffices.
+    pub fn source_contribution_tables(&self, vip: SocketAddr) -> Vec<[u32; 256]> {
+        let contribution_table = |byte_pair: SourceDestinationBytePair| {
             let hash_of_zero_source = self.pair_contribution(&byte_pair, 0);
             std::array::from_fn(|source| self.pair_contribution(&byte_pair, source as u8) ^ hash_of_zero_source)
         };
-        byte_pairs(vip).map(table_of_pair).collect()
+        source_destination_byte_pairs(vip).map(contribution_table).collect()
     }
 
-    /// Returns the constant part of a service's hashes, which is the hash of a packet with an all-zero source.
+    /// Returns the constant part of the hashes of a service's packets, which is the hash of a packet whose source is
+    /// zero.
     pub fn destination_hash(&self, vip: SocketAddr) -> u32 {
-        byte_pairs(vip).fold(0, |hash, byte_pair| hash ^ self.pair_contribution(&byte_pair, 0))
+        source_destination_byte_pairs(vip).fold(0, |hash, byte_pair| hash ^ self.pair_contribution(&byte_pair, 0))
     }
 
-    /// Returns the contribution of a source byte and the destination byte at the same offset to the hash.
-    fn pair_contribution(&self, byte_pair: &BytePair, source: u8) -> u32 {
-        let (source, destination) = self.input_transform.transform_bytes(source, byte_pair.destination_byte);
+    /// Returns the contribution of a source byte, and of the destination byte at the same offset, to the hash.
+    fn pair_contribution(&self, byte_pair: &SourceDestinationBytePair, source_byte: u8) -> u32 {
+        let (source, destination) = self.input_transform.transform_bytes(source_byte, byte_pair.destination_byte);
         self.byte_contribution(byte_pair.source_index, source)
             ^ self.byte_contribution(byte_pair.destination_index, destination)
     }
 }
 
-/// A byte of the destination, with its index in the input and the index of the source byte at the same offset.
-struct BytePair {
+/// Destination byte, with its index in the input and the index of the source byte at the same offset.
+struct SourceDestinationBytePair {
     source_index: usize,
     destination_index: usize,
     destination_byte: u8,
 }
 
-fn byte_pairs(vip: SocketAddr) -> impl Iterator<Item = BytePair> {
+fn source_destination_byte_pairs(vip: SocketAddr) -> impl Iterator<Item = SourceDestinationBytePair> {
     let address = match vip.ip() {
         IpAddr::V4(address) => address.octets().to_vec(),
         IpAddr::V6(address) => address.octets().to_vec(),
     };
     let (length, port) = (address.len(), vip.port().to_be_bytes());
-    let byte_pair = |source_index, index_distance, destination_byte| BytePair {
+    let byte_pair = |source_index, index_distance, destination_byte| SourceDestinationBytePair {
         source_index,
         destination_index: source_index + index_distance,
         destination_byte,
@@ -205,28 +213,31 @@ fn byte_pairs(vip: SocketAddr) -> impl Iterator<Item = BytePair> {
     address_pairs.chain(port_pairs)
 }
 
-/// Number of bytes of the longest input, which is IPv6 addresses and ports.
+/// Number of bytes of the longest input, which has IPv6 addresses and ports.
 const MAX_INPUT_BYTES: usize = intf::RSS_INPUT_IPV6_BYTES as usize;
 
-/// A key as tables, for hashing by one look-up per input byte. It takes 36 KiB, and is fifty times as fast as
-/// [`RssKey::toeplitz_hash`].
+/// Key as precomputed tables, which hash by one look-up per input byte. The tables take 36 KiB, and are fifty times as
+/// fast as [`RssKey::toeplitz_hash`].
 #[derive(Debug, Clone)]
 pub struct ToeplitzTables {
-    table_by_byte: Box<[[u32; 256]; MAX_INPUT_BYTES]>,
+    contribution_table_by_position: Box<[[u32; 256]; MAX_INPUT_BYTES]>,
     input_transform: InputTransform,
 }
 
 impl ToeplitzTables {
-    /// Returns the hash that [`RssKey::toeplitz_hash`] returns, for an input of at most 36 bytes.
-    pub fn hash(&self, tuple: &[u8]) -> u32 {
-        let hash_of_transformed = |input: &[u8]| {
-            input.iter().zip(self.table_by_byte.iter()).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)])
+    /// Returns the same hash as [`RssKey::toeplitz_hash`], for an input of at most 36 bytes.
+    pub fn hash(&self, four_tuple_bytes: &[u8]) -> u32 {
+        let hash_transformed_input = |input: &[u8]| {
+            input
+                .iter()
+                .zip(self.contribution_table_by_position.iter())
+                .fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)])
         };
         // Nothing is copied for a NIC without a transform, because the simulator spends its time here.
         if self.input_transform == InputTransform::None {
-            hash_of_transformed(tuple)
+            hash_transformed_input(four_tuple_bytes)
         } else {
-            hash_of_transformed(&self.input_transform.transform_tuple(tuple))
+            hash_transformed_input(&self.input_transform.transform_tuple(four_tuple_bytes))
         }
     }
 }
@@ -237,7 +248,7 @@ impl fmt::Debug for RssKey {
     }
 }
 
-/// Prints the key in the form of `ethtool -x`, as bytes in hexadecimal, separated by colons.
+/// Formats the key like `ethtool -x`, as hexadecimal bytes separated by colons.
 impl fmt::Display for RssKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, byte) in self.key_bytes.iter().enumerate() {
@@ -253,7 +264,7 @@ impl fmt::Display for RssKey {
 /// Error returned for a text that is not an RSS key.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RssKeyTextError {
-    /// The text is not pairs of hexadecimal digits.
+    /// The text does not consist of pairs of hexadecimal digits.
     #[error("RSS key {0:?}: expected bytes in hexadecimal, as `ethtool -x` prints them (6d:5a:56: ...)")]
     NotHexadecimal(String),
     /// The number of bytes is too small or too large for a key.
@@ -261,7 +272,7 @@ pub enum RssKeyTextError {
     InvalidLength(#[from] RssKeyLengthError),
 }
 
-/// Parses a key from bytes in hexadecimal, with or without colons between them.
+/// Parses a key from hexadecimal bytes, with or without colons between them.
 impl std::str::FromStr for RssKey {
     type Err = RssKeyTextError;
 
@@ -275,14 +286,14 @@ impl std::str::FromStr for RssKey {
     }
 }
 
-/// RSS indirection table, which has the receive queue (here the core) for each value of the hash's low bits.
+/// RSS indirection table, which maps the low bits of the hash to a receive queue. The queue is also the core's index.
 #[derive(Debug, Clone, Eq)]
 pub struct IndirectionTable {
     queues: Arc<[u16]>,
 }
 
 impl PartialEq for IndirectionTable {
-    /// Compares two tables. As with [`RssKey`]s, copies are equal without a comparison of entries.
+    /// Compares two tables. Copies are equal without a comparison of entries, as for [`RssKey`]s.
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.queues, &other.queues) || self.queues == other.queues
     }
@@ -297,13 +308,13 @@ impl Hash for IndirectionTable {
 /// Error returned for an indirection table that RSS cannot use.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum IndirectionTableError {
-    /// The number of entries is no power of two from 1 to 2048, so the hash's low bits cannot address them.
+    /// The number of entries is not a power of two from 1 to 2048, so the hash's low bits cannot address them.
     #[error(
         "an indirection table of {0} entries: expected a power of two from 1 to {max}",
         max = intf::MAX_INDIRECTION_ENTRIES
     )]
     InvalidEntryCount(usize),
-    /// An entry has a queue number that no NIC has.
+    /// An entry has a queue number above 16 bits.
     #[error("receive queue {queue} in entry {entry} of the indirection table: expected 0 to 65535")]
     QueueOutOfRange {
         /// Index of the entry in the table.
@@ -314,8 +325,8 @@ pub enum IndirectionTableError {
 }
 
 impl IndirectionTable {
-    /// Returns the table of these queues. Fails unless their number is a power of two from 1 to 2048, and each fits in
-    /// 16 bits.
+    /// Returns the table with these queues. Fails unless their number is a power of two from 1 to 2048, and each fits
+    /// in 16 bits.
     pub fn new(queues: &[u32]) -> Result<Self, IndirectionTableError> {
         if !queues.len().is_power_of_two() || queues.len() > intf::MAX_INDIRECTION_ENTRIES as usize {
             return Err(IndirectionTableError::InvalidEntryCount(queues.len()));
@@ -326,11 +337,11 @@ impl IndirectionTable {
         Ok(Self { queues: queues.iter().enumerate().map(to_queue_number).collect::<Result<_, _>>()? })
     }
 
-    /// Returns a table in which every core has the same number of entries (+-1), in an order drawn from the server's
-    /// id. Fails if `entry_count` is no power of two from 1 to 2048.
+    /// Returns a table in which all cores have equally many entries (up to one more or less), shuffled by the seed.
+    /// Fails if `entry_count` is not a power of two from 1 to 2048.
     ///
-    /// The paper draws each entry independently, which gives some cores twice the buckets of others. A balanced draw
-    /// removes that part of the imbalance (docs/design.md, "Indirection tables").
+    /// The CrossRSS paper draws each entry independently, which gives some cores twice the buckets of others. A
+    /// balanced draw removes that part of the imbalance (docs/design.md, "Indirection tables").
     pub fn balanced(server_seed: u64, entry_count: usize, core_count: u16) -> Result<Self, IndirectionTableError> {
         let core_count = u32::from(core_count.max(1));
         let mut queues: Vec<u32> = (0..entry_count as u32).map(|entry| entry % core_count).collect();
@@ -342,8 +353,8 @@ impl IndirectionTable {
         Self::new(&queues)
     }
 
-    /// Returns a table with each entry drawn independently from the server's id, as published (CrossRSS, CoNEXT'20,
-    /// Sect. 2). Fails if `entry_count` is no power of two from 1 to 2048.
+    /// Returns a table in which each entry is drawn independently by the seed, as in the CrossRSS paper (CoNEXT'20,
+    /// Sect. 2). Fails if `entry_count` is not a power of two from 1 to 2048.
     pub fn independent(server_seed: u64, entry_count: usize, core_count: u16) -> Result<Self, IndirectionTableError> {
         let mut rng = seeded_rng(server_seed, INDIRECTION_TABLE_RNG_STREAM);
         let queues: Vec<u32> =
@@ -351,13 +362,13 @@ impl IndirectionTable {
         Self::new(&queues)
     }
 
-    /// Returns the receive queue for a hash, whose low bits select the entry.
-    pub fn queue_of_hash(&self, hash: u32) -> u16 {
+    /// Returns the receive queue of the entry that the low bits of `hash` select.
+    pub fn queue_for_hash(&self, hash: u32) -> u16 {
         self.queues[hash as usize & (self.queues.len() - 1)]
     }
 
     /// Returns the receive queue of each entry.
-    pub fn queues(&self) -> &[u16] {
+    pub fn queue_by_entry(&self) -> &[u16] {
         &self.queues
     }
 
@@ -367,7 +378,7 @@ impl IndirectionTable {
     }
 }
 
-/// Number of the [`seeded_rng`] stream from which indirection tables are drawn.
+/// Number of the random-number stream ([`seeded_rng`]) from which indirection tables are drawn.
 const INDIRECTION_TABLE_RNG_STREAM: u64 = 1;
 
 /// RSS configuration of one server, as in its agent's report.
@@ -379,16 +390,17 @@ pub struct RssConfig {
     pub indirection_table: IndirectionTable,
 }
 
-/// Error returned for an RSS configuration that the testbed's emulated NIC cannot store or does not have.
+/// Error returned for an RSS configuration that the testbed's emulated NIC cannot store, or for invalid registers of
+/// it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EmulatedRssError {
-    /// The key has another length than the key register of the NIC.
+    /// The length of the key differs from that of the NIC's key register.
     #[error("an RSS key of {0} bytes: the testbed's emulated NIC takes {expected}", expected = intf::RSS_KEY_BYTES)]
     UnsupportedKeyLength(usize),
-    /// The NIC has no valid indirection table, because it was never written.
+    /// The NIC has no valid indirection table, because the table was never written.
     #[error(transparent)]
     InvalidIndirectionTable(#[from] IndirectionTableError),
-    /// The register of the input transform has an unknown value.
+    /// The register for the input transform has an unknown value.
     #[error(transparent)]
     InvalidInputTransform(#[from] UnknownInputTransform),
 }
@@ -400,10 +412,10 @@ impl RssConfig {
             entry_count: self.indirection_table.entry_count() as u32,
             generation,
             input_transform: u32::from(self.key.input_transform.ethtool_number()),
-            byte: *self.key.byte_tables(),
+            byte: *self.key.contribution_tables(),
             ..Default::default()
         });
-        mapping.queue[..self.indirection_table.entry_count()].copy_from_slice(self.indirection_table.queues());
+        mapping.queue[..self.indirection_table.entry_count()].copy_from_slice(self.indirection_table.queue_by_entry());
         mapping
     }
 
@@ -414,7 +426,7 @@ impl RssConfig {
         Ok(Box::new(intf::emulated_rss { mapping: *self.to_bpf_mapping(generation), key, ..Default::default() }))
     }
 
-    /// Returns the configuration in the registers of the emulated NIC. Fails without a valid indirection table.
+    /// Returns the configuration that registers of the emulated NIC have. Fails without a valid indirection table.
     pub fn from_emulated_registers(registers: &intf::emulated_rss) -> Result<Self, EmulatedRssError> {
         let entry_count = (registers.mapping.entry_count as usize).min(registers.mapping.queue.len());
         let queues: Vec<u32> = registers.mapping.queue[..entry_count].iter().map(|queue| u32::from(*queue)).collect();
@@ -433,17 +445,17 @@ mod tests {
     use super::*;
     use crate::FourTuple;
 
-    /// The fingerprint identifies a key in logs, and no bytes of the key are printed.
+    /// The fingerprint identifies a key in logs, and no byte of the key is printed.
     #[test]
-    fn rss_keys_are_printed_as_fingerprints_only() {
-        let key = RssKey::microsoft();
+    fn debug_format_of_an_rss_key_is_its_fingerprint() {
+        let key = RssKey::microsoft_verification_key();
         assert_eq!((key.fingerprint(), format!("{key:?}")), ("377ecc6a".to_owned(), "RssKey(377ecc6a)".to_owned()));
         assert_ne!(RssKey::random(&mut seeded_rng(1, 0)).fingerprint(), key.fingerprint());
     }
 
     #[test]
     fn toeplitz_hash_matches_microsofts_test_vectors() {
-        let key = RssKey::microsoft();
+        let key = RssKey::microsoft_verification_key();
         let test_vectors = [
             ("66.9.149.187:2794", "161.142.100.80:1766", 0x51cc_c178),
             ("199.92.111.2:14230", "65.69.140.83:4739", 0xc626_b0ea),
@@ -467,25 +479,26 @@ mod tests {
 
     proptest! {
         #[test]
-        fn source_tables_and_destination_hash_give_the_whole_hash(
-            seed: u64, client: u128, port: u16, vip: u128, vip_port: u16, input in any_input_transform(),
+        fn source_tables_and_destination_hash_yield_the_toeplitz_hash(
+            seed: u64, client: u128, port: u16, vip: u128, vip_port: u16, input_transform in any_input_transform(),
         ) {
-            let key = RssKey::random(&mut seeded_rng(seed, 0)).with_input_transform(input);
+            let key = RssKey::random(&mut seeded_rng(seed, 0)).with_input_transform(input_transform);
             let ipv4 = |address: u128| Ipv4Addr::from(address as u32);
             let tuples = [
                 FourTuple::ipv4((ipv4(client), port), (ipv4(vip), vip_port)),
                 FourTuple::ipv6((Ipv6Addr::from(client), port), (Ipv6Addr::from(vip), vip_port)),
             ];
             for tuple in tuples {
-                let tables = key.source_tables(tuple.vip());
+                let tables = key.source_contribution_tables(tuple.vip());
                 let (input, address) = (tuple.bytes(), tables.len() - 2);
-                let source = input[..address].iter().chain(&input[2 * address..][..2]);
-                let source_hash = source.zip(&tables).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)]);
+                let source_bytes = input[..address].iter().chain(&input[2 * address..][..2]);
+                let source_hash = source_bytes.zip(&tables).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)]);
                 prop_assert_eq!(source_hash ^ key.destination_hash(tuple.vip()), key.toeplitz_hash(&input));
             }
         }
 
-        /// Compares with the definition of RXH_XFRM_SYM_* in include/uapi/linux/ethtool.h, computed on whole words.
+        /// Compares the hashes with the definition of RXH_XFRM_SYM_* in include/uapi/linux/ethtool.h, applied to whole
+        /// words.
         #[test]
         fn symmetric_inputs_are_hashed_as_ethtool_defines_them(
             seed: u64, client: u32, port: u16, vip: u32, vip_port: u16,
@@ -498,12 +511,12 @@ mod tests {
                 key_without_transform.toeplitz_hash(&bytes)
             };
             let (xor, xor_ports) = (client ^ vip, port ^ vip_port);
-            let hashes_with = |input| (key_without_transform.with_input_transform(input).toeplitz_hash(&tuple.bytes()),
+            let hashes_with_transform = |input| (key_without_transform.with_input_transform(input).toeplitz_hash(&tuple.bytes()),
                 key_without_transform.with_input_transform(input).toeplitz_tables().hash(&tuple.bytes()));
-            let expected = hash([xor, xor], [xor_ports, xor_ports]);
-            prop_assert_eq!(hashes_with(InputTransform::SymmetricXor), (expected, expected));
+            let expected_hash = hash([xor, xor], [xor_ports, xor_ports]);
+            prop_assert_eq!(hashes_with_transform(InputTransform::SymmetricXor), (expected_hash, expected_hash));
             let expected = hash([client | vip, xor], [port | vip_port, xor_ports]);
-            prop_assert_eq!(hashes_with(InputTransform::SymmetricOrXor), (expected, expected));
+            prop_assert_eq!(hashes_with_transform(InputTransform::SymmetricOrXor), (expected, expected));
             let reverse_tuple = FourTuple::ipv4((vip.into(), vip_port), (client.into(), port));
             let reverse_hash = key_without_transform.with_input_transform(InputTransform::SymmetricOrXor)
                 .toeplitz_hash(&reverse_tuple.bytes());
@@ -511,18 +524,18 @@ mod tests {
         }
 
         #[test]
-        fn printed_rss_keys_parse_again(seed: u64) {
+        fn formatted_rss_key_round_trips(seed: u64) {
             let key = RssKey::random(&mut seeded_rng(seed, 0));
             prop_assert_eq!(key.to_string().parse(), Ok(key.clone()));
             prop_assert_eq!(key.to_string().replace(':', "").parse(), Ok(key));
         }
 
         #[test]
-        fn balanced_tables_differ_by_at_most_one_entry(seed: u64, cores in 1u16..70, bits in 0u32..10) {
-            let table = IndirectionTable::balanced(seed, 1 << bits, cores).unwrap();
-            let mut counts = vec![0usize; usize::from(cores)];
-            table.queues().iter().for_each(|queue| counts[usize::from(*queue)] += 1);
-            prop_assert!(counts.iter().max().unwrap() - counts.iter().min().unwrap() <= 1);
+        fn balanced_tables_give_cores_equal_entry_counts_within_one(seed: u64, core_count in 1u16..70, bits in 0u32..10) {
+            let table = IndirectionTable::balanced(seed, 1 << bits, core_count).unwrap();
+            let mut entry_count_by_core = vec![0usize; usize::from(core_count)];
+            table.queue_by_entry().iter().for_each(|queue| entry_count_by_core[usize::from(*queue)] += 1);
+            prop_assert!(entry_count_by_core.iter().max().unwrap() - entry_count_by_core.iter().min().unwrap() <= 1);
         }
     }
 
@@ -568,7 +581,7 @@ mod tests {
     }
 
     #[test]
-    fn uniform_numbers_reach_every_value() {
+    fn uniform_random_numbers_reach_every_value_equally() {
         let mut rng = seeded_rng(7, 7);
         let mut counts_by_value = [0u32; 6];
         (0..6000).for_each(|_| counts_by_value[uniform_below(&mut rng, 6) as usize] += 1);

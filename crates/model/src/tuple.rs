@@ -6,11 +6,11 @@ use std::str::FromStr;
 
 use coreward_intf as intf;
 
-/// Id of a server inside a service (0 to 16,383), which the cookie carries.
+/// Id of a server within a service (0 to 16,383), which the cookie carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServerId(u16);
 
-/// Error returned for a number that is not from 0 to 16,383.
+/// Error returned for a number that is not a server id (0 to 16,383).
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("server id {0} is out of range: expected 0 to {max}, the 14 bits that a cookie \
          holds", max = intf::SERVER_ID_COUNT - 1)]
@@ -40,7 +40,7 @@ impl fmt::Display for ServerId {
     }
 }
 
-/// A layer-4 protocol that coreward balances.
+/// Layer-4 protocol that coreward balances.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Protocol {
     /// TCP (protocol number 6).
@@ -70,7 +70,7 @@ impl Protocol {
     }
 }
 
-/// Error returned for a name of no protocol that coreward balances.
+/// Error returned for the name of an unknown or unsupported protocol.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("protocol {0:?} is not known: expected \"tcp\" or \"udp\"")]
 pub struct UnknownProtocol(pub String);
@@ -90,7 +90,7 @@ impl FromStr for Protocol {
     }
 }
 
-/// Address of a service, with VIP, port and protocol.
+/// Address of a service, which consists of VIP, port and protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServiceAddress {
     /// VIP and port of the service.
@@ -105,7 +105,7 @@ impl fmt::Display for ServiceAddress {
     }
 }
 
-/// Error returned for a text that is not the address of a service.
+/// Error returned for a text that is not a service address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("service address {0:?}: expected VIP, port and protocol, as \"10.200.0.1:80/tcp\"")]
 pub struct InvalidServiceAddress(String);
@@ -133,7 +133,7 @@ pub fn address_words(address: IpAddr) -> [u32; 4] {
     })
 }
 
-/// Returns the address whose [`address_words`] are `words`.
+/// Returns the address that `words` encode, as the inverse of [`address_words`].
 pub fn address_from_words(words: [u32; 4]) -> IpAddr {
     let mut octets = [0; 16];
     octets.chunks_exact_mut(4).zip(words).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_ne_bytes()));
@@ -155,7 +155,7 @@ impl ServiceAddress {
     }
 }
 
-/// 4-tuple of a connection in the client's direction, with addresses and ports of client and VIP.
+/// 4-tuple of a connection in the client's direction: addresses and ports of client and VIP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FourTuple {
     client: SocketAddr,
@@ -174,7 +174,7 @@ pub struct MixedAddressFamilies {
 }
 
 impl FourTuple {
-    /// Returns the 4-tuple of client and VIP. Fails if one address is IPv4 and the other IPv6.
+    /// Returns the 4-tuple of client and VIP. Fails if one address is IPv4 and the other is IPv6.
     pub fn new(client: SocketAddr, vip: SocketAddr) -> Result<Self, MixedAddressFamilies> {
         if client.is_ipv4() == vip.is_ipv4() {
             Ok(Self { client, vip })
@@ -183,12 +183,12 @@ impl FourTuple {
         }
     }
 
-    /// Returns the 4-tuple of two IPv4 addresses, which cannot be of different families.
+    /// Returns the 4-tuple of two IPv4 addresses.
     pub fn ipv4(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16)) -> Self {
         Self { client: client.into(), vip: vip.into() }
     }
 
-    /// Returns the 4-tuple of two IPv6 addresses, which cannot be of different families.
+    /// Returns the 4-tuple of two IPv6 addresses.
     pub fn ipv6(client: (Ipv6Addr, u16), vip: (Ipv6Addr, u16)) -> Self {
         Self { client: client.into(), vip: vip.into() }
     }
@@ -204,8 +204,8 @@ impl FourTuple {
     }
 
     /// Returns source address, destination address, source port and destination port in network byte order (12 bytes,
-    /// or 36 for IPv6). They are the input of RSS with ports ("RSS hashing types", Microsoft, NDIS 6.0) and of the
-    /// cookie's keyed hash.
+    /// or 36 for IPv6). These bytes are the input of RSS with ports ("RSS hashing types", Microsoft, NDIS 6.0) and of
+    /// the cookie's keyed hash.
     pub fn bytes(&self) -> FourTupleBytes {
         let mut bytes = FourTupleBytes { buffer: [0; 36], length: 0 };
         for address in [self.client.ip(), self.vip.ip()] {
@@ -220,7 +220,7 @@ impl FourTuple {
     }
 }
 
-/// Bytes of a [`FourTuple`], without a heap allocation.
+/// Bytes of a [`FourTuple`], stored without a heap allocation.
 #[derive(Debug, Clone, Copy)]
 pub struct FourTupleBytes {
     buffer: [u8; 36],
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn service_key_has_the_layout_of_the_packet() {
+    fn service_key_is_in_network_byte_order() {
         let address = ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
         let key = address.to_service_key();
         assert_eq!(key.address[3].to_ne_bytes(), [10, 200, 0, 1]);
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn tuple_bytes_are_in_the_order_of_rss() {
+    fn four_tuple_bytes_are_in_the_input_order_of_rss() {
         let tuple = FourTuple::ipv4((Ipv4Addr::new(1, 2, 3, 4), 0x0506), (Ipv4Addr::new(7, 8, 9, 10), 0x0b0c));
         assert_eq!(&tuple.bytes()[..], &[1, 2, 3, 4, 7, 8, 9, 10, 5, 6, 11, 12]);
     }

@@ -1,6 +1,6 @@
 //! VLANs (IEEE 802.1Q).
 
-/// VLAN of a network segment, or untagged frames.
+/// VLAN of a network segment, or no VLAN (untagged frames).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Vlan(u16);
 
@@ -10,7 +10,7 @@ pub struct Vlan(u16);
 pub struct VlanIdOutOfRange(pub u64);
 
 impl Vlan {
-    /// Untagged frames, which have no tag, or a tag with only a priority.
+    /// Value for untagged frames, which have no tag, or a tag with only a priority.
     pub const UNTAGGED: Self = Self(0);
 
     /// Maximum VLAN id (IEEE 802.1Q, Table 9-2).

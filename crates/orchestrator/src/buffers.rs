@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 #[derive(Debug, Clone)]
 pub struct RequestBuffer {
     pub client: SocketAddrV4,
-    /// Time at which the request arrived, in nanoseconds.
+    /// Time at which the request arrived, in nanoseconds of the engine's clock.
     pub arrived_ns: u64,
     payload_length: usize,
     data: Box<[u8]>,

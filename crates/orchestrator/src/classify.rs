@@ -1,6 +1,6 @@
 //! Assigns received datagrams to services.
 
-/// Pattern that a request matches if its payload has these bytes at this offset.
+/// Pattern that a payload matches if it has these bytes at this offset.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PayloadPattern {
     pub offset: usize,
@@ -17,7 +17,8 @@ impl PayloadPattern {
 /// Ordered rules that assign the requests to one address and port to services. The first matching rule applies.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Classifier {
-    /// Services with the patterns of their requests. `None` matches every request.
+    /// Rules, each with the number of a service and the pattern of its requests. A rule without a pattern matches every
+    /// request.
     pub rules: Vec<(u8, Option<PayloadPattern>)>,
 }
 

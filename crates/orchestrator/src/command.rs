@@ -17,7 +17,7 @@ pub struct OrchestrateArgs {
     config: PathBuf,
 }
 
-/// Daemon that has opened everything for which it needs capabilities, so that the process can drop them.
+/// Daemon whose privileged resources are open, so that the process can drop its capabilities before [`run`].
 #[derive(Debug)]
 pub struct PreparedDaemon {
     config: Config,
@@ -32,7 +32,8 @@ pub fn prepare(args: &OrchestrateArgs) -> anyhow::Result<PreparedDaemon> {
     Ok(PreparedDaemon { config, request_intake })
 }
 
-/// Runs until SIGTERM or SIGINT, and then returns the counters as JSON. Fails when sockets or memory are unavailable.
+/// Runs the daemon until SIGTERM or SIGINT, and then returns its counters as JSON. Fails when sockets or the shared
+/// memory are unavailable.
 pub fn run(prepared_daemon: PreparedDaemon) -> anyhow::Result<String> {
     let PreparedDaemon { config, request_intake: intake } = prepared_daemon;
     let stop_flag = Arc::new(AtomicBool::new(false));
@@ -40,12 +41,12 @@ pub fn run(prepared_daemon: PreparedDaemon) -> anyhow::Result<String> {
     ctrlc::set_handler(move || signal_flag.store(true, Relaxed)).context("cannot handle SIGTERM and SIGINT")?;
     let mut daemon = Daemon::start(&config, intake)?;
     let (memory, services) = (config.shared_memory_path.display(), config.engine_config.services.len());
-    let cores = config.engine_config.core_count;
+    let core_count = config.engine_config.core_count;
     tracing::info!(
         event = "orchestrator-started",
         %memory,
         services,
-        cores,
+        cores = core_count,
         "the orchestrator accepts requests and workers"
     );
     daemon.run(&stop_flag)?;

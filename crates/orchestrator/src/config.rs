@@ -26,48 +26,48 @@ pub struct Config {
     /// Interface at which AF_XDP receives requests, or `None` if only UDP sockets receive them.
     pub af_xdp_interface: Option<String>,
     pub engine_config: EngineConfig,
-    /// How long the idle daemon sleeps while cores have requests. With 0 it always polls.
+    /// Time for which the idle daemon sleeps between polls while cores have requests. With 0, it always polls.
     pub idle_sleep: Duration,
     pub metrics_address: Option<SocketAddr>,
 }
 
 /// Maximum length of a UDP payload over IPv4 in bytes.
 const MAX_PAYLOAD_BYTES: u64 = 65_507;
-/// Maximum time from arrival to deadline, which must fit into 32 bits in nanoseconds.
+/// Maximum time from a request's arrival to its deadline, which must fit into 32 bits as a number of nanoseconds.
 const MAX_DEADLINE_NS: u64 = 4 * SECOND_NS;
 
 config_struct! {
-    /// The whole file.
+    /// Configuration file before its values are checked.
     pub struct UncheckedConfig {
-        /// File of the memory that the workers share, in a directory of the same user.
+        /// Path of the file with the memory that daemon and workers share, in a directory of the daemon's user.
         memory: AbsolutePath,
-        /// How requests are received: by sockets, or by AF_XDP and sockets.
+        /// Way in which requests are received: by sockets, or by AF_XDP and sockets.
         intake: Option<Spanned<IntakeName>>,
-        /// Interface at which requests arrive, for AF_XDP.
+        /// Interface at which AF_XDP receives requests.
         interface: Option<Spanned<InterfaceName>>,
-        /// Cores that can have a worker.
+        /// Number of cores that can have a worker.
         cores: BoundedInteger<1, 256>,
-        /// Upper bound of a core's rank, from which the core gets no further requests.
+        /// Upper bound of a core's rank. A core whose rank reaches this bound gets no further requests.
         depth: BoundedInteger<1, 64> = BoundedInteger(4),
-        /// Rule by which a core's requests count in its rank.
+        /// Rule that determines how a core's outstanding requests count in its rank.
         policy: PolicyName = PolicyName(RankRule::Ranked),
         /// Whether a service for which no core is eligible blocks the services after it.
         scheduler: SchedulerName = SchedulerName(Selection::FirstEligible),
-        /// Order of the groups, or of the services if there are no groups.
+        /// Rule that orders the groups, or the services if there are no groups.
         ranking: RankingName = RankingName(Ranking::StrictPriority),
         /// Maximum number of requests that wait for a core.
         waiting: BoundedInteger<1, 65536> = BoundedInteger(4096),
         /// Maximum length of requests and responses in bytes.
         payload: BoundedInteger<1, MAX_PAYLOAD_BYTES> = BoundedInteger(1472),
-        /// Time without a completion after which a worker gets no requests until it completes one.
+        /// Time without a completed request after which a worker gets no further requests until it completes one.
         stall_after: BoundedDuration<MILLISECOND_NS, HOUR_NS> = BoundedDuration(Duration::from_millis(500)),
-        /// How long the idle daemon sleeps; with "0s" it polls instead.
+        /// Time for which the idle daemon sleeps between polls; with "0s", it always polls.
         sleep: BoundedDuration<0, MILLISECOND_NS> = BoundedDuration(Duration::from_micros(50)),
-        /// Address at which metrics are served for Prometheus; without it, none are.
+        /// Address at which metrics are served for Prometheus; without it, no metrics are served.
         metrics: Option<SocketAddr>,
         /// Groups of services that are ranked together.
         groups as "group": Vec<Spanned<GroupTable>>,
-        /// The services.
+        /// Services whose requests the daemon dispatches to cores.
         services as "service": Spanned<Vec<Spanned<ServiceTable>>>,
     }
 }
@@ -76,55 +76,58 @@ config_struct! {
     struct GroupTable {
         /// Name of the group.
         name: Name,
-        /// Order of the group's services.
+        /// Rule that orders the services of the group.
         ranking: RankingName = RankingName(Ranking::StrictPriority),
-        /// Priority among the groups; 0 is the highest.
+        /// Priority of the group among all groups; 0 is the highest.
         priority: BoundedInteger<0, 63> = BoundedInteger(0),
-        /// Weight among the groups.
+        /// Weight of the group among all groups.
         weight: BoundedInteger<1, { MAX_WEIGHT as u64 }> = BoundedInteger(1),
-        /// Time from arrival to deadline.
+        /// Time from a request's arrival to its deadline.
         deadline: BoundedDuration<1, MAX_DEADLINE_NS> = BoundedDuration(Duration::from_millis(1)),
-        /// Maximum number of requests per second.
+        /// Maximum number of requests that are dispatched per second.
         rate: Option<BoundedInteger<1, SECOND_NS>>,
-        /// Number of requests that may be dispatched at once in spite of the rate.
+        /// Burst size of the rate limit, which is the number of requests that may be dispatched at once in spite of the
+        /// rate.
         burst: BoundedInteger<1, 65536> = BoundedInteger(1),
     }
 }
 
 config_struct! {
     struct ServiceTable {
-        /// Address and port of the service's requests.
+        /// Destination address and port of the service's requests.
         listen: SocketAddr,
-        /// Pattern of the service's requests; without it, all requests to the address that match no other service.
+        /// Pattern that the service's requests match. Without it, the service gets all requests to the address that
+        /// match no other service.
         pattern as "match": Option<MatchTable>,
-        /// Priority, which selects the queue at each core; 0 is the highest.
+        /// Priority of the service, which selects the queue at each core; 0 is the highest.
         priority: BoundedInteger<0, 7> = BoundedInteger(0),
-        /// Weight, in a core's rank, of requests with a lower priority than the new one, from 0 to 1.
+        /// Weight in a core's rank, from 0 to 1, of requests whose priority is lower than that of the new request.
         lambda: f64 = Lambda::PAPER_VALUE.get(),
         /// Name of the service's group.
         group: Option<Name>,
-        /// Weight in the group.
+        /// Weight of the service in its group.
         weight: BoundedInteger<1, { MAX_WEIGHT as u64 }> = BoundedInteger(1),
-        /// Time from arrival to deadline.
+        /// Time from a request's arrival to its deadline.
         deadline: BoundedDuration<1, MAX_DEADLINE_NS> = BoundedDuration(Duration::from_millis(1)),
-        /// Maximum number of requests per second.
+        /// Maximum number of requests that are dispatched per second.
         rate: Option<BoundedInteger<1, SECOND_NS>>,
-        /// Number of requests that may be dispatched at once in spite of the rate.
+        /// Burst size of the rate limit, which is the number of requests that may be dispatched at once in spite of the
+        /// rate.
         burst: BoundedInteger<1, 65536> = BoundedInteger(1),
     }
 }
 
 config_struct! {
     struct MatchTable {
-        /// Offset in the payload.
+        /// Offset in the payload at which the number or text is expected.
         offset: BoundedInteger<0, 65500> = BoundedInteger(0),
-        /// Number at the offset.
+        /// Number that a matching payload has at the offset.
         value: Option<u64>,
         /// Length of the number in bytes.
         bytes: BoundedInteger<1, 8> = BoundedInteger(1),
         /// Whether the number's first byte is the least significant.
         little_endian: bool = false,
-        /// Text at the offset, instead of a number.
+        /// Text that a matching payload has at the offset, instead of a number.
         prefix: Option<String>,
     }
 }
@@ -330,8 +333,11 @@ fn rate_limit(rate: Option<&BoundedInteger<1, SECOND_NS>>, burst: BoundedInteger
 
 impl ServiceTable {
     fn scheduling_parameters(&self, ranking: Ranking) -> SchedulingParameters {
-        let parameter = ranking_parameter(ranking, self.priority.0, self.weight.0, self.deadline.0);
-        SchedulingParameters { rank_parameter: parameter, rate_limit: rate_limit(self.rate.as_ref(), self.burst) }
+        let ranking_parameter = ranking_parameter(ranking, self.priority.0, self.weight.0, self.deadline.0);
+        SchedulingParameters {
+            rank_parameter: ranking_parameter,
+            rate_limit: rate_limit(self.rate.as_ref(), self.burst),
+        }
     }
 
     fn listen_address(&self, uses_af_xdp: bool) -> Result<SocketAddrV4, String> {
@@ -350,13 +356,13 @@ impl ServiceTable {
 
     fn parse_pattern(&self) -> Result<Option<PayloadPattern>, String> {
         let Some(pattern) = &self.pattern else { return Ok(None) };
-        let number_bytes = pattern.bytes.0 as usize;
+        let number_length = pattern.bytes.0 as usize;
         let pattern_bytes = match (pattern.value, &pattern.prefix) {
-            (Some(value), None) if number_bytes < 8 && value >> (8 * number_bytes) != 0 => {
-                return Err(format!("value = {value}: expected a number of {number_bytes} bytes"));
+            (Some(value), None) if number_length < 8 && value >> (8 * number_length) != 0 => {
+                return Err(format!("value = {value}: expected a number of {number_length} bytes"));
             }
-            (Some(value), None) if pattern.little_endian => value.to_le_bytes()[..number_bytes].to_vec(),
-            (Some(value), None) => value.to_be_bytes()[8 - number_bytes..].to_vec(),
+            (Some(value), None) if pattern.little_endian => value.to_le_bytes()[..number_length].to_vec(),
+            (Some(value), None) => value.to_be_bytes()[8 - number_length..].to_vec(),
             (None, Some(prefix)) if !prefix.is_empty() => prefix.as_bytes().to_vec(),
             _ => return Err("match: expected either `value` or `prefix`".to_owned()),
         };

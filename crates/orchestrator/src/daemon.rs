@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use coreward_daemon::service_manager::Watchdog;
+use coreward_daemon::service_manager::WatchdogNotifier;
 use coreward_daemon::{metrics_endpoint, service_manager};
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
@@ -21,7 +21,7 @@ use crate::socket::BatchSocket;
 
 /// Interval in nanoseconds between checks of the workers. A new worker is accepted after at most this time.
 const MAINTENANCE_INTERVAL_NS: u64 = 10_000_000;
-/// How long the idle daemon polls before it sleeps, in nanoseconds.
+/// Time for which the idle daemon polls before it sleeps, in nanoseconds.
 const IDLE_SPIN_NS: u64 = 20_000;
 
 #[derive(Debug)]
@@ -29,7 +29,7 @@ pub struct Daemon {
     engine: Engine,
     intake: RequestIntake,
     listeners: Vec<Listener>,
-    listener_of_service: Vec<usize>,
+    listener_index_of_service: Vec<usize>,
     started_at: Instant,
     idle_sleep: Duration,
     next_maintenance_ns: u64,
@@ -46,11 +46,12 @@ struct Listener {
 }
 
 impl Daemon {
-    /// Binds the sockets and creates the workers' shared memory. The `intake` is already open, because opening it needs
-    /// capabilities. Fails when a socket cannot be bound or the memory cannot be created.
+    /// Creates the daemon, which binds its sockets and creates the workers' shared memory. The `intake` is already
+    /// open, because opening it needs capabilities. Fails when a socket cannot be bound or the memory cannot be
+    /// created.
     pub fn start(config: &Config, intake: RequestIntake) -> anyhow::Result<Self> {
         let mut listeners = Vec::new();
-        let mut listener_of_service = vec![0; config.engine_config.services.len()];
+        let mut listener_index_of_service = vec![0; config.engine_config.services.len()];
         for (address, classifier) in &config.listeners {
             let payload_bytes = usize::from(config.engine_config.payload_bytes);
             let socket = BatchSocket::bind(*address, payload_bytes);
@@ -58,7 +59,7 @@ impl Daemon {
             classifier
                 .rules
                 .iter()
-                .for_each(|(service, _)| listener_of_service[usize::from(*service)] = listeners.len());
+                .for_each(|(service, _)| listener_index_of_service[usize::from(*service)] = listeners.len());
             listeners.push(Listener { address: *address, batch_socket, classifier: classifier.clone() });
         }
         let engine = Engine::new(&config.shared_memory_path, &config.engine_config)?;
@@ -68,7 +69,7 @@ impl Daemon {
             engine,
             intake,
             listeners,
-            listener_of_service,
+            listener_index_of_service,
             started_at,
             idle_sleep,
             next_maintenance_ns,
@@ -90,17 +91,17 @@ impl Daemon {
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;
         let mut idle_since_ns = 0;
         service_manager::notify_ready();
-        let mut watchdog = Watchdog::default();
+        let mut watchdog = WatchdogNotifier::default();
         while !stop_flag.load(Relaxed) {
-            let work_count = self.run_once()?;
-            let now = self.now_ns();
-            watchdog.feed(Duration::from_nanos(now));
-            if work_count > 0 {
-                idle_since_ns = now;
-            } else if now - idle_since_ns < IDLE_SPIN_NS || self.idle_sleep.is_zero() {
+            let processed_count = self.run_once()?;
+            let now_ns = self.now_ns();
+            watchdog.notify_if_due(Duration::from_nanos(now_ns));
+            if processed_count > 0 {
+                idle_since_ns = now_ns;
+            } else if now_ns - idle_since_ns < IDLE_SPIN_NS || self.idle_sleep.is_zero() {
                 std::hint::spin_loop();
             } else {
-                self.wait_for_work(now)?;
+                self.wait_for_work(now_ns)?;
             }
         }
         service_manager::notify_stopping();
@@ -110,20 +111,20 @@ impl Daemon {
     /// Runs one iteration of the main loop without sleeping. Returns how many requests, responses and messages it has
     /// processed. Fails when a socket fails.
     pub fn run_once(&mut self) -> anyhow::Result<usize> {
-        let now = self.now_ns();
-        let received_count = self.receive_from_af_xdp(now) + self.receive_from_sockets(now)?;
-        let completed_count = self.poll_cores(now);
-        self.engine.check_load_monitors(now);
-        if now >= self.next_maintenance_ns {
-            self.next_maintenance_ns = now + MAINTENANCE_INTERVAL_NS;
-            self.check_workers(now);
+        let now_ns = self.now_ns();
+        let received_request_count = self.receive_from_af_xdp(now_ns) + self.receive_from_sockets(now_ns)?;
+        let response_and_message_count = self.poll_cores(now_ns);
+        self.engine.check_load_monitors(now_ns);
+        if now_ns >= self.next_maintenance_ns {
+            self.next_maintenance_ns = now_ns + MAINTENANCE_INTERVAL_NS;
+            self.check_workers(now_ns);
             self.intake.check_device();
             if let Some(shared_status) = &self.shared_status {
                 shared_status.publish(|| self.current_status());
             }
         }
         self.listeners.iter_mut().for_each(|listener| listener.batch_socket.flush());
-        Ok(received_count + completed_count)
+        Ok(received_request_count + response_and_message_count)
     }
 
     fn now_ns(&self) -> u64 {
@@ -131,51 +132,51 @@ impl Daemon {
     }
 
     /// Submits a batch of requests that arrived through AF_XDP to the engine. Returns their number.
-    fn receive_from_af_xdp(&mut self, now: u64) -> usize {
+    fn receive_from_af_xdp(&mut self, now_ns: u64) -> usize {
         let Self { engine, intake, listeners, unclassified_datagrams: unclassified_count, .. } = self;
         intake.receive(&mut |datagram| {
             let listener = listeners.iter().find(|listener| listener.address == datagram.destination);
             match listener.and_then(|listener| listener.classifier.classify_request(datagram.payload)) {
-                Some(service) => engine.submit_request(now, service, datagram.source, datagram.payload),
+                Some(service) => engine.submit_request(now_ns, service, datagram.source, datagram.payload),
                 None => *unclassified_count += 1,
             }
         })
     }
 
     /// Submits a batch of requests from each UDP socket to the engine. Returns their number.
-    fn receive_from_sockets(&mut self, now: u64) -> anyhow::Result<usize> {
+    fn receive_from_sockets(&mut self, now_ns: u64) -> anyhow::Result<usize> {
         let Self { engine, listeners, unclassified_datagrams: unclassified_count, .. } = self;
-        let mut received_count = 0;
+        let mut received_request_count = 0;
         for Listener { address, batch_socket: socket, classifier } in listeners {
             let mut submit_request = |client, payload: &[u8]| match classifier.classify_request(payload) {
-                Some(service) => engine.submit_request(now, service, client, payload),
+                Some(service) => engine.submit_request(now_ns, service, client, payload),
                 None => *unclassified_count += 1,
             };
-            received_count +=
+            received_request_count +=
                 socket.receive(&mut submit_request).with_context(|| format!("{address}: cannot receive"))?;
         }
-        Ok(received_count)
+        Ok(received_request_count)
     }
 
-    fn poll_cores(&mut self, now: u64) -> usize {
-        let Self { engine, listeners, listener_of_service, .. } = self;
-        engine.poll(now, &mut |service, client, response| {
+    fn poll_cores(&mut self, now_ns: u64) -> usize {
+        let Self { engine, listeners, listener_index_of_service: listener_of_service, .. } = self;
+        engine.poll(now_ns, &mut |service, client, response| {
             listeners[listener_of_service[usize::from(service)]].batch_socket.send(client, response);
         })
     }
 
-    fn check_workers(&mut self, now: u64) {
-        let Self { engine, listeners, listener_of_service, .. } = self;
-        engine.check_workers(now, &mut |service, client, response| {
+    fn check_workers(&mut self, now_ns: u64) {
+        let Self { engine, listeners, listener_index_of_service: listener_of_service, .. } = self;
+        engine.check_workers(now_ns, &mut |service, client, response| {
             listeners[listener_of_service[usize::from(service)]].batch_socket.send(client, response);
         });
     }
 
-    /// Sleeps until a request arrives or something is due. Workers' responses do not end the sleep, so it is kept short
-    /// while cores have requests.
-    fn wait_for_work(&self, now: u64) -> anyhow::Result<()> {
-        let next_timer_ns = self.engine.next_timer_ns(now).unwrap_or(u64::MAX).min(self.next_maintenance_ns);
-        let mut timeout = Duration::from_nanos(next_timer_ns.saturating_sub(now));
+    /// Sleeps until a request arrives or a timer is due. Workers' responses do not end the sleep, so it is short while
+    /// cores have requests.
+    fn wait_for_work(&self, now_ns: u64) -> anyhow::Result<()> {
+        let next_timer_ns = self.engine.next_timer_ns(now_ns).unwrap_or(u64::MAX).min(self.next_maintenance_ns);
+        let mut timeout = Duration::from_nanos(next_timer_ns.saturating_sub(now_ns));
         if self.engine.has_outstanding_requests() {
             timeout = timeout.min(self.idle_sleep);
         }
@@ -196,22 +197,22 @@ impl Daemon {
     pub fn current_status(&self) -> OrchestratorStatus {
         let dispatch_policy = self.engine.dispatch_policy();
         let all_cores = 0..dispatch_policy.ranks().core_count();
-        let service_status = |(service, counters): (u8, &ServiceCounters)| ServiceStatus {
-            listen_address: self.listeners[self.listener_of_service[usize::from(service)]].address,
+        let to_service_status = |(service, counters): (u8, &ServiceCounters)| ServiceStatus {
+            listen_address: self.listeners[self.listener_index_of_service[usize::from(service)]].address,
             counters: *counters,
-            waiting_requests: dispatch_policy.waiting_count(service),
+            waiting_requests: dispatch_policy.waiting_request_count(service),
             outstanding_requests: all_cores
                 .clone()
                 .map(|core| u64::from(dispatch_policy.ranks().outstanding_count(service, core)))
                 .sum(),
         };
         OrchestratorStatus {
-            service_statuses: (0..).zip(&self.engine.service_counters()).map(service_status).collect(),
+            service_statuses: (0..).zip(&self.engine.service_counters()).map(to_service_status).collect(),
             core_counters: *self.engine.core_counters(),
             attached_workers: self.engine.attached_worker_count(),
             intake_status: self.intake.status(),
             unclassified_datagrams: self.unclassified_datagrams,
-            unsent_responses: self.listeners.iter().map(|listener| listener.batch_socket.unsent_count()).sum(),
+            unsent_responses: self.listeners.iter().map(|listener| listener.batch_socket.unsent_datagram_count()).sum(),
         }
     }
 }

@@ -16,7 +16,7 @@ use coreward_runtime::{RuntimeError, ServiceEntry};
 
 use crate::buffers::BufferPool;
 
-/// Maximum number of responses in a batch from one core, and likewise of messages.
+/// Maximum number of responses that are received from one core in one batch. The same limit applies to messages.
 const MAX_BATCH_LENGTH: usize = 64;
 
 #[derive(Debug, Clone)]
@@ -25,15 +25,17 @@ pub struct EngineConfig {
     pub core_count: u16,
     /// Upper bound of a core's rank. A core with this rank gets no further requests.
     pub rank_bound: NonZeroU16,
-    /// Rule by which a core's requests count in its rank.
+    /// Rule that determines how a core's outstanding requests count in its rank.
     pub rank_rule: RankRule,
     /// Configuration of each service, in the order of `scheduler.queues`.
     pub services: Vec<ServiceConfig>,
-    /// Order in which waiting requests are sent to cores. Its capacity is the number of buffers.
+    /// Scheduler, which decides the order in which waiting requests are sent to cores. Its capacity is the number of
+    /// request buffers.
     pub scheduler: FirstEligibleOutConfig,
     /// Maximum payload of a request or response in bytes.
     pub payload_bytes: u16,
-    /// Time after which a worker that has requests but completes none gets no further ones until it completes one.
+    /// Time after which a worker that has requests but completes none counts as stalled. It then gets no requests until
+    /// it completes one.
     pub stall_after: Duration,
 }
 
@@ -53,11 +55,11 @@ pub enum EngineError {
     Scheduler(#[from] FirstEligibleOutConfigError),
 }
 
-/// Counts of one service's requests. Always received = dropped + rejected + waiting + outstanding + completed + lost.
+/// Request counts of one service. Always received = dropped + rejected + waiting + outstanding + completed + lost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServiceCounters {
     pub received_requests: u64,
-    /// Requests that were dropped because the buffer was full.
+    /// Requests that were dropped because too many requests waited for a core.
     pub dropped_requests: u64,
     /// Requests that were too long, or that a core's queue rejected.
     pub rejected_requests: u64,
@@ -70,15 +72,15 @@ pub struct ServiceCounters {
 pub struct CoreCounters {
     pub accepted_workers: u64,
     pub ended_workers: u64,
-    /// Number of times that a worker was barred from new requests because it completed none.
+    /// Number of times that a worker stalled: it completed no request for so long that it got no further ones.
     pub worker_stalls: u64,
     pub sent_hints: u64,
     /// Messages that had an unknown kind or were about services or cores that do not exist.
-    pub bad_messages: u64,
-    /// Requests to enable a service on a core whose worker ended at the same time, so that this is no error.
-    pub enabled_without_worker: u64,
+    pub invalid_messages: u64,
+    /// Requests to enable a service on a core whose worker had just ended. They are no errors.
+    pub enable_requests_without_worker: u64,
     pub rejected_feedback: u64,
-    /// Number of times that a core's queue had impossible cursors.
+    /// Number of times that a core's queue had impossible positions of its head and tail.
     pub damaged_queues: u64,
 }
 
@@ -99,7 +101,7 @@ pub struct Engine {
 struct ServiceState {
     priority: u8,
     load_monitor: LoadMonitor,
-    /// Core whose worker has not acted on the last hint yet, or `None` if no hint awaits action.
+    /// Core whose worker has not acted on the last load hint yet, or `None` if no hint awaits action.
     hinted_core: Option<u16>,
     counters: ServiceCounters,
 }
@@ -108,15 +110,15 @@ struct ServiceState {
 struct CoreState {
     has_worker: bool,
     is_stalled: bool,
-    /// Bit mask of the services that the worker has enabled. It is kept while the worker is stalled.
+    /// Bit mask of the services that the worker has enabled. The mask is kept while the worker is stalled.
     enabled_services: u64,
-    completed_count: u64,
+    completed_request_count: u64,
     stall_detector: StallDetector,
 }
 
 impl Engine {
-    /// Creates the shared memory at `path`. At first no service is enabled on any core. Fails when the configuration is
-    /// out of range or the memory cannot be created.
+    /// Creates an engine with shared memory at `path`. At first no service is enabled on any core. Fails when the
+    /// configuration is out of range or the memory cannot be created.
     pub fn new(path: &Path, config: &EngineConfig) -> Result<Self, EngineError> {
         let to_ranked_service = |service: &ServiceConfig| RankedService {
             priority: service.service_entry.priority,
@@ -141,7 +143,7 @@ impl Engine {
             has_worker: false,
             is_stalled: false,
             enabled_services: 0,
-            completed_count: 0,
+            completed_request_count: 0,
             stall_detector: StallDetector::new(Duration::ZERO, 0),
         };
         Ok(Self {
@@ -157,37 +159,38 @@ impl Engine {
         })
     }
 
-    /// Accepts a request from a client, which is then sent to a core, queued or dropped.
+    /// Accepts a request from a client. The request is then sent to a core, queued, dropped, or rejected because it is
+    /// too long.
     #[inline]
-    pub fn submit_request(&mut self, now: u64, service: u8, client: SocketAddrV4, payload: &[u8]) {
+    pub fn submit_request(&mut self, now_ns: u64, service: u8, client: SocketAddrV4, payload: &[u8]) {
         let counters = &mut self.services[usize::from(service)].counters;
         counters.received_requests += 1;
         if payload.len() > self.payload_bytes {
             counters.rejected_requests += 1;
             return;
         }
-        let handle = self.buffers.store(client, now, payload);
-        let submit_outcome = self.dispatch_policy.submit(now, service, handle);
+        let handle = self.buffers.store(client, now_ns, payload);
+        let submit_outcome = self.dispatch_policy.submit(now_ns, service, handle);
         if let Some((service, handle)) = submit_outcome.dropped_request {
             self.services[usize::from(service)].counters.dropped_requests += 1;
             self.buffers.release(handle);
         }
         if let Some((released_request, handle)) = submit_outcome.sent_request {
-            self.send_to_core(released_request, handle);
+            self.send_request_to_core(released_request, handle);
         }
     }
 
     #[inline]
-    pub fn dispatch_waiting_requests(&mut self, now: u64) {
-        while let Some((released_request, handle)) = self.dispatch_policy.next_request(now) {
-            self.send_to_core(released_request, handle);
+    pub fn dispatch_waiting_requests(&mut self, now_ns: u64) {
+        while let Some((released_request, handle)) = self.dispatch_policy.next_request(now_ns) {
+            self.send_request_to_core(released_request, handle);
         }
     }
 
     #[inline]
-    fn send_to_core(&mut self, ReleasedRequest { service, core }: ReleasedRequest, handle: u32) {
+    fn send_request_to_core(&mut self, ReleasedRequest { service, core }: ReleasedRequest, handle: u32) {
         let buffer = self.buffers.get(handle);
-        let header = RequestHeader { client: buffer.client, service, arrived_ns: buffer.arrived_ns };
+        let header = RequestHeader { client: buffer.client, service, arrival_time_ns: buffer.arrived_ns };
         let priority = self.services[usize::from(service)].priority;
         let send_result = self.queues.send_request(core, priority, &header, buffer.payload());
         self.buffers.release(handle);
@@ -208,23 +211,23 @@ impl Engine {
 
     /// Receives responses and messages from all cores, accepts new workers, and dispatches waiting requests. Passes
     /// each response to `send_response` with its service and client. Returns the number of responses and messages.
-    pub fn poll(&mut self, now: u64, send_response: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
-        let mut received_count = 0;
+    pub fn poll(&mut self, now_ns: u64, send_response: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
+        let mut response_and_message_count = 0;
         for core in 0..self.cores.len() as u16 {
             if self.queues.has_new_worker(core) {
-                self.replace_worker(now, core, send_response);
+                self.replace_worker(now_ns, core, send_response);
             }
             if self.cores[usize::from(core)].has_worker {
-                received_count += self.poll_core(now, core, send_response);
+                response_and_message_count += self.poll_core(now_ns, core, send_response);
             }
         }
-        self.dispatch_waiting_requests(now);
-        received_count
+        self.dispatch_waiting_requests(now_ns);
+        response_and_message_count
     }
 
     #[inline]
-    fn poll_core(&mut self, now: u64, core: u16, send_response: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
-        self.receive_responses(core, send_response) + self.receive_messages(now, core)
+    fn poll_core(&mut self, now_ns: u64, core: u16, send_response: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
+        self.receive_responses(core, send_response) + self.receive_messages(now_ns, core)
     }
 
     #[inline]
@@ -241,22 +244,23 @@ impl Engine {
     }
 
     #[inline]
-    fn receive_messages(&mut self, now: u64, core: u16) -> usize {
+    fn receive_messages(&mut self, now_ns: u64, core: u16) -> usize {
         let Self { queues, dispatch_policy, services, cores, counters, .. } = self;
         let mut engine_state = EngineState { dispatch_policy, services, cores, counters };
-        queues.receive_messages(core, MAX_BATCH_LENGTH, |message| engine_state.apply_worker_message(now, message))
+        queues.receive_messages(core, MAX_BATCH_LENGTH, |message| engine_state.apply_worker_message(now_ns, message))
     }
 
     /// Accepts a core's new worker. Requests that the previous worker has not completed are lost.
-    fn replace_worker(&mut self, now: u64, core: u16, send_response: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
+    fn replace_worker(&mut self, now_ns: u64, core: u16, send_response: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
         if self.cores[usize::from(core)].has_worker {
-            self.end_worker(now, core, send_response);
+            self.end_worker(now_ns, core, send_response);
         }
         self.queues.accept_worker(core);
         self.counters.accepted_workers += 1;
         let core_state = &mut self.cores[usize::from(core)];
         core_state.has_worker = true;
-        core_state.stall_detector = StallDetector::new(Duration::from_nanos(now), core_state.completed_count);
+        core_state.stall_detector =
+            StallDetector::new(Duration::from_nanos(now_ns), core_state.completed_request_count);
         tracing::info!(
             event = "worker-attached",
             core,
@@ -265,26 +269,30 @@ impl Engine {
     }
 
     /// Checks whether workers have ended or stalled. Must be called every few milliseconds.
-    pub fn check_workers(&mut self, now: u64, send_response: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
+    pub fn check_workers(&mut self, now_ns: u64, send_response: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
         for core in 0..self.cores.len() as u16 {
             if !self.cores[usize::from(core)].has_worker {
                 continue;
             }
             if self.queues.has_worker(core) {
-                self.check_worker_progress(now, core);
+                self.check_worker_progress(now_ns, core);
             } else {
-                self.end_worker(now, core, send_response);
+                self.end_worker(now_ns, core, send_response);
             }
         }
-        self.dispatch_waiting_requests(now);
+        self.dispatch_waiting_requests(now_ns);
     }
 
-    fn check_worker_progress(&mut self, now: u64, core: u16) {
-        let outstanding_count = self.dispatch_policy.ranks().core_request_count(core) as usize;
+    fn check_worker_progress(&mut self, now_ns: u64, core: u16) {
+        let outstanding_request_count = self.dispatch_policy.ranks().core_outstanding_count(core) as usize;
         let core_state = &mut self.cores[usize::from(core)];
-        let now = Duration::from_nanos(now);
-        let is_stalled =
-            core_state.stall_detector.is_stalled(now, core_state.completed_count, outstanding_count, self.stall_after);
+        let now = Duration::from_nanos(now_ns);
+        let is_stalled = core_state.stall_detector.is_stalled(
+            now,
+            core_state.completed_request_count,
+            outstanding_request_count,
+            self.stall_after,
+        );
         if is_stalled == core_state.is_stalled {
             return;
         }
@@ -298,7 +306,7 @@ impl Engine {
             true => tracing::warn!(
                 event = "worker-stalled",
                 core,
-                outstanding = outstanding_count,
+                outstanding = outstanding_request_count,
                 stall_after = ?self.stall_after,
                 "the core's worker completes no requests: the orchestrator sends the core no new requests"
             ),
@@ -311,8 +319,8 @@ impl Engine {
     }
 
     /// Receives everything that a worker sent before it ended, and then releases its core.
-    fn end_worker(&mut self, now: u64, core: u16, send_response: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
-        while self.poll_core(now, core, send_response) > 0 {}
+    fn end_worker(&mut self, now_ns: u64, core: u16, send_response: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
+        while self.poll_core(now_ns, core, send_response) > 0 {}
         if self.cores[usize::from(core)].has_worker {
             self.release_core(core);
         }
@@ -322,16 +330,18 @@ impl Engine {
     fn release_core(&mut self, core: u16) {
         self.queues.release_core(core);
         self.counters.ended_workers += 1;
-        let mut lost_count = 0;
+        let mut lost_request_count = 0;
         for service in 0..self.services.len() as u8 {
             self.dispatch_policy.set_enabled(service, core, false);
-            let outstanding_count = self.dispatch_policy.ranks().outstanding_count(service, core);
-            self.dispatch_policy.record_feedback(service, core, outstanding_count).expect("so many are outstanding");
+            let outstanding_request_count = self.dispatch_policy.ranks().outstanding_count(service, core);
+            self.dispatch_policy
+                .record_feedback(service, core, outstanding_request_count)
+                .expect("so many are outstanding");
             let service_state = &mut self.services[usize::from(service)];
-            service_state.counters.lost_requests += u64::from(outstanding_count);
-            lost_count += outstanding_count;
+            service_state.counters.lost_requests += u64::from(outstanding_request_count);
+            lost_request_count += outstanding_request_count;
             if service_state.hinted_core == Some(core) {
-                service_state.rearm_monitor();
+                service_state.rearm_load_monitor();
             }
         }
         let core_state = &mut self.cores[usize::from(core)];
@@ -339,24 +349,27 @@ impl Engine {
         tracing::info!(
             event = "worker-ended",
             core,
-            lost = lost_count,
+            lost = lost_request_count,
             "the core's worker has ended with `lost` outstanding requests, which get no response"
         );
     }
 
     /// Performs the load monitors' checks that are due, and sends the resulting hints to workers.
-    pub fn check_load_monitors(&mut self, now: u64) {
+    pub fn check_load_monitors(&mut self, now_ns: u64) {
         for service in 0..self.services.len() as u8 {
             let service_state = &mut self.services[usize::from(service)];
-            if service_state.load_monitor.next_check_time().is_none_or(|check_time| now < check_time) {
+            if service_state.load_monitor.next_check_time().is_none_or(|check_time| now_ns < check_time) {
                 continue;
             }
             let (oldest_arrival_time, waiting_peak) = (
                 self.dispatch_policy.scheduler().oldest_arrival_time(service),
-                self.dispatch_policy.take_waiting_peak(service),
+                self.dispatch_policy.take_peak_waiting_count(service),
             );
-            let Some(hint) = service_state.load_monitor.check(now, oldest_arrival_time, waiting_peak) else { continue };
-            let has_waiting_requests = |service: &u8| self.dispatch_policy.waiting_count(*service) > 0;
+            let Some(hint) = service_state.load_monitor.check_for_hint(now_ns, oldest_arrival_time, waiting_peak)
+            else {
+                continue;
+            };
+            let has_waiting_requests = |service: &u8| self.dispatch_policy.waiting_request_count(*service) > 0;
             let waiting_services = (0..self.services.len() as u8)
                 .filter(has_waiting_requests)
                 .fold(0, |mask, service| mask | 1 << service);
@@ -367,22 +380,22 @@ impl Engine {
             service_state.hinted_core = hinted_core;
             match hinted_core {
                 Some(_) => self.counters.sent_hints += 1,
-                None => service_state.rearm_monitor(),
+                None => service_state.rearm_load_monitor(),
             }
         }
     }
 
-    /// Returns when the next load monitor is due or a rate limit permits the next request, if any.
-    pub fn next_timer_ns(&self, now: u64) -> Option<u64> {
+    /// Returns the time at which the next load monitor is due or a rate limit permits the next request, if any.
+    pub fn next_timer_ns(&self, now_ns: u64) -> Option<u64> {
         let monitor_check_times = self.services.iter().filter_map(|service| service.load_monitor.next_check_time());
         // If that time has passed, the requests wait for a core and not for the rate limit.
         let rate_limit_end_time =
-            self.dispatch_policy.scheduler().next_token_time().filter(|token_time| *token_time > now);
+            self.dispatch_policy.scheduler().next_token_time().filter(|token_time| *token_time > now_ns);
         monitor_check_times.chain(rate_limit_end_time).min()
     }
 
     pub fn has_outstanding_requests(&self) -> bool {
-        (0..self.cores.len() as u16).any(|core| self.dispatch_policy.ranks().core_request_count(core) > 0)
+        (0..self.cores.len() as u16).any(|core| self.dispatch_policy.ranks().core_outstanding_count(core) > 0)
     }
 
     pub fn dispatch_policy(&self) -> &JoinBoundedShortestRankedQueue<u32> {
@@ -414,13 +427,13 @@ impl EngineConfig {
             core_count: self.core_count,
             priority_count,
             slots_per_queue,
-            slot_bytes: Geometry::slot_bytes_for(self.payload_bytes),
+            slot_bytes: Geometry::slot_bytes_for_payload(self.payload_bytes),
         }
     }
 }
 
 impl ServiceState {
-    fn rearm_monitor(&mut self) {
+    fn rearm_load_monitor(&mut self) {
         self.hinted_core = None;
         self.load_monitor.rearm();
     }
@@ -435,18 +448,18 @@ struct EngineState<'e> {
 
 impl EngineState<'_> {
     #[inline]
-    fn record_completions(&mut self, service: u8, core: u16, count: u32) -> bool {
+    fn record_completions(&mut self, service: u8, core: u16, completion_count: u32) -> bool {
         let Some(service_state) = self.services.get_mut(usize::from(service)) else {
-            self.counters.bad_messages += 1;
+            self.counters.invalid_messages += 1;
             return false;
         };
-        if let Err(error) = self.dispatch_policy.record_feedback(service, core, count) {
+        if let Err(error) = self.dispatch_policy.record_feedback(service, core, completion_count) {
             if self.counters.rejected_feedback == 0 {
                 tracing::warn!(
                     event = "feedback-rejected",
                     core,
                     service,
-                    count,
+                    count = completion_count,
                     %error,
                     "the orchestrator ignores completions that a worker reports and counts further ones without a log \
                      line"
@@ -455,43 +468,44 @@ impl EngineState<'_> {
             self.counters.rejected_feedback += 1;
             return false;
         }
-        service_state.counters.completed_requests += u64::from(count);
-        self.cores[usize::from(core)].completed_count += u64::from(count);
+        service_state.counters.completed_requests += u64::from(completion_count);
+        self.cores[usize::from(core)].completed_request_count += u64::from(completion_count);
         true
     }
 
     #[inline]
-    fn apply_worker_message(&mut self, now: u64, message: Option<Message>) {
+    fn apply_worker_message(&mut self, now_ns: u64, message: Option<Message>) {
         let (service_count, core_count) = (self.services.len(), self.cores.len());
-        let is_valid = |service: u8, core: u16| usize::from(service) < service_count && usize::from(core) < core_count;
+        let is_in_range =
+            |service: u8, core: u16| usize::from(service) < service_count && usize::from(core) < core_count;
         match message {
-            Some(Message::LoadFeedback { service, core, count }) if is_valid(service, core) => {
+            Some(Message::LoadFeedback { service, core, count }) if is_in_range(service, core) => {
                 self.record_completions(service, core, count);
             }
-            Some(Message::EnableService { service, core }) if is_valid(service, core) => {
+            Some(Message::EnableService { service, core }) if is_in_range(service, core) => {
                 self.set_service_enabled(service, core, true);
             }
-            Some(Message::DisableService { service, core }) if is_valid(service, core) => {
+            Some(Message::DisableService { service, core }) if is_in_range(service, core) => {
                 self.set_service_enabled(service, core, false);
             }
-            Some(Message::EnableLoadMonitor { service, trigger }) if is_valid(service, 0) => {
+            Some(Message::EnableLoadMonitor { service, trigger }) if is_in_range(service, 0) => {
                 let load_monitor = &mut self.services[usize::from(service)].load_monitor;
                 match trigger {
-                    HintTrigger::ScaleUp(condition) => load_monitor.enable_scale_up(now, condition),
-                    HintTrigger::ScaleDown(condition) => load_monitor.enable_scale_down(now, condition),
+                    HintTrigger::ScaleUp(condition) => load_monitor.enable_scale_up(now_ns, condition),
+                    HintTrigger::ScaleDown(condition) => load_monitor.enable_scale_down(now_ns, condition),
                 }
             }
-            Some(Message::RearmLoadMonitor { service }) if is_valid(service, 0) => {
-                self.services[usize::from(service)].rearm_monitor();
+            Some(Message::RearmLoadMonitor { service }) if is_in_range(service, 0) => {
+                self.services[usize::from(service)].rearm_load_monitor();
             }
-            _ => self.counters.bad_messages += 1,
+            _ => self.counters.invalid_messages += 1,
         }
     }
 
     fn set_service_enabled(&mut self, service: u8, core: u16, is_enabled: bool) {
         let core_state = &mut self.cores[usize::from(core)];
         if is_enabled && !core_state.has_worker {
-            self.counters.enabled_without_worker += 1;
+            self.counters.enable_requests_without_worker += 1;
             return;
         }
         core_state.enabled_services = core_state.enabled_services & !(1 << service) | u64::from(is_enabled) << service;

@@ -22,10 +22,10 @@ type DatagramCounters = Vec<(&'static str, u64)>;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IntakeStatus {
-    /// Name of the mode: `socket`, `socket-fallback`, `af-xdp` or `af-xdp-zero-copy`.
+    /// Name of the way in which requests are received: `socket`, `socket-fallback`, `af-xdp` or `af-xdp-zero-copy`.
     pub mode_name: &'static str,
     pub fallback_reason: Option<String>,
-    /// Number of datagrams by outcome. It is empty if AF_XDP was not used.
+    /// Number of datagrams by outcome. The list is empty if AF_XDP was not used.
     pub datagram_counters: DatagramCounters,
 }
 
@@ -64,7 +64,7 @@ impl RequestIntake {
 
     /// Passes a batch of requests from each receive queue to `accept`. Returns their number.
     pub fn receive(&mut self, accept: &mut impl FnMut(Datagram<'_>)) -> usize {
-        match self.af_xdp_intake.as_mut().map(|intake| intake.receive(accept)) {
+        match self.af_xdp_intake.as_mut().map(|intake| intake.receive_batches(accept)) {
             Some(Ok(received_count)) => received_count,
             Some(Err(error)) => {
                 self.fall_back_to_sockets(format!("cannot receive: {error}"));

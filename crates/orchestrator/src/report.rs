@@ -53,7 +53,7 @@ pub struct OrchestratorStatus {
     pub intake_status: IntakeStatus,
     /// Number of datagrams that matched no service.
     pub unclassified_datagrams: u64,
-    /// Number of responses that a socket did not accept.
+    /// Number of responses that the kernel did not accept for sending.
     pub unsent_responses: u64,
 }
 
@@ -92,8 +92,8 @@ impl OrchestratorStatus {
             ended_workers,
             worker_stalls: stalls,
             sent_hints: hints,
-            bad_messages,
-            enabled_without_worker,
+            invalid_messages: bad_messages,
+            enable_requests_without_worker: enabled_without_worker,
             rejected_feedback: bad_feedback,
             damaged_queues: damaged,
         } = self.core_counters;
@@ -163,7 +163,8 @@ impl OrchestratorStatus {
 /// Maximum time to wait for a requested status. The daemon usually publishes it within milliseconds.
 const STATUS_REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Status for other threads. The daemon collects it only on request, because with AF_XDP this takes system calls.
+/// Status that the daemon shares with other threads. The daemon collects it only on request, because with AF_XDP this
+/// takes system calls.
 #[derive(Debug)]
 pub struct SharedStatus {
     shared_state: Mutex<SharedStatusState>,
@@ -173,13 +174,13 @@ pub struct SharedStatus {
 #[derive(Debug)]
 struct SharedStatusState {
     last_status: OrchestratorStatus,
-    is_requested: bool,
+    is_status_requested: bool,
 }
 
 impl SharedStatus {
     pub fn new(status: OrchestratorStatus) -> Self {
         Self {
-            shared_state: Mutex::new(SharedStatusState { last_status: status, is_requested: false }),
+            shared_state: Mutex::new(SharedStatusState { last_status: status, is_status_requested: false }),
             status_published: Condvar::new(),
         }
     }
@@ -188,19 +189,19 @@ impl SharedStatus {
         self.shared_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Requests a new status and returns it, or returns the last one after a timeout.
+    /// Requests a new status and returns it, or returns the previous status after a timeout.
     pub fn request_status(&self) -> OrchestratorStatus {
         let mut state = self.lock_state();
-        state.is_requested = true;
+        state.is_status_requested = true;
         let wait_result =
-            self.status_published.wait_timeout_while(state, STATUS_REQUEST_TIMEOUT, |state| state.is_requested);
+            self.status_published.wait_timeout_while(state, STATUS_REQUEST_TIMEOUT, |state| state.is_status_requested);
         wait_result.unwrap_or_else(PoisonError::into_inner).0.last_status.clone()
     }
 
     /// Publishes a new status if one was requested.
     pub fn publish(&self, make_status: impl FnOnce() -> OrchestratorStatus) {
         let mut state = self.lock_state();
-        if std::mem::take(&mut state.is_requested) {
+        if std::mem::take(&mut state.is_status_requested) {
             state.last_status = make_status();
             self.status_published.notify_all();
         }

@@ -23,17 +23,18 @@ pub struct BatchSocket {
     send_buffer: Vec<u8>,
     /// Destination of each outgoing datagram, and the end of its payload in the send buffer.
     queued_datagrams: Vec<(SocketAddrV4, usize)>,
-    unsent_count: u64,
+    unsent_datagram_count: u64,
 }
 
 impl BatchSocket {
-    /// Opens a socket that is bound to `address`. Datagrams longer than `max_bytes` are cut to `max_bytes + 1` bytes.
-    pub fn bind(address: SocketAddrV4, max_bytes: usize) -> io::Result<Self> {
+    /// Opens a socket that is bound to `address`. Datagrams longer than `max_payload_bytes` are cut to
+    /// `max_payload_bytes + 1` bytes.
+    pub fn bind(address: SocketAddrV4, max_payload_bytes: usize) -> io::Result<Self> {
         let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::DGRAM, None)?;
         socket.set_recv_buffer_size(RECEIVE_BUFFER_BYTES)?;
         socket.bind(&address.into())?;
         socket.set_nonblocking(true)?;
-        let slot_bytes = max_bytes + 1;
+        let slot_bytes = max_payload_bytes + 1;
         let receive_buffer = vec![0; slot_bytes * MAX_BATCH_DATAGRAMS].into();
         let (send_buffer, destinations_and_ends) = (Vec::new(), Vec::with_capacity(MAX_BATCH_DATAGRAMS));
         Ok(Self {
@@ -42,7 +43,7 @@ impl BatchSocket {
             slot_bytes,
             send_buffer,
             queued_datagrams: destinations_and_ends,
-            unsent_count: 0,
+            unsent_datagram_count: 0,
         })
     }
 
@@ -97,7 +98,7 @@ impl BatchSocket {
                 Err(error) if error.kind() == ErrorKind::Interrupted => (),
                 // The send buffer is full or the receiver is gone, so the datagram is lost.
                 Err(_) => {
-                    self.unsent_count += 1;
+                    self.unsent_datagram_count += 1;
                     handled_count += 1;
                 }
             }
@@ -113,8 +114,8 @@ impl BatchSocket {
         }
     }
 
-    pub fn unsent_count(&self) -> u64 {
-        self.unsent_count
+    pub fn unsent_datagram_count(&self) -> u64 {
+        self.unsent_datagram_count
     }
 }
 
@@ -139,8 +140,8 @@ impl Default for MessageHeaders {
 }
 
 impl MessageHeaders {
-    /// Makes these headers point to their addresses and I/O vectors at the current memory location of `self`.
-    fn link_range(&mut self, range: Range<usize>) -> &mut [libc::mmsghdr] {
+    /// Makes the headers in `range` point to their addresses and I/O vectors at the current memory location of `self`.
+    fn link_headers(&mut self, range: Range<usize>) -> &mut [libc::mmsghdr] {
         let linked_headers = &mut self.message_headers[range.clone()];
         let addresses_and_vectors = self.addresses[range.clone()].iter_mut().zip(&mut self.io_vectors[range]);
         for (header, (address, vector)) in linked_headers.iter_mut().zip(addresses_and_vectors) {
@@ -153,30 +154,30 @@ impl MessageHeaders {
     }
 
     fn receive_datagrams(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
-        let (headers, no_timeout) = (self.link_range(0..MAX_BATCH_DATAGRAMS), std::ptr::null_mut());
+        let (headers, no_timeout) = (self.link_headers(0..MAX_BATCH_DATAGRAMS), std::ptr::null_mut());
         let (first, count) = (headers.as_mut_ptr(), headers.len() as libc::c_uint);
         // SAFETY: all pointers are to memory that is borrowed until the call returns.
-        let received_count =
+        let received_datagram_count =
             unsafe { libc::recvmmsg(socket.as_raw_fd(), first, count, libc::MSG_DONTWAIT, no_timeout) };
-        usize::try_from(received_count).map_err(|_| io::Error::last_os_error())
+        usize::try_from(received_datagram_count).map_err(|_| io::Error::last_os_error())
     }
 
-    /// Sends the datagrams in the range. Returns how many were sent, which is at least one.
+    /// Sends the datagrams in the range. Returns the number of sent datagrams, which is at least one.
     fn send_datagrams(&mut self, socket: BorrowedFd<'_>, range: Range<usize>) -> io::Result<usize> {
-        let linked_headers = self.link_range(range);
+        let linked_headers = self.link_headers(range);
         let (first, count) = (linked_headers.as_mut_ptr(), linked_headers.len() as libc::c_uint);
         // SAFETY: as in `receive`; the kernel only reads the payloads.
-        let sent_count = unsafe { libc::sendmmsg(socket.as_raw_fd(), first, count, libc::MSG_DONTWAIT) };
-        usize::try_from(sent_count).map_err(|_| io::Error::last_os_error())
+        let sent_datagram_count = unsafe { libc::sendmmsg(socket.as_raw_fd(), first, count, libc::MSG_DONTWAIT) };
+        usize::try_from(sent_datagram_count).map_err(|_| io::Error::last_os_error())
     }
 
-    fn sender_address(&self, number: usize) -> SocketAddrV4 {
-        let raw_address = &self.addresses[number];
+    fn sender_address(&self, datagram_index: usize) -> SocketAddrV4 {
+        let raw_address = &self.addresses[datagram_index];
         SocketAddrV4::new(u32::from_be(raw_address.sin_addr.s_addr).into(), u16::from_be(raw_address.sin_port))
     }
 
-    fn datagram_length(&self, number: usize) -> usize {
-        self.message_headers[number].msg_len as usize
+    fn datagram_length(&self, datagram_index: usize) -> usize {
+        self.message_headers[datagram_index].msg_len as usize
     }
 }
 

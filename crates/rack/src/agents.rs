@@ -11,7 +11,7 @@ use coreward_listener::REGISTRATION_TIMEOUT;
 use coreward_listener::security::{AuthenticatedPeer, ListenerSecurity};
 use coreward_rpc::v1::control_server::Control;
 use coreward_tls::Role;
-use coreward_wire::rack::pack_rack_messages;
+use coreward_wire::rack::pack_into_rack_messages;
 use coreward_wire::sanitize::sanitize_str;
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
@@ -46,8 +46,8 @@ pub struct RackState {
 struct ControllerSession {
     message_sender: mpsc::Sender<v1::RackMessage>,
     update_senders_by_stream: HashMap<u64, AgentUpdateSender>,
-    /// Number of each agent's unanswered socket queries, by its stream.
-    open_query_counts: HashMap<u64, u32>,
+    /// Number of each agent's unanswered socket queries, by the number of its stream.
+    unanswered_query_counts: HashMap<u64, u32>,
     reducer: Reducer,
     /// Reports that will be sent together with the next summaries.
     pending_reports: Vec<v1::FromAgent>,
@@ -73,7 +73,7 @@ impl RackState {
     fn now(&self) -> Now {
         let wall = wall_clock_time();
         // A rack stores no records, so their clock is not needed.
-        Now { monotonic: self.start_time.elapsed(), wall, record: wall }
+        Now { monotonic: self.start_time.elapsed(), wall, record_time: wall }
     }
 
     /// Locks the connection to the controller. The lock is held for microseconds, and never across an await.
@@ -96,7 +96,7 @@ impl RackState {
         *self.lock_controller_session() = Some(ControllerSession {
             message_sender,
             update_senders_by_stream,
-            open_query_counts,
+            unanswered_query_counts: open_query_counts,
             reducer,
             pending_reports,
         });
@@ -129,12 +129,12 @@ impl RackState {
         self.lock_controller_session().as_ref()?.reducer.report_interval()
     }
 
-    /// Returns the messages with those summaries and reports that are due.
+    /// Takes those summaries and reports that are due, as messages to the controller.
     pub fn take_summary_messages(&self) -> Vec<v1::RackMessage> {
         let (now, mut connection) = (self.now(), self.lock_controller_session());
         let Some(connection) = connection.as_mut() else { return Vec::new() };
         let due_summaries = connection.reducer.compute_summaries(now);
-        pack_rack_messages(std::mem::take(&mut connection.pending_reports), due_summaries)
+        pack_into_rack_messages(std::mem::take(&mut connection.pending_reports), due_summaries)
     }
 
     /// Registers an agent's stream. Returns the stream's number, and the sender for messages to the controller.
@@ -187,7 +187,11 @@ impl RackState {
     fn count_message(&self, stream: u64, message: &Message) {
         let (now, mut connection) = (self.now(), self.lock_controller_session());
         let Some(connection) = connection.as_mut() else { return };
-        match connection.open_query_counts.get_mut(&stream).filter(|_| matches!(message, Message::SocketAnswer(_))) {
+        match connection
+            .unanswered_query_counts
+            .get_mut(&stream)
+            .filter(|_| matches!(message, Message::SocketAnswer(_)))
+        {
             Some(open_query_count) if *open_query_count > 0 => *open_query_count -= 1,
             _ => connection.reducer.count_unsolicited_message(stream, now),
         }
@@ -226,7 +230,7 @@ impl ControllerSession {
         let Some(update_sender) = self.update_senders_by_stream.get(&stream) else { return };
         let is_stream_end = update.is_none();
         if matches!(update.as_ref().and_then(|update| update.update.as_ref()), Some(Update::SocketQuery(_))) {
-            *self.open_query_counts.entry(stream).or_default() += 1;
+            *self.unanswered_query_counts.entry(stream).or_default() += 1;
         }
         let send_result = update_sender.try_send(update.ok_or_else(|| Status::new(Code::from_i32(code), message)));
         if is_stream_end || send_result.is_err() {
@@ -236,7 +240,7 @@ impl ControllerSession {
 
     fn forget_stream(&mut self, stream: u64) {
         self.update_senders_by_stream.remove(&stream);
-        self.open_query_counts.remove(&stream);
+        self.unanswered_query_counts.remove(&stream);
         self.reducer.end_stream(stream);
     }
 }
@@ -268,7 +272,7 @@ async fn serve_agent(
     message_sender: mpsc::Sender<v1::RackMessage>,
 ) {
     let (deadline, mut has_spoken) = (Instant::now() + REGISTRATION_TIMEOUT, false);
-    let forward = async |agent_message| {
+    let forward_to_controller = async |agent_message| {
         message_sender.send(v1::RackMessage { agents: vec![agent_message], ..Default::default() }).await.is_ok()
     };
     loop {
@@ -289,7 +293,7 @@ async fn serve_agent(
             }
             other => {
                 rack_state.count_message(stream, &other);
-                forward(message_from_agent(stream, other)).await
+                forward_to_controller(message_from_agent(stream, other)).await
             }
         };
         if !is_stream_open {
@@ -297,7 +301,7 @@ async fn serve_agent(
         }
     }
     rack_state.end_stream(stream);
-    forward(v1::FromAgent { stream, message: None }).await;
+    forward_to_controller(v1::FromAgent { stream, message: None }).await;
 }
 
 pub struct ControlService {
@@ -354,8 +358,9 @@ mod tests {
         let (update_sender, _agent) = mpsc::channel(1);
         let (stream, _) = rack_state.begin_stream(update_sender).unwrap();
         // Without a configuration, every report is forwarded completely.
-        let accepted_count = (0..1000).filter(|_| rack_state.process_report(stream, v1::Report::default())).count();
-        assert_eq!(accepted_count, MAX_WAITING_REPORTS_PER_AGENT);
+        let accepted_report_count =
+            (0..1000).filter(|_| rack_state.process_report(stream, v1::Report::default())).count();
+        assert_eq!(accepted_report_count, MAX_WAITING_REPORTS_PER_AGENT);
         assert_eq!(rack_state.take_summary_messages()[0].agents.len(), MAX_WAITING_REPORTS_PER_AGENT);
         assert!(rack_state.process_report(stream, v1::Report::default()));
     }

@@ -17,15 +17,16 @@ config_struct! {
     /// Configuration of the rack controller. Servers and services come from the controller.
     #[derive(Debug, Clone, PartialEq, Eq)]
     pub struct Config {
-        /// Name in `coreward status`; different for every rack.
+        /// Name of the rack in `coreward status`; different for every rack.
         pub name: String as Name,
-        /// Address and port for agents, which have it as `controller` in their files.
+        /// Address and port at which agents connect; the agents' files have it as `controller`.
         pub listen: SocketAddr,
         /// Addresses of the controllers: one, or a list.
         pub controllers as "controller": Controllers,
         /// Interval at which each agent's complete report is forwarded, for `coreward status` and metrics.
         pub detail_interval: Duration as DetailInterval = BoundedDuration(Duration::from_secs(1)),
-        /// Maximum number of least loaded cores sent per bucket; fewer than 8 make crossrss-plus less accurate.
+        /// Maximum number of candidates (least loaded cores) that are sent per bucket; fewer than 8 make crossrss-plus
+        /// less accurate.
         pub candidates: usize as BoundedInteger<1, { MAX_CANDIDATES as u64 }> = BoundedInteger(MAX_CANDIDATES.into()),
         /// Address and port of the metrics for Prometheus; without it none are served.
         pub metrics: Option<SocketAddr>,

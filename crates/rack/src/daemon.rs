@@ -39,12 +39,13 @@ metrics! {
     );
 }
 
-/// Maximum number of queued messages to the controller. If they are more, agents wait and summaries are dropped.
+/// Maximum number of queued messages to the controller. If the queue is full, agents wait and summaries are dropped.
 const CONTROLLER_QUEUE_LENGTH: usize = 64;
 
-/// Runs the rack until SIGTERM or SIGINT. Fails if the file is invalid or the address cannot be bound.
+/// Runs the rack controller until SIGTERM or SIGINT. Fails if the configuration file is invalid or its address cannot
+/// be bound.
 pub fn run(config: &Path) -> anyhow::Result<()> {
-    coreward_daemon::raise_file_limit();
+    coreward_daemon::raise_open_file_limit();
     let config_path = config;
     let config = Config::load(config_path)?;
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
@@ -67,7 +68,8 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     })
 }
 
-/// Reloads the revoked certificates at each SIGHUP. Other keys need a restart, which disconnects agents for a second.
+/// Reloads the revoked certificates from the configuration file at each SIGHUP. Changes of other keys need a restart,
+/// which disconnects agents for a second.
 async fn reload_on_sighup(
     mut hangup: Signal,
     path: &Path,
@@ -78,7 +80,7 @@ async fn reload_on_sighup(
         hangup.recv().await;
         match Config::load(path) {
             Ok(config) => {
-                security.revocation_list.set(config.revoked_certificates.iter().copied());
+                security.revocation_list.replace_fingerprints(config.revoked_certificates.iter().copied());
                 let is_unchanged =
                     Config { revoked_certificates: initial_config.revoked_certificates.clone(), ..config }
                         == initial_config;
@@ -117,15 +119,16 @@ impl Rack {
 
     async fn open(config: Config) -> anyhow::Result<Self> {
         let security = Arc::new(ListenerSecurity::of(&config.listener_config())?);
-        let expected_address = "expected a free port and an address of this host (`listen`)";
+        let bind_error_context = "expected a free port and an address of this host (`listen`)";
         let listener = TcpListener::bind(config.listen)
             .await
-            .with_context(|| format!("cannot listen on {}: {expected_address}", config.listen))?;
+            .with_context(|| format!("cannot listen on {}: {bind_error_context}", config.listen))?;
         let address = listener.local_addr()?;
         Ok(Self { config, listener, address, security })
     }
 
-    /// Returns the address at which the rack listens. If port 0 was configured, it has the port that the system chose.
+    /// Returns the address at which the rack listens. If port 0 was configured, the address has the port that the
+    /// system chose.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -172,15 +175,15 @@ async fn run_sessions(config: &Config, rack_state: &RackState) -> anyhow::Result
     let mut connection =
         ControllerConnection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
     loop {
-        let outcome = run_session(config, &mut connection, rack_state).await;
+        let session_result = run_session(config, &mut connection, rack_state).await;
         rack_state.on_controller_disconnected();
-        let retry_pause = connection.record_stream_end(outcome.err().as_ref());
+        let retry_pause = connection.record_stream_end(session_result.err().as_ref());
         tokio::time::sleep(retry_pause).await;
     }
 }
 
-/// Records and logs that the controller has accepted this rack, which its first update shows. Does nothing for later
-/// updates.
+/// Records and logs that the controller has accepted this rack. The first update shows this, so later updates have no
+/// effect.
 fn record_acceptance(
     config: &Config,
     connection: &ControllerConnection,
@@ -217,13 +220,13 @@ async fn run_session(
         tokio::select! {
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
-                connection.record_message();
+                connection.record_controller_message();
                 record_acceptance(config, connection, rack_state, &message_sender);
                 rack_state.apply_update(update)?;
             }
             () = tokio::time::sleep_until(next_summaries_at) => {
-                let interval = rack_state.report_interval().unwrap_or(std::time::Duration::from_millis(10));
-                next_summaries_at = (next_summaries_at + interval).max(Instant::now());
+                let summary_interval = rack_state.report_interval().unwrap_or(std::time::Duration::from_millis(10));
+                next_summaries_at = (next_summaries_at + summary_interval).max(Instant::now());
                 if message_sender.capacity() > 0 {
                     for message in rack_state.take_summary_messages() {
                         // Each message waits for room, because otherwise the last summaries would always be dropped.

@@ -103,8 +103,8 @@ async fn open_agent_stream(
 
 impl Agent {
     /// Starts an agent, and repeats the connection until a rack or the controller accepts it.
-    async fn start(number: u32, address: SocketAddr, loads: [f64; 2]) -> Self {
-        let server_name = format!("s{number}");
+    async fn start(server_number: u32, address: SocketAddr, loads: [f64; 2]) -> Self {
+        let server_name = format!("s{server_number}");
         let (sender, mut updates, configuration) = within_timeout("a stream", async {
             loop {
                 match open_agent_stream(&server_name, address).await {
@@ -117,7 +117,7 @@ impl Agent {
             }
         })
         .await;
-        assert_eq!(configuration.server_id, number * 31);
+        assert_eq!(configuration.server_id, server_number * 31);
         Self(tokio::spawn(async move {
             let mut report_timer = tokio::time::interval(Duration::from_millis(20));
             for sequence in 1.. {
@@ -135,16 +135,16 @@ impl Agent {
     }
 }
 
-fn report_message(sequence: u64, loads: [f64; 2]) -> v1::Report {
+fn report_message(sequence_number: u64, loads: [f64; 2]) -> v1::Report {
     v1::Report {
-        sequence,
+        sequence: sequence_number,
         sent_unix_ns: SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64,
         time_to_live_ms: 5_000,
-        measured_ns: sequence * 1_000_000_000,
-        core_busy_ns: loads.iter().map(|load| (load * 1e9) as u64 * sequence).collect(),
+        measured_ns: sequence_number * 1_000_000_000,
+        core_busy_ns: loads.iter().map(|load| (load * 1e9) as u64 * sequence_number).collect(),
         open_connections: 7,
         rss_generation: 1,
-        rss: (sequence == 1).then(|| v1::Rss {
+        rss: (sequence_number == 1).then(|| v1::Rss {
             source: "testbed emulation".into(),
             key: vec![0x5a; 40],
             indirection_table: vec![0, 1],
@@ -155,7 +155,7 @@ fn report_message(sequence: u64, loads: [f64; 2]) -> v1::Report {
 }
 
 struct LoadBalancer {
-    /// Never used, but keeps the stream open.
+    /// Sender of messages, which is never used but keeps the stream open.
     _sender: mpsc::Sender<v1::LoadBalancerMessage>,
     updates: Streaming<v1::DataplaneUpdate>,
 }
@@ -176,13 +176,13 @@ impl LoadBalancer {
     }
 
     /// Returns the first table with the expected candidates (server number and load in percent) for buckets 0 and 1.
-    async fn wait_for_table(&mut self, expected: [&[(u32, u32)]; 2]) -> PlacementTable {
+    async fn wait_for_table(&mut self, expected_candidates: [&[(u32, u32)]; 2]) -> PlacementTable {
         let mut last_candidates = Vec::new();
         let table_search = tokio::time::timeout(TIMEOUT, async {
             loop {
                 let update = self.updates.message().await.unwrap().expect("the stream goes on").update;
                 let Some(dataplane_update::Update::Table(bytes)) = update else { continue };
-                let table = table::decode(bytes).unwrap().1;
+                let table = table::decode_table(bytes).unwrap().1;
                 let candidates_of_bucket = |bucket: u32| -> Vec<(u32, u32)> {
                     let to_percent = |load: u32| (f64::from(load) / f64::from(1 << 20) * 100.0).round() as u32;
                     let candidates = table.bucket_candidates(0, bucket).iter();
@@ -193,12 +193,14 @@ impl LoadBalancer {
                         .collect()
                 };
                 last_candidates = vec![candidates_of_bucket(0), candidates_of_bucket(1)];
-                if last_candidates == expected {
+                if last_candidates == expected_candidates {
                     return table;
                 }
             }
         });
-        table_search.await.unwrap_or_else(|_| panic!("no table of {expected:?}; the last: {last_candidates:?}"))
+        table_search
+            .await
+            .unwrap_or_else(|_| panic!("no table of {expected_candidates:?}; the last: {last_candidates:?}"))
     }
 }
 
@@ -214,10 +216,10 @@ async fn agents_of_a_lost_rack_connect_through_another_one() {
     let mut load_balancer = LoadBalancer::start(&controller).await;
     let first_rack = start_rack("r1", "127.0.0.1:0", &controller).await;
     let second_rack = start_rack("r2", "127.0.0.1:0", &controller).await;
-    let loads = [[0.4, 0.1], [0.2, 0.3], [0.3, 0.2], [0.1, 0.4]];
+    let agent_loads = [[0.4, 0.1], [0.2, 0.3], [0.3, 0.2], [0.1, 0.4]];
     let mut agents = Vec::new();
     for (number, rack_address) in [(1, first_rack.1), (2, first_rack.1), (3, second_rack.1), (4, second_rack.1)] {
-        agents.push(Agent::start(number, rack_address, loads[number as usize - 1]).await);
+        agents.push(Agent::start(number, rack_address, agent_loads[number as usize - 1]).await);
     }
     let all_candidates: [&[(u32, u32)]; 2] =
         [&[(4, 10), (2, 20), (3, 30), (1, 40)], &[(1, 10), (3, 20), (2, 30), (4, 40)]];
@@ -240,7 +242,7 @@ async fn agents_of_a_lost_rack_connect_through_another_one() {
         }
     })
     .await;
-    for (status_load, agent_load) in core_loads.iter().flatten().zip(loads.iter().flatten()) {
+    for (status_load, agent_load) in core_loads.iter().flatten().zip(agent_loads.iter().flatten()) {
         assert!((status_load - agent_load).abs() < 0.001, "{core_loads:?}");
     }
 
@@ -253,7 +255,7 @@ async fn agents_of_a_lost_rack_connect_through_another_one() {
     load_balancer.wait_for_table(candidates_with_mean_loads).await;
 
     // One agent of the killed rack connects to the controller, and the other one to the restarted rack.
-    agents.push(Agent::start(3, controller.1, loads[2]).await);
+    agents.push(Agent::start(3, controller.1, agent_loads[2]).await);
     let _second_rack = within_timeout("the address", async {
         while std::net::TcpListener::bind(second_rack_address).is_err() {
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -261,7 +263,7 @@ async fn agents_of_a_lost_rack_connect_through_another_one() {
         start_rack("r2", &second_rack_address.to_string(), &controller).await
     })
     .await;
-    agents.push(Agent::start(4, second_rack_address, loads[3]).await);
+    agents.push(Agent::start(4, second_rack_address, agent_loads[3]).await);
     load_balancer.wait_for_table(all_candidates).await;
 }
 

@@ -9,7 +9,7 @@ use coreward_controller::pool::relayed_loads;
 use coreward_controller::rejection::Rejection;
 use coreward_model::ServerId;
 use coreward_model::policy::{self, Policy, Pool, PoolServer, RackSummary};
-use coreward_wire::rack::summary_message;
+use coreward_wire::rack::encode_summary;
 use coreward_wire::{AgentReport, RackConfiguration, RackMember, RackServer, RackService, ServiceIndex, v1};
 
 /// Number of detail intervals after which a forwarded report expires.
@@ -29,7 +29,7 @@ pub struct Reducer {
     policies_by_service: HashMap<ServiceIndex, Box<dyn Policy>>,
 }
 
-/// An agent with its newest report, and what its last forwarded report contained.
+/// State of an agent, with the contents of the report that was forwarded last.
 #[derive(Default)]
 struct AgentState {
     agent: Agent,
@@ -38,9 +38,9 @@ struct AgentState {
 
 impl AgentState {
     /// Returns whether the report must be forwarded because it is the first, its state is new, or its details are due.
-    fn must_forward(&self, report: &v1::Report, minimum_age: Duration, now: Now) -> bool {
+    fn must_forward(&self, report: &v1::Report, min_forwarding_interval: Duration, now: Now) -> bool {
         self.last_forwarded_report.as_ref().is_none_or(|last_report| {
-            let has_new_details = now.monotonic.saturating_sub(last_report.forwarded_at) >= minimum_age
+            let has_new_details = now.monotonic.saturating_sub(last_report.forwarded_at) >= min_forwarding_interval
                 || last_report.warnings != report.warnings;
             let has_new_state = (last_report.configuration_generation, last_report.rss_generation)
                 != (report.configuration_generation, report.rss_generation);
@@ -73,17 +73,17 @@ impl Reducer {
     pub fn configure(&mut self, configuration: RackConfiguration) {
         let policies = &mut self.policies_by_service;
         policies.retain(|index, policy| {
-            configuration.services.iter().any(|new| new.index == *index && new.policy == policy.name())
+            configuration.services.iter().any(|new| new.index == *index && new.policy_name == policy.name())
         });
         for service in &configuration.services {
             // The seed only matters for hash keys, which summaries do not need.
-            match policy::policy_by_name(&service.policy, 0) {
+            match policy::policy_by_name(&service.policy_name, 0) {
                 Ok(policy) => drop(policies.entry(service.index).or_insert(policy)),
                 Err(policy_error) => {
                     tracing::warn!(
                         event = "policy-unknown",
                         service_index = service.index.get(),
-                        policy = service.policy,
+                        policy = service.policy_name,
                         error = %policy_error,
                         "this rack controller does not know the policy and sends no loads for the service: upgrade it"
                     );
@@ -131,45 +131,42 @@ impl Reducer {
         }
     }
 
-    /// Stores a report. Returns it if it must be forwarded completely, and the reason if it is rejected.
+    /// Stores a report. Returns the report if it must be forwarded completely, and the reason if the report is
+    /// rejected.
     pub fn record_report(
         &mut self,
         stream: u64,
-        process_report: v1::Report,
+        report: v1::Report,
         now: Now,
     ) -> (Option<v1::Report>, Result<(), Rejection>) {
         let Some(agent_state) = self.agents_by_stream.get_mut(&stream) else { return (None, Ok(())) };
-        let Some(configuration) = &self.configuration else { return (Some(process_report), Ok(())) };
+        let Some(configuration) = &self.configuration else { return (Some(report), Ok(())) };
         if !agent_state.agent.take_report_token(configuration.report_interval, now) {
             return (None, Err(Rejection::TooManyReports(format!("stream {stream}"))));
         }
         // For a draining server, every report with details is forwarded. Agents send them about once a second.
-        let configured_interval =
+        let configured_detail_interval =
             if self.draining_streams.contains(&stream) { Duration::ZERO } else { configuration.detail_interval };
-        let detail_interval = self.detail_interval.max(configured_interval);
+        let detail_interval = self.detail_interval.max(configured_detail_interval);
         let min_forwarding_interval = detail_interval.saturating_sub(configuration.report_interval / 2);
-        let must_forward = agent_state.must_forward(&process_report, min_forwarding_interval, now);
-        let forwarded_report = (must_forward || process_report.rss.is_some()).then(|| {
+        let must_forward = agent_state.must_forward(&report, min_forwarding_interval, now);
+        let forwarded_report = (must_forward || report.rss.is_some()).then(|| {
             let (forwarded_at, warnings) = match agent_state.last_forwarded_report.take() {
-                Some(last_report) if process_report.without_details => (last_report.forwarded_at, last_report.warnings),
-                _ => (now.monotonic, process_report.warnings.clone()),
+                Some(last_report) if report.without_details => (last_report.forwarded_at, last_report.warnings),
+                _ => (now.monotonic, report.warnings.clone()),
             };
             agent_state.last_forwarded_report = Some(ForwardedReport {
                 forwarded_at,
-                configuration_generation: process_report.configuration_generation,
-                rss_generation: process_report.rss_generation,
+                configuration_generation: report.configuration_generation,
+                rss_generation: report.rss_generation,
                 warnings,
             });
             let validity_ms = (REPORT_VALIDITY_INTERVALS * detail_interval).as_millis() as u32;
-            v1::Report { time_to_live_ms: process_report.time_to_live_ms.max(validity_ms), ..process_report.clone() }
+            v1::Report { time_to_live_ms: report.time_to_live_ms.max(validity_ms), ..report.clone() }
         });
         // The acknowledged generation is 0, because the controller handles acknowledgements.
-        let report_result = agent_state.agent.record_report(
-            AgentReport::try_from(process_report),
-            configuration.load_ewma_alpha,
-            0,
-            now,
-        );
+        let report_result =
+            agent_state.agent.record_report(AgentReport::try_from(report), configuration.load_ewma_alpha, 0, now);
         (forwarded_report, report_result)
     }
 
@@ -187,8 +184,9 @@ impl Reducer {
                 Some(pool_server(service, server, member, &agent_state.agent, now))
             };
             let pool = Pool::new(service.members.iter().filter_map(to_pool_server).collect(), 1);
-            let summary = RackSummary::of(&pool, policy.as_mut(), service.bucket_count, self.max_candidates_per_bucket);
-            summaries.push(summary_message(service.index, &summary));
+            let summary =
+                RackSummary::from_pool(&pool, policy.as_mut(), service.bucket_count, self.max_candidates_per_bucket);
+            summaries.push(encode_summary(service.index, &summary));
         }
         summaries
     }
@@ -226,7 +224,7 @@ mod tests {
             servers: Vec::new(),
             services: Vec::new(),
         });
-        let now = Now { monotonic: Duration::ZERO, wall: Duration::ZERO, record: Duration::ZERO };
+        let now = Now { monotonic: Duration::ZERO, wall: Duration::ZERO, record_time: Duration::ZERO };
         let (mut forwarded_count, mut rejected_count) = (0, 0);
         for _ in 0..100 {
             // A report with other RSS settings would be forwarded.

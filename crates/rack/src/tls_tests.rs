@@ -87,12 +87,12 @@ impl Certificates {
 
 /// Registers as the agent of `server` with this certificate. Returns the peer's first update.
 async fn request_first_update(
-    files: &CredentialFiles,
-    expected: &'static [Role],
+    credential_files: &CredentialFiles,
+    expected_roles: &'static [Role],
     server: &str,
     address: SocketAddr,
 ) -> Result<Option<v1::AgentUpdate>, Status> {
-    let connector = Connector::new(address, Some((Tls::load(files.clone()).unwrap(), expected)));
+    let connector = Connector::new(address, Some((Tls::load(credential_files.clone()).unwrap(), expected_roles)));
     let endpoint = Endpoint::from_shared(format!("http://{address}")).unwrap();
     let channel = endpoint.connect_with_connector(connector).await.map_err(|error| Status::from_error(error.into()))?;
     let (sender, receiver) = mpsc::channel(1);
@@ -103,14 +103,14 @@ async fn request_first_update(
 
 /// Returns the update of [`request_first_update`] once the rack has connected to its controller.
 async fn retry_first_update_until_connected(
-    files: &CredentialFiles,
-    expected: &'static [Role],
+    credential_files: &CredentialFiles,
+    expected_roles: &'static [Role],
     server: &str,
     address: SocketAddr,
 ) -> Result<Option<v1::AgentUpdate>, Status> {
     let connected_update = async {
         loop {
-            match request_first_update(files, expected, server, address).await {
+            match request_first_update(credential_files, expected_roles, server, address).await {
                 Err(status) if status.message().contains("no connection to its controller") => {
                     tokio::time::sleep(Duration::from_millis(20)).await;
                 }
@@ -161,6 +161,6 @@ async fn rack_accepts_agents_only() {
     // An agent without a certificate is rejected.
     let plaintext_endpoint = Arc::new(Endpoint::from_shared(format!("http://{rack_address}")).unwrap());
     let mut client = ControlClient::new(plaintext_endpoint.connect_lazy());
-    let result = client.agent(tokio_stream::empty::<v1::AgentMessage>()).await;
-    assert!(result.is_err());
+    let plaintext_result = client.agent(tokio_stream::empty::<v1::AgentMessage>()).await;
+    assert!(plaintext_result.is_err());
 }

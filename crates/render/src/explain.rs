@@ -39,14 +39,15 @@ fn format_vlan(reply: &Explanation) -> String {
     name_and_vlan.map_or_else(String::new, |(name, vlan)| format!("Frames to {name} are in VLAN {vlan}.\n"))
 }
 
-/// Returns the output line about the share of packets whose server a cookie decides. Empty without LB-side stamping.
+/// Returns the output line about the share of packets whose cookie decides the server, or an empty text if load
+/// balancers do not stamp the service's cookies.
 fn format_cookie_share(reply: &Explanation) -> String {
     reply.cookie_share.map_or_else(String::new, |share| {
         format!("Load balancers decide {:.2} % of its established packets by the cookie.\n", share * 100.0)
     })
 }
 
-/// Returns the output line about the outer header of forwarded packets. It is empty for `l2`, which adds no header.
+/// Returns the output line about the outer header of forwarded packets, or an empty text for `l2`, which adds none.
 fn format_forwarding(reply: &Explanation) -> String {
     const OTHER_CORE_NOTE: &str = "NICs hash the outer header, so packets may arrive at another core";
     match (&*reply.forwarding, reply.outer_source_port) {

@@ -21,7 +21,7 @@ pub fn fetch_document(client: &Client, format: OutputFormat) -> anyhow::Result<S
     }
 }
 
-/// Fleet document to apply, and its differences from the document that is currently applied.
+/// Fleet document to apply, and its differences from the document that is active now.
 pub struct ProposedFleet {
     client: Client,
     document: NewFleet,
@@ -29,7 +29,7 @@ pub struct ProposedFleet {
 }
 
 impl ProposedFleet {
-    /// Reads the file and sends it to the controller to check it. The error lists every mistake.
+    /// Reads a fleet document and has the controller check it. The error lists all mistakes.
     pub fn read(client: &Client, file: &Path) -> anyhow::Result<Self> {
         let text = std::fs::read_to_string(file)
             .with_context(|| format!("{}: expected a readable TOML file", file.display()))?;
@@ -43,7 +43,7 @@ impl ProposedFleet {
         Ok(Self { client: client.clone(), document, preview })
     }
 
-    pub fn is_in_force(&self) -> bool {
+    pub fn is_already_active(&self) -> bool {
         self.preview.in_force
     }
 
@@ -51,13 +51,13 @@ impl ProposedFleet {
         &self.preview.changes
     }
 
-    /// Formats the changes that the document makes. Fails if they cannot be encoded in JSON.
+    /// Formats the differences from the active document. Fails if they cannot be encoded in JSON.
     pub fn format_changes(&self, format: OutputFormat) -> anyhow::Result<String> {
         if format == OutputFormat::Json {
             return to_json(&self.preview);
         }
         let generation = self.document.generation;
-        if self.is_in_force() {
+        if self.is_already_active() {
             return Ok(format!("generation {generation} is the same: nothing changes\n"));
         }
         let mut text = format!("against generation {generation}:\n");
@@ -73,7 +73,8 @@ impl ProposedFleet {
         Ok(text)
     }
 
-    /// Applies the document completely or not at all. Fails if another one was applied meanwhile, or the store is full.
+    /// Applies the document completely or not at all. Fails if another document was applied meanwhile, or the store is
+    /// full.
     pub fn apply(self) -> anyhow::Result<FleetApplied> {
         let document = NewFleet { dry_run: false, ..self.document };
         block_on(self.client.apply_fleet(&document))

@@ -69,12 +69,12 @@ mod tests {
         }
     }
 
-    fn format_keys(keys: &Keys, age: u64) -> String {
-        format_key_status(keys, Duration::from_secs(1_000_000 + age))
+    fn format_keys(keys: &Keys, key_age_s: u64) -> String {
+        format_key_status(keys, Duration::from_secs(1_000_000 + key_age_s))
     }
 
     #[test]
-    fn keys_without_a_rotation_are_shown() {
+    fn keys_are_formatted_outside_a_rotation() {
         assert_eq!(
             format_keys(&steady_keys(), 59),
             "key 1 stamps, for 59 s now\n  rotation   by `coreward keys rotate`, not within 23 h 59 min\n"
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn unfinished_rotation_shows_the_peers_without_the_next_key() {
+    fn unfinished_rotation_lists_peers_without_the_next_key() {
         let announced_keys = Keys {
             phase: KeyPhase::Announced,
             waiting_for: vec!["load balancer lb2".into(), "the agent of s3".into()],

@@ -20,10 +20,10 @@ pub enum OutputFormat {
     Json,
 }
 
-/// Returns the output of `coreward status`. `rss_keys` includes full RSS keys, but only in JSON. Fails if the
+/// Returns the output of `coreward status`. With `include_rss_keys`, JSON output includes full RSS keys. Fails if the
 /// controller cannot be reached, or if it rejects the request.
-pub fn fetch_status(client: &Client, rss_keys: bool, format: OutputFormat) -> anyhow::Result<String> {
-    let status = block_on(client.status(rss_keys))?;
+pub fn fetch_status(client: &Client, include_rss_keys: bool, format: OutputFormat) -> anyhow::Result<String> {
+    let status = block_on(client.status(include_rss_keys))?;
     match format {
         OutputFormat::Text => Ok(status::format_status(&status, wall_clock_time())),
         OutputFormat::Json => to_json(&status),

@@ -54,7 +54,8 @@ fn rack_text(rack: &Rack, server_count: usize) -> String {
     )
 }
 
-/// Formats the sum of the counts, and each count above 0 from the largest on, such as "3 (out_of_order 2, no_cores 1)".
+/// Formats the sum of the counts, followed by the positive counts in descending order, such as "3 (out_of_order 2,
+/// no_cores 1)".
 fn format_counts(counts: &BTreeMap<String, u64>) -> String {
     let counts_text = format_positive_counts(counts);
     let sum = counts.values().fold(0, |sum: u64, count| sum.saturating_add(*count));
@@ -207,7 +208,7 @@ fn address_text(server: &Server) -> String {
     server.vlan.map_or_else(|| server.address.to_string(), |vlan| format!("{} VLAN {vlan}", server.address))
 }
 
-/// Formats how many of all SYNs arrived at the predicted queue, such as "97 of 100".
+/// Formats the number of SYNs that arrived on the predicted receive queue, out of all SYNs, such as "97 of 100".
 fn rss_prediction_text(matched_count: u64, mismatched_count: u64) -> String {
     match matched_count + mismatched_count {
         0 => "-".to_owned(),
@@ -305,7 +306,8 @@ fn describe_missing_configuration(state: &LoadBalancerState, services: &[Service
         .then(|| format!("no table is in force yet for {}", services_without_table.join(", ")))
 }
 
-/// Formats one line per service with the number of servers whose clocks are known, and the other servers' problems.
+/// Formats one line per service with the number of servers whose timestamp clock is known, and the problems of other
+/// servers' clocks.
 fn clocks_text(state: &LoadBalancerState) -> String {
     let mut clocks_by_service: BTreeMap<&str, Vec<&ServerClock>> = BTreeMap::new();
     for clock in &state.server_clocks {

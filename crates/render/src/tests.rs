@@ -14,7 +14,7 @@ use coreward_model::tuple::Protocol;
 
 use super::*;
 
-/// Returns the state of a server's clock, which a load balancer must know for LB-side stamping.
+/// Returns the state of a server's timestamp clock, which a load balancer must measure to stamp cookies itself.
 fn server_clock(server: &str, state: &str, problem: &str) -> ServerClock {
     ServerClock {
         service: "old".into(),

@@ -3,8 +3,8 @@
 use coreward_wire::WireError;
 use tonic::Status;
 
-/// Returns the gRPC status with which an invalid message is answered.
-pub fn invalid_argument(error: WireError) -> Status {
+/// Converts the error of an invalid message into the gRPC status INVALID_ARGUMENT, with which the message is answered.
+pub fn invalid_argument_status(error: WireError) -> Status {
     Status::invalid_argument(error.to_string())
 }
 

@@ -20,7 +20,7 @@ pub(crate) fn set_last_error(error: impl Display) {
     LAST_ERROR.set(CString::new(text).unwrap_or_default());
 }
 
-/// Returns 0 for success. On an error, stores its text and returns -1.
+/// Returns the status code of a C function: 0 for success, and -1 for an error, whose text is stored.
 pub(crate) fn to_status_code(result: Result<(), impl Display>) -> c_int {
     match result {
         Ok(()) => 0,

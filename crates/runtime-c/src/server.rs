@@ -148,7 +148,7 @@ impl serve::Handler for HandlerCallbacks<'_> {
         let mut context = context;
         let context = from_mut(&mut context).cast::<Context>();
         // SAFETY: the handler keeps to its contract, and `context` lives until it returns.
-        let length = unsafe {
+        let response_length = unsafe {
             (self.handler)(
                 &raw const c_request,
                 response.as_mut_ptr(),
@@ -157,7 +157,7 @@ impl serve::Handler for HandlerCallbacks<'_> {
                 self.user_data.0,
             )
         };
-        let Ok(length) = usize::try_from(length) else { return Reply::Nothing };
+        let Ok(length) = usize::try_from(response_length) else { return Reply::Nothing };
         // SAFETY: the handler has written so many bytes, or only as many as the capacity if its response was longer.
         unsafe { response.set_len(length.min(self.response_capacity)) };
         if length > self.response_capacity { Reply::Nothing } else { Reply::Send }
@@ -203,12 +203,12 @@ pub unsafe extern "C" fn coreward_serve(
     // SAFETY: by the interface's contract.
     let allocator = options.and_then(|options| unsafe { allocator_of(options) });
     let Worker { worker, shared_runtime } = worker;
-    let response_capacity = shared_runtime.payload_bytes();
+    let response_capacity = shared_runtime.max_payload_bytes();
     let callbacks = HandlerCallbacks { handler, user_data: UserData(user), allocator, response_capacity };
-    let attach_result = allocator.map_or(Ok(()), |allocator| allocator.enable_assigned_services(worker));
+    let enable_result = allocator.map_or(Ok(()), |allocator| allocator.enable_assigned_services(worker));
     let timer_ns = options.map_or(0, |options| options.timer_ns);
-    let (options, stop) = (options_or_defaults(options), &shared_runtime.stop_requested);
-    let result = attach_result.and_then(|()| match timer_ns {
+    let (options, stop) = (options_or_defaults(options), &shared_runtime.is_stop_requested);
+    let result = enable_result.and_then(|()| match timer_ns {
         0 => worker.serve(&callbacks, options, stop),
         _ => worker.serve_with_timer(&callbacks, options, Duration::from_nanos(timer_ns), stop),
     });
@@ -231,16 +231,16 @@ unsafe fn allocator_of<'a>(options: &ServeOptions) -> Option<&'a SharedCoreAlloc
 }
 
 fn options_or_defaults(options: Option<&ServeOptions>) -> serve::ServeOptions {
-    let default = serve::ServeOptions::default();
-    let Some(options) = options else { return default };
+    let default_options = serve::ServeOptions::default();
+    let Some(options) = options else { return default_options };
     let duration_or_default =
         |nanoseconds, default| if nanoseconds == 0 { default } else { Duration::from_nanos(nanoseconds) };
     serve::ServeOptions {
-        quantum: duration_or_default(options.quantum_ns, default.quantum),
-        spin_time: duration_or_default(options.spin_ns, default.spin_time),
-        sleep_time: duration_or_default(options.sleep_ns, default.sleep_time),
-        max_feedback_batch: if options.feedback_batch == 0 {
-            default.max_feedback_batch
+        quantum: duration_or_default(options.quantum_ns, default_options.quantum),
+        spin_time: duration_or_default(options.spin_ns, default_options.spin_time),
+        sleep_time: duration_or_default(options.sleep_ns, default_options.sleep_time),
+        max_completions_per_feedback: if options.feedback_batch == 0 {
+            default_options.max_completions_per_feedback
         } else {
             options.feedback_batch
         },

@@ -25,18 +25,18 @@ pub struct Runtime {
 #[derive(Debug)]
 pub(crate) struct SharedRuntime {
     runtime: worker::Runtime,
-    pub stop_requested: AtomicBool,
+    pub is_stop_requested: AtomicBool,
 }
 
 impl SharedRuntime {
-    pub fn payload_bytes(&self) -> usize {
+    pub fn max_payload_bytes(&self) -> usize {
         self.runtime.max_payload_bytes()
     }
 }
 
 #[derive(Debug)]
 pub struct Worker {
-    /// Borrows from `shared_runtime`, so it is dropped first.
+    /// Worker that borrows from `shared_runtime`, so it is dropped first.
     pub(crate) worker: worker::Worker<'static>,
     pub(crate) shared_runtime: Arc<SharedRuntime>,
 }
@@ -69,7 +69,7 @@ pub unsafe extern "C" fn coreward_connect(path: *const c_char) -> *mut Runtime {
     let path = Path::new(OsStr::from_bytes(unsafe { CStr::from_ptr(path) }.to_bytes()));
     match worker::Runtime::connect(path) {
         Ok(runtime) => {
-            let shared_runtime = Arc::new(SharedRuntime { runtime, stop_requested: AtomicBool::new(false) });
+            let shared_runtime = Arc::new(SharedRuntime { runtime, is_stop_requested: AtomicBool::new(false) });
             Box::into_raw(Box::new(Runtime { shared_runtime }))
         }
         Err(error) => {
@@ -91,7 +91,7 @@ pub unsafe extern "C" fn coreward_runtime_free(runtime: *mut Runtime) {
 pub unsafe extern "C" fn coreward_stop(runtime: *const Runtime) {
     // SAFETY: by the interface's contract.
     if let Some(runtime) = unsafe { runtime.as_ref() } {
-        runtime.shared_runtime.stop_requested.store(true, Relaxed);
+        runtime.shared_runtime.is_stop_requested.store(true, Relaxed);
     }
 }
 

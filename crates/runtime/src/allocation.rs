@@ -11,40 +11,42 @@ use crate::worker::Worker;
 /// Number of services to which cores can be assigned. Service 0 has the higher priority.
 pub const SERVICES_WITH_CORES: u8 = 2;
 
-/// Assignment of cores to services, shared by the workers of a process (RingLeader, NSDI'23, Sect. 4.4). The core that
-/// receives a hint changes it. [`CoreAllocator`] makes the decisions.
+/// Assignment of cores to services, which the workers of a process share (RingLeader, NSDI'23, Sect. 4.4). The worker
+/// that receives a hint changes the assignment. [`CoreAllocator`] makes the decisions.
 #[derive(Debug)]
 pub struct SharedCoreAllocator {
-    allocation: Mutex<CoreAllocator>,
+    core_allocator: Mutex<CoreAllocator>,
 }
 
 impl SharedCoreAllocator {
     pub fn new(assignment: CoreAssignmentMode, core_count: u16, reserved_cores: ReservedCores) -> Self {
-        Self { allocation: Mutex::new(CoreAllocator::new(assignment, core_count, reserved_cores)) }
+        Self { core_allocator: Mutex::new(CoreAllocator::new(assignment, core_count, reserved_cores)) }
     }
 
-    fn lock_allocation(&self) -> MutexGuard<'_, CoreAllocator> {
-        self.allocation.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_core_allocator(&self) -> MutexGuard<'_, CoreAllocator> {
+        self.core_allocator.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enables on a new worker's core the services that are assigned to it.
+    /// Enables the services that are assigned to the core of a new worker.
     pub fn enable_assigned_services(&self, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
-        let allocation = self.lock_allocation();
+        let core_allocator = self.lock_core_allocator();
         let core = worker.core();
-        let is_assigned = |service: &u8| allocation.is_running(*service, core);
+        let is_assigned = |service: &u8| core_allocator.is_running(*service, core);
         (0..SERVICES_WITH_CORES).filter(is_assigned).try_for_each(|service| worker.enable_service(service, core))
     }
 
-    /// Acts on a hint. Enables or disables services on a core, and then rearms the load monitor.
+    /// Applies a hint: enables or disables services on cores as [`CoreAllocator`] decides, and then rearms the load
+    /// monitor.
     pub fn apply_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         if hint.service < SERVICES_WITH_CORES {
-            let has_other_waiting_requests = hint.waiting_services >> (1 - hint.service) & 1 == 1;
-            let mut allocation = self.lock_allocation();
-            for change in
-                allocation.apply_load_hint(hint.service, hint.hint, has_other_waiting_requests, |service, core| {
-                    worker.queued_request_count(service, core)
-                })
-            {
+            let has_other_service_waiting_requests = hint.waiting_services >> (1 - hint.service) & 1 == 1;
+            let mut core_allocator = self.lock_core_allocator();
+            for change in core_allocator.apply_load_hint(
+                hint.service,
+                hint.hint,
+                has_other_service_waiting_requests,
+                |service, core| worker.queued_request_count(service, core),
+            ) {
                 if change.is_running {
                     worker.enable_service(change.service, change.core)?;
                 } else {

@@ -15,30 +15,31 @@ use crate::segment::{LivenessLock, ServiceEntry, SharedSegment};
 pub struct RequestHeader {
     pub client: SocketAddrV4,
     pub service: u8,
-    /// Arrival time in nanoseconds on the orchestrator's clock.
-    pub arrived_ns: u64,
+    /// Arrival time of the request, in nanoseconds on the orchestrator's clock.
+    pub arrival_time_ns: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ResponseHeader {
     pub client: SocketAddrV4,
     pub service: u8,
-    /// Number of the service's requests that the response completes.
+    /// Number of requests of the service that this response completes.
     pub completed_count: u32,
 }
 
-pub(crate) fn client_of_slot(slot: &SlotHeader) -> SocketAddrV4 {
+pub(crate) fn slot_client_address(slot: &SlotHeader) -> SocketAddrV4 {
     SocketAddrV4::new(Ipv4Addr::from(slot.client_address), slot.client_port)
 }
 
-/// Returns the free slot in a core's ring, or an error if the ring is full or damaged.
+/// Returns the index of the free slot in a core's ring. Fails if the ring is full or damaged.
 #[inline]
 pub(crate) fn require_free_slot(
     slot: Result<Option<u32>, DamagedCursor>,
     core: u16,
-    ring: &'static str,
+    ring_name: &'static str,
 ) -> Result<u32, RuntimeError> {
-    slot.map_err(|cursors| RuntimeError::DamagedQueue { core, cursors })?.ok_or(RuntimeError::RingFull { core, ring })
+    slot.map_err(|cursors| RuntimeError::DamagedQueue { core, cursors })?
+        .ok_or(RuntimeError::RingFull { core, ring: ring_name })
 }
 
 #[derive(Debug)]
@@ -49,7 +50,7 @@ pub struct CoreQueues {
 
 #[derive(Debug)]
 struct CoreRings {
-    /// Number of the last accepted worker, or 0 if there was none.
+    /// Number of the worker that was last accepted, or 0 if there was none.
     accepted_worker_number: u32,
     request_producers: Vec<Producer>,
     hint_producer: Producer,
@@ -58,8 +59,8 @@ struct CoreRings {
 }
 
 impl CoreQueues {
-    /// Creates the shared memory at `path`, without workers. `services` are numbered by their position. Fails when a
-    /// size or a priority is out of range, another orchestrator uses the path, or the file cannot be created.
+    /// Creates the shared memory at `path`, without workers. The index of a service in `services` is its number. Fails
+    /// if a size or a priority is out of range, another orchestrator uses the path, or the file cannot be created.
     pub fn create(path: &Path, geometry: Geometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
         let segment = SharedSegment::create(path, geometry, services)?;
         let rings_by_core = (0..geometry.core_count).map(|_| CoreRings {
@@ -74,12 +75,12 @@ impl CoreQueues {
         Ok(Self { rings_by_core: rings_by_core.collect(), segment })
     }
 
-    /// Returns the configured sizes of the shared memory.
+    /// Returns the sizes with which the shared memory was created.
     pub fn geometry(&self) -> &Geometry {
         &self.segment.geometry
     }
 
-    /// Returns whether the core has a living worker. This takes a system call.
+    /// Returns whether the core has a living worker. Makes a system call.
     pub fn has_worker(&self, core: u16) -> bool {
         // If the lock cannot be read, the worker is kept, because its requests must not count as lost without proof.
         self.segment.is_locked(LivenessLock::Core(core)).unwrap_or(true)
@@ -91,12 +92,12 @@ impl CoreQueues {
             != self.rings_by_core[usize::from(core)].accepted_worker_number
     }
 
-    /// Accepts a core's new worker. Discards the previous worker's messages, and the requests that it has not answered.
+    /// Accepts the new worker of a core. Discards the messages and unanswered requests of the previous worker.
     pub fn accept_worker(&mut self, core: u16) {
         let core_cursors = self.segment.core_cursors(core);
         let core_rings = &mut self.rings_by_core[usize::from(core)];
         let geometry = &self.segment.geometry;
-        let adopt_position = |own_cursor: &AtomicU32, other_cursor: &AtomicU32| {
+        let copy_cursor = |own_cursor: &AtomicU32, other_cursor: &AtomicU32| {
             let position = other_cursor.load(Acquire);
             own_cursor.store(position, Release);
             position
@@ -106,37 +107,34 @@ impl CoreQueues {
             let priority_index = usize::from(priority);
             *producer = Producer::new(
                 geometry.slots_per_queue,
-                adopt_position(
-                    &tails.data_tails[priority_index],
-                    &core_cursors.worker_heads.data_heads[priority_index],
-                ),
+                copy_cursor(&tails.data_tails[priority_index], &core_cursors.worker_heads.data_heads[priority_index]),
             );
             producer.clear_sequences(|slot| self.segment.sequence_at(geometry.request_offset(core, priority, slot)));
         }
         core_rings.hint_producer = Producer::new(
             MESSAGE_RING_SLOTS,
-            adopt_position(&tails.message_tail, &core_cursors.worker_heads.message_head),
+            copy_cursor(&tails.message_tail, &core_cursors.worker_heads.message_head),
         );
         core_rings
             .hint_producer
             .clear_sequences(|slot| self.segment.sequence_at(geometry.downlink_message_offset(core, slot)));
-        let response_position = adopt_position(&heads.data_heads[0], &core_cursors.worker_tails.data_tails[0]);
+        let response_position = copy_cursor(&heads.data_heads[0], &core_cursors.worker_tails.data_tails[0]);
         core_rings.response_consumer = Consumer::new(geometry.response_slot_count(), response_position);
         core_rings.message_consumer = Consumer::new(
             MESSAGE_RING_SLOTS,
-            adopt_position(&heads.message_head, &core_cursors.worker_tails.message_tail),
+            copy_cursor(&heads.message_head, &core_cursors.worker_tails.message_tail),
         );
         core_rings.accepted_worker_number = core_cursors.worker_tails.worker_number.load(Acquire);
         tails.worker_number.store(core_rings.accepted_worker_number, Release);
     }
 
-    /// Releases the core. If its worker is alive, it notices this at its next check.
+    /// Releases the core from its worker. If the worker is alive, its next check detects this.
     pub fn release_core(&mut self, core: u16) {
         self.segment.core_cursors(core).orchestrator_tails.worker_number.store(0, Release);
     }
 
-    /// Puts a request into one of the core's queues. Fails without sending it when the payload is too long, the
-    /// priority has no queue, or the queue is full or damaged.
+    /// Adds a request to a core's queue for the given priority. Fails without sending it if the payload is too long,
+    /// the priority has no queue, or the queue is full or damaged.
     #[inline]
     pub fn send_request(
         &mut self,
@@ -149,7 +147,7 @@ impl CoreQueues {
         let geometry = &segment.geometry;
         let (length, limit) = (payload.len(), geometry.max_payload_bytes());
         if length > limit {
-            return Err(RuntimeError::TooLong { length, limit });
+            return Err(RuntimeError::PayloadTooLong { length, limit });
         }
         let Some(producer) = rings[usize::from(core)].request_producers.get_mut(usize::from(priority)) else {
             return Err(RuntimeError::PriorityOutOfRange { priority, last: geometry.priority_count - 1 });
@@ -166,7 +164,7 @@ impl CoreQueues {
             service_number: header.service.into(),
             payload_length: length as u32,
             completed_count: 0,
-            arrived_ns: header.arrived_ns,
+            arrived_ns: header.arrival_time_ns,
         };
         let slot_offset = geometry.request_offset(core, priority, free_slot);
         segment.write_slot(slot_offset, header, payload);
@@ -177,7 +175,7 @@ impl CoreQueues {
         Ok(())
     }
 
-    /// Sends a hint to the core's worker. Fails when the ring is full or damaged.
+    /// Sends a hint to the core's worker. Fails if the hint ring is full or damaged.
     pub fn send_hint(&mut self, core: u16, hint: HintMessage) -> Result<(), RuntimeError> {
         let core_cursors = self.segment.core_cursors(core);
         let hint_producer = &mut self.rings_by_core[usize::from(core)].hint_producer;
@@ -189,8 +187,8 @@ impl CoreQueues {
         Ok(())
     }
 
-    /// Receives up to `limit` responses from the core, and returns their number. The payload of a response is `None` if
-    /// its length is out of range.
+    /// Receives up to `limit` responses from the core, passes each to `receive`, and returns their number. A response's
+    /// payload is `None` if its length is out of range.
     #[inline]
     pub fn receive_responses(
         &mut self,
@@ -209,7 +207,7 @@ impl CoreQueues {
             let service_number = u8::try_from(header.service_number).unwrap_or(u8::MAX);
             receive(
                 ResponseHeader {
-                    client: client_of_slot(&header),
+                    client: slot_client_address(&header),
                     service: service_number,
                     completed_count: header.completed_count,
                 },
@@ -222,8 +220,8 @@ impl CoreQueues {
         received_count
     }
 
-    /// Receives up to `limit` messages from the core, and returns their number. `None` is passed for a message of
-    /// unknown kind.
+    /// Receives up to `limit` messages from the core, passes each to `receive`, and returns their number. A message of
+    /// unknown kind is passed as `None`.
     #[inline]
     pub fn receive_messages(&mut self, core: u16, limit: usize, mut receive: impl FnMut(Option<Message>)) -> usize {
         let Self { segment, rings_by_core: rings } = self;
@@ -245,30 +243,30 @@ impl CoreQueues {
 }
 
 impl SharedSegment {
-    /// Writes a slot, which must belong to the caller's side. The payload must fit into the slot.
+    /// Writes a slot, which must belong to the caller's side of the ring. The payload must fit into the slot.
     #[inline]
     pub(crate) fn write_slot(&self, offset: usize, header: SlotHeader, payload: &[u8]) {
         let header_pointer: *mut SlotHeader =
             self.slot_pointer(offset + SEQUENCE_BYTES, size_of::<SlotHeader>() + payload.len());
-        // SAFETY: inside the mapping and aligned (`Segment::slot`); only this side accesses an unpublished slot.
+        // SAFETY: inside the mapping and aligned (`slot_pointer`); only this side accesses an unpublished slot.
         unsafe {
             header_pointer.write(header);
             header_pointer.add(1).cast::<u8>().copy_from_nonoverlapping(payload.as_ptr(), payload.len());
         }
     }
 
-    /// Reads a slot, which must belong to the caller's side. The payload is `None` if its length is out of range. It
-    /// must not be used after the slot is returned to the other side.
+    /// Reads a slot, which must belong to the caller's side of the ring. The payload is `None` if its length is out of
+    /// range. It must not be used after the slot is returned to the other side.
     #[inline]
     pub(crate) fn read_slot<'a>(&self, offset: usize) -> (SlotHeader, Option<&'a [u8]>) {
-        let accessible_bytes = self.geometry.slot_bytes as usize - SEQUENCE_BYTES;
-        let header_pointer: *mut SlotHeader = self.slot_pointer(offset + SEQUENCE_BYTES, accessible_bytes);
-        // SAFETY: inside the mapping and aligned (`Segment::slot`); any bit pattern is a header.
+        let max_slot_content_bytes = self.geometry.slot_bytes as usize - SEQUENCE_BYTES;
+        let header_pointer: *mut SlotHeader = self.slot_pointer(offset + SEQUENCE_BYTES, max_slot_content_bytes);
+        // SAFETY: inside the mapping and aligned (`slot_pointer`); any bit pattern is a header.
         let header = unsafe { header_pointer.read() };
         let payload_length = header.payload_length as usize;
-        let is_in_range = payload_length <= self.geometry.max_payload_bytes();
+        let is_length_in_range = payload_length <= self.geometry.max_payload_bytes();
         // SAFETY: inside the slot, which no other side writes until it is returned.
-        let payload = is_in_range
+        let payload = is_length_in_range
             .then(|| unsafe { std::slice::from_raw_parts(header_pointer.add(1).cast::<u8>(), payload_length) });
         (header, payload)
     }

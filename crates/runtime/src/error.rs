@@ -10,7 +10,7 @@ use crate::ring::DamagedCursor;
 /// Reason why the shared memory cannot be used or a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RuntimeError {
-    /// The file system or the kernel rejected an operation.
+    /// The file system or the kernel rejected an operation on the shared memory.
     #[error("{path}: cannot {action}: {error}")]
     Io {
         /// Name of the operation that failed.
@@ -20,7 +20,7 @@ pub enum RuntimeError {
     },
     #[error("not the memory of an orchestrator")]
     ForeignContents,
-    /// The orchestrator uses another version of this library.
+    /// The orchestrator uses a version of this library with another memory layout.
     #[error("layout version {found}: expected {expected}; run both sides from one release")]
     LayoutVersionMismatch {
         /// Layout version of the shared memory.
@@ -28,7 +28,7 @@ pub enum RuntimeError {
         /// Layout version of this library.
         expected: u32,
     },
-    /// The orchestrator runs as another user than this process.
+    /// The orchestrator runs as a different user than this process.
     #[error("the memory belongs to user {owner}: expected user {user}, as which this process runs")]
     OwnedByOtherUser {
         /// User id of the shared memory's owner.
@@ -44,24 +44,24 @@ pub enum RuntimeError {
         /// Size that the header requires, in bytes.
         expected: u64,
     },
-    /// A size exceeds the range that the shared memory allows.
+    /// A configured size is outside the range that the shared memory allows.
     #[error(transparent)]
     Geometry(#[from] GeometryError),
     #[error("another orchestrator is running with this memory")]
     OrchestratorRunning,
     #[error("the orchestrator is not running")]
-    OrchestratorGone,
+    OrchestratorNotRunning,
     /// The orchestrator is running but has not accepted the worker.
     #[error("core {core}: the orchestrator did not accept the worker within {timeout:?}")]
     WorkerNotAccepted { core: u16, timeout: Duration },
-    /// The orchestrator found damaged queues and released the core, so the worker must connect again.
+    /// The orchestrator has found damaged queues and released the core, so that the worker must connect again.
     #[error("core {0}: the orchestrator released the worker")]
     CoreWorkerReleased(u16),
     #[error("core {core}: expected 0 to {last}")]
     CoreOutOfRange { core: u16, last: u16 },
     #[error("core {0} has a worker already")]
-    CoreTaken(u16),
-    /// The orchestrator's configuration has no such service.
+    CoreHasWorker(u16),
+    /// The orchestrator's configuration has no service with this number.
     #[error("service {service}: the orchestrator has {services} services")]
     UnknownService { service: u8, services: u32 },
     /// Another process has already registered the service.
@@ -70,11 +70,11 @@ pub enum RuntimeError {
     /// A service was enabled on a core although no process has registered it.
     #[error("core {core}: service {service} is not registered")]
     ServiceNotRegistered { service: u8, core: u16 },
-    /// No queue exists for this priority.
+    /// The memory has no queue for this priority.
     #[error("priority {priority}: expected 0 to {last}")]
     PriorityOutOfRange {
         priority: u8,
-        /// Number of the lowest priority. It is the largest number, because 0 is the highest priority.
+        /// Number of the lowest priority, which is the largest number, because 0 is the highest priority.
         last: u8,
     },
     #[error("service {service} at {address} with priority {priority}: the orchestrator has {expected}")]
@@ -87,11 +87,11 @@ pub enum RuntimeError {
     },
     /// The payload does not fit into a slot.
     #[error("{length} bytes: a slot holds {limit}")]
-    TooLong { length: usize, limit: usize },
-    /// A ring is full, because the other side does not empty it.
+    PayloadTooLong { length: usize, limit: usize },
+    /// A ring is full, because its consumer does not empty it.
     #[error("core {core}: the ring of {ring} is full")]
     RingFull { core: u16, ring: &'static str },
-    /// The other side has stored a cursor that is impossible.
+    /// The other side has stored an impossible cursor value.
     #[error("core {core}: {cursors}")]
     DamagedQueue { core: u16, cursors: DamagedCursor },
 }

@@ -14,32 +14,33 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use coreward_model::dispatch::MAX_SERVICES;
 
-/// Magic number in the first bytes of the shared memory, which identifies its file.
+/// Magic number in the first bytes of the shared memory. It identifies the file.
 pub(crate) const MEMORY_MAGIC: u64 = u64::from_le_bytes(*b"coreward");
-/// Version of this memory layout. Memory with another version is rejected.
+/// Version of this memory layout. A process rejects memory with another version.
 pub const LAYOUT_VERSION: u32 = 2;
-/// Size of a cache line in bytes, to which all parts are aligned.
+/// Size of a cache line in bytes. All parts of the memory are aligned to it.
 pub(crate) const CACHE_LINE_BYTES: usize = 64;
-/// Maximum number of priorities (RingLeader, NSDI'23, Sect. 6).
+/// Maximum number of request priorities (RingLeader, NSDI'23, Sect. 6).
 pub const MAX_PRIORITIES: u8 = 8;
 pub const MAX_CORES: u16 = 256;
 /// Maximum number of requests in a core's queue for one priority.
 pub const MAX_QUEUE_SLOTS: u32 = 1024;
 /// Maximum size of a slot in bytes. The largest UDP payload fits into it.
 pub const MAX_SLOT_BYTES: u32 = 1 << 16;
-/// Size in bytes of the sequence number in a slot or message, which keeps the following data aligned.
+/// Size in bytes of the sequence number before a slot's or message's data. It is 8 to keep the data aligned.
 pub(crate) const SEQUENCE_BYTES: usize = 8;
 pub(crate) const MESSAGE_BYTES: usize = SEQUENCE_BYTES + size_of::<RawMessage>();
-/// Number of slots in a message ring. One ring in each direction connects a core's worker with the orchestrator.
+/// Number of slots in a message ring. Each core has one message ring in each direction, between worker and
+/// orchestrator.
 pub(crate) const MESSAGE_RING_SLOTS: u32 = 256;
 
-/// Header in the shared memory's first cache line. The orchestrator writes it before it gives the file its final name.
+/// Header in the first cache line of the shared memory. The orchestrator writes it before the file gets its final name.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct SegmentHeader {
     pub magic: AtomicU64,
     pub layout_version: AtomicU32,
-    /// User id as which the orchestrator and all workers run.
+    /// User id of the orchestrator and of all workers.
     pub owner_user_id: AtomicU32,
     pub segment_bytes: AtomicU64,
     pub core_count: AtomicU32,
@@ -57,20 +58,21 @@ pub(crate) struct ServiceRecord {
     pub priority: AtomicU32,
 }
 
-/// Tail cursors of the rings that one side fills.
+/// Tail cursors of the rings into which one side writes.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct RingTails {
-    /// In the orchestrator's cache line, the tails of the request rings by priority. In the worker's cache line, the
+    /// In the orchestrator's cache line, the tails of the request rings, by priority. In the worker's cache line, the
     /// first element is the tail of the response ring, and the others are unused.
     pub data_tails: [AtomicU32; MAX_PRIORITIES as usize],
     pub message_tail: AtomicU32,
-    /// In the worker's cache line, the number of this core's worker, counted from 1. In the orchestrator's cache line,
-    /// the number of the last accepted worker. A worker's cursors continue from those of the previous one.
+    /// In the worker's cache line, the number of the core's current worker, counted from 1. In the orchestrator's cache
+    /// line, the number of the last accepted worker. The cursors of a worker continue from those of the previous
+    /// worker.
     pub worker_number: AtomicU32,
 }
 
-/// Head cursors of the rings that one side empties.
+/// Head cursors of the rings from which one side reads.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct RingHeads {
@@ -95,9 +97,9 @@ pub(crate) struct SlotHeader {
     pub client_port: u16,
     pub service_number: u16,
     pub payload_length: u32,
-    /// Number of the service's requests that a response completes.
+    /// Number of requests of the service that a response completes.
     pub completed_count: u32,
-    /// Time at which a request arrived, in nanoseconds on the orchestrator's clock.
+    /// Arrival time of a request, in nanoseconds on the orchestrator's clock.
     pub arrived_ns: u64,
 }
 
@@ -112,16 +114,16 @@ pub(crate) struct RawMessage {
     pub threshold: u64,
 }
 
-/// Sizes in the shared memory that depend on the configuration.
+/// Configurable sizes in the shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
     /// Number of cores, from 1 to [`MAX_CORES`]. Each has one worker.
     pub core_count: u16,
     /// Number of priorities, from 1 to [`MAX_PRIORITIES`].
     pub priority_count: u8,
-    /// Number of requests in a core's queue for one priority, which is a power of two up to [`MAX_QUEUE_SLOTS`].
+    /// Maximum number of requests in a core's queue for one priority. It is a power of two up to [`MAX_QUEUE_SLOTS`].
     pub slots_per_queue: u32,
-    /// Size of a slot in bytes, which is a positive multiple of 64 up to [`MAX_SLOT_BYTES`].
+    /// Size of a slot in bytes. It is a positive multiple of 64 up to [`MAX_SLOT_BYTES`].
     pub slot_bytes: u32,
 }
 
@@ -134,7 +136,7 @@ pub struct GeometryError {
 }
 
 impl Geometry {
-    /// Checks the sizes. Fails when one is out of range.
+    /// Checks the sizes. Fails if one of them is out of range.
     pub fn check(&self) -> Result<(), GeometryError> {
         let size_error = |name, value, expected| Err(GeometryError { name, value, expected });
         if !(1..=MAX_CORES).contains(&self.core_count) {
@@ -153,8 +155,8 @@ impl Geometry {
         Ok(())
     }
 
-    /// Returns the size in bytes of the smallest slot that fits payloads of up to `payload` bytes.
-    pub fn slot_bytes_for(payload: u16) -> u32 {
+    /// Returns the size in bytes of the smallest slot that can contain payloads of up to `payload` bytes.
+    pub fn slot_bytes_for_payload(payload: u16) -> u32 {
         (SEQUENCE_BYTES + size_of::<SlotHeader>() + usize::from(payload)).next_multiple_of(CACHE_LINE_BYTES) as u32
     }
 
@@ -163,18 +165,18 @@ impl Geometry {
         self.slot_bytes as usize - SEQUENCE_BYTES - size_of::<SlotHeader>()
     }
 
-    /// Returns the number of slots in a core's response ring, which suffices for all requests that the core can have.
+    /// Returns the number of slots in a core's response ring. It suffices for all requests that can be at the core.
     pub(crate) fn response_slot_count(&self) -> u32 {
         (self.slots_per_queue * u32::from(self.priority_count)).next_power_of_two()
     }
 
-    fn message_rings_bytes() -> usize {
+    fn message_ring_bytes() -> usize {
         MESSAGE_RING_SLOTS as usize * MESSAGE_BYTES
     }
 
     fn bytes_per_core(&self) -> usize {
         let slot_count = self.response_slot_count() + self.slots_per_queue * u32::from(self.priority_count);
-        size_of::<CoreCursors>() + 2 * Self::message_rings_bytes() + slot_count as usize * self.slot_bytes as usize
+        size_of::<CoreCursors>() + 2 * Self::message_ring_bytes() + slot_count as usize * self.slot_bytes as usize
     }
 
     pub fn segment_bytes(&self) -> usize {
@@ -185,7 +187,7 @@ impl Geometry {
         size_of::<SegmentHeader>() + usize::from(service) * size_of::<ServiceRecord>()
     }
 
-    /// Returns the offset at which a core's part of the memory begins with its [`CoreCursors`].
+    /// Returns the offset of a core's part of the memory, which begins with its [`CoreCursors`].
     pub(crate) fn core_offset(&self, core: u16) -> usize {
         Self::service_offset(MAX_SERVICES as u8) + usize::from(core) * self.bytes_per_core()
     }
@@ -195,11 +197,11 @@ impl Geometry {
     }
 
     pub(crate) fn downlink_message_offset(&self, core: u16, slot: u32) -> usize {
-        self.uplink_message_offset(core, slot) + Self::message_rings_bytes()
+        self.uplink_message_offset(core, slot) + Self::message_ring_bytes()
     }
 
     pub(crate) fn response_offset(&self, core: u16, slot: u32) -> usize {
-        let first_response_offset = self.core_offset(core) + size_of::<CoreCursors>() + 2 * Self::message_rings_bytes();
+        let first_response_offset = self.core_offset(core) + size_of::<CoreCursors>() + 2 * Self::message_ring_bytes();
         first_response_offset + slot as usize * self.slot_bytes as usize
     }
 
@@ -241,15 +243,18 @@ mod tests {
     fn error_names_the_size_that_is_out_of_range() {
         let largest_geometry =
             Geometry { core_count: 256, priority_count: 8, slots_per_queue: 1024, slot_bytes: 65536 };
-        let error_of_check = |geometry: Geometry| geometry.check().unwrap_err().to_string();
+        let check_error_text = |geometry: Geometry| geometry.check().unwrap_err().to_string();
         assert_eq!(largest_geometry.check(), Ok(()));
-        assert_eq!(error_of_check(Geometry { core_count: 257, ..largest_geometry }), "cores 257: expected 1 to 256");
-        assert_eq!(error_of_check(Geometry { priority_count: 9, ..largest_geometry }), "priorities 9: expected 1 to 8");
+        assert_eq!(check_error_text(Geometry { core_count: 257, ..largest_geometry }), "cores 257: expected 1 to 256");
         assert_eq!(
-            error_of_check(Geometry { slots_per_queue: 3, ..largest_geometry }),
+            check_error_text(Geometry { priority_count: 9, ..largest_geometry }),
+            "priorities 9: expected 1 to 8"
+        );
+        assert_eq!(
+            check_error_text(Geometry { slots_per_queue: 3, ..largest_geometry }),
             "slots 3: expected a power of two up to 1024"
         );
         let text = "slot_bytes 100: expected a multiple of 64 from 64 to 65536";
-        assert_eq!(error_of_check(Geometry { slot_bytes: 100, ..largest_geometry }), text);
+        assert_eq!(check_error_text(Geometry { slot_bytes: 100, ..largest_geometry }), text);
     }
 }

@@ -9,37 +9,37 @@ use crate::layout::RawMessage;
 /// Condition under which a service's load monitor sends hints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HintTrigger {
-    /// Condition that shows that the service needs more cores.
+    /// Sends hints when the service needs more cores.
     ScaleUp(ScaleUpCondition),
-    /// Condition that shows that the service needs fewer cores.
+    /// Sends hints when the service needs fewer cores.
     ScaleDown(ScaleDownCondition),
 }
 
 /// Message from a worker to the orchestrator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Message {
-    /// The core's worker serves the service from now on.
+    /// Announces that the core's worker serves the service from now on.
     EnableService { service: u8, core: u16 },
-    /// The core accepts no further requests of the service.
+    /// Announces that the core accepts no further requests of the service.
     DisableService { service: u8, core: u16 },
-    /// The core has completed requests of the service without sending responses.
+    /// Reports the number of requests of the service that the core has completed without sending responses.
     LoadFeedback { service: u8, core: u16, count: u32 },
-    /// The service's load monitor is to send hints under this condition.
+    /// Enables hints from the service's load monitor under this condition.
     EnableLoadMonitor {
         service: u8,
-        /// Condition for hints, with times in nanoseconds.
+        /// Condition for sending hints, with times in nanoseconds.
         trigger: HintTrigger,
     },
-    /// The cores have acted on the last hint about the service, so its load monitor may send another.
+    /// Permits the service's load monitor to send another hint, because the cores have acted on the last one.
     RearmLoadMonitor { service: u8 },
 }
 
-/// Message from the orchestrator to the worker on the core that is least loaded with a service.
+/// Hint from the orchestrator to the worker whose core has the least load of a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HintMessage {
     pub service: u8,
     pub hint: LoadHint,
-    /// Bit mask of the services with requests that no core takes, in which bit `s` is service `s`.
+    /// Bit mask of the services that have requests waiting for a core. Bit `s` is service `s`.
     pub waiting_services: u64,
 }
 
@@ -74,7 +74,7 @@ impl From<Message> for RawMessage {
 }
 
 impl RawMessage {
-    /// Decodes a message from a worker. Returns `None` if no worker of this version would send it.
+    /// Returns the decoded message of a worker, or `None` if no worker of this version could have sent it.
     #[inline]
     pub fn to_message(self) -> Option<Message> {
         let Self { message_kind: kind, service, core, count, threshold, .. } = self;
@@ -100,7 +100,7 @@ impl RawMessage {
         })
     }
 
-    /// Decodes a hint from the orchestrator. Returns `None` if no orchestrator of this version would send it.
+    /// Returns the decoded hint of an orchestrator, or `None` if no orchestrator of this version could have sent it.
     pub fn to_hint(self) -> Option<HintMessage> {
         let load_hint = match self.message_kind {
             KIND_SCALE_UP_MONITOR => LoadHint::ScaleUp,
@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_round_trip() {
+    fn encoded_messages_decode_to_the_same_message() {
         let epoch = EpochLength::power_of_two(20).unwrap();
         let scale_down_condition =
             ScaleDownCondition { epoch_length: epoch, max_calm_queue_length: 7, required_calm_epochs: 4 };

@@ -8,11 +8,11 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Cursor of a ring, in memory that both sides share. Only one side stores it.
+/// Cursor of a ring, in memory that producer and consumer share. Only one of them stores it.
 pub trait Cursor {
-    /// Returns the cursor's value. The storing side's accesses before the store become visible (acquire).
+    /// Returns the cursor's value. Memory accesses of the storing side before its store become visible (acquire).
     fn load(&self) -> u32;
-    /// Stores a value after all earlier memory accesses by this side (release).
+    /// Stores a value. All earlier memory accesses of this side become visible with it (release).
     fn store(&self, value: u32);
 }
 
@@ -28,12 +28,12 @@ impl Cursor for AtomicU32 {
     }
 }
 
-/// Error for a cursor value that the other side cannot have stored if it follows the protocol.
+/// Error for a cursor value that the other side cannot have stored according to the protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a ring of {slots} slots with {used} in use: the other side's cursor is damaged")]
 pub struct DamagedCursor {
     pub slots: u32,
-    /// Number of used slots, as calculated from the two cursors.
+    /// Number of used slots, as the difference of the two cursors.
     pub used: u32,
 }
 
@@ -41,19 +41,19 @@ pub struct DamagedCursor {
 pub struct Producer {
     slot_count: u32,
     own_tail: u32,
-    /// Consumer's cursor when it was last read.
+    /// Consumer's head cursor when the producer last read it.
     known_head: u32,
 }
 
 impl Producer {
-    /// Returns the producer of an empty ring whose cursors are both at `start`. `slot_count` must be a power of two.
+    /// Returns the producer of an empty ring with both cursors at `start`. `slot_count` must be a power of two.
     pub fn new(slot_count: u32, start: u32) -> Self {
         assert!(slot_count.is_power_of_two(), "{slot_count} slots: expected a power of two");
         Self { slot_count, own_tail: start, known_head: start }
     }
 
-    /// Returns the index of the next free slot, into which this side may write, or `None` if the ring is full. Fails
-    /// when the consumer's cursor is ahead of the producer's.
+    /// Returns the index of the next free slot, into which the producer may write, or `None` if the ring is full. Fails
+    /// if the consumer's cursor is ahead of the producer's.
     #[inline]
     pub fn free_slot(&mut self, head: &impl Cursor) -> Result<Option<u32>, DamagedCursor> {
         if self.own_tail.wrapping_sub(self.known_head) == self.slot_count {
@@ -74,7 +74,7 @@ impl Producer {
         head.load() == self.own_tail
     }
 
-    /// Publishes the slot that [`free_slot`](Self::free_slot) returned to the consumer.
+    /// Publishes to the consumer the slot that [`free_slot`](Self::free_slot) has returned.
     #[inline]
     pub fn publish(&mut self, sequence: &impl Cursor, tail: &impl Cursor) {
         self.own_tail = self.own_tail.wrapping_add(1);
@@ -83,10 +83,11 @@ impl Producer {
         sequence.store(self.own_tail);
     }
 
-    /// Hides all slots that a predecessor may have published from the consumer. Must be called when this side starts.
-    pub fn clear_sequences<'a, C: Cursor + 'a>(&self, sequence: impl Fn(u32) -> &'a C) {
+    /// Marks all slots as unpublished, because a predecessor may have published some. The producer must call this when
+    /// it starts.
+    pub fn clear_sequences<'a, C: Cursor + 'a>(&self, sequence_of_slot: impl Fn(u32) -> &'a C) {
         for position in (0..self.slot_count).map(|offset| self.own_tail.wrapping_add(offset)) {
-            sequence(position & (self.slot_count - 1)).store(position);
+            sequence_of_slot(position & (self.slot_count - 1)).store(position);
         }
     }
 }
@@ -98,27 +99,28 @@ pub struct Consumer {
 }
 
 impl Consumer {
-    /// Returns the consumer of an empty ring whose cursors are both at `start`. `slot_count` must be a power of two.
+    /// Returns the consumer of an empty ring with both cursors at `start`. `slot_count` must be a power of two.
     pub fn new(slot_count: u32, start: u32) -> Self {
         assert!(slot_count.is_power_of_two(), "{slot_count} slots: expected a power of two");
         Self { slot_count, own_head: start }
     }
 
-    /// Returns the index of the oldest published slot, according to its `sequence`, or `None` if the ring is empty.
+    /// Returns the index of the oldest published slot, or `None` if the ring is empty. `sequence` returns a slot's
+    /// sequence number.
     #[inline]
     pub fn oldest_slot<'a, C: Cursor + 'a>(&self, sequence: impl FnOnce(u32) -> &'a C) -> Option<u32> {
         let slot_index = self.own_head & (self.slot_count - 1);
         (sequence(slot_index).load() == self.own_head.wrapping_add(1)).then_some(slot_index)
     }
 
-    /// Marks the slot that [`oldest_slot`](Self::oldest_slot) returned as read. The producer may reuse it after
-    /// [`publish`](Self::publish).
+    /// Advances the consumer past the slot that [`oldest_slot`](Self::oldest_slot) has returned. The producer may reuse
+    /// the slot after [`publish`](Self::publish).
     #[inline]
     pub fn advance(&mut self) {
         self.own_head = self.own_head.wrapping_add(1);
     }
 
-    /// Returns all slots that were read to the producer, so that it may reuse them.
+    /// Returns all slots that the consumer has read to the producer, which may reuse them.
     #[inline]
     pub fn publish(&self, head: &impl Cursor) {
         head.store(self.own_head);
@@ -134,13 +136,13 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Checks that the ring behaves like a bounded FIFO, even when its cursors wrap.
+        /// Checks that the ring behaves like a bounded FIFO queue, even if its cursors wrap.
         #[test]
-        fn ring_agrees_with_a_bounded_queue(
-            (order, start) in (0u32..4, prop_oneof![Just(0), u32::MAX - 9..u32::MAX]),
+        fn ring_behaves_like_a_bounded_fifo_queue(
+            (slot_count_log2, start) in (0u32..4, prop_oneof![Just(0), u32::MAX - 9..u32::MAX]),
             steps in prop::collection::vec(any::<bool>(), 1..200),
         ) {
-            let slot_count = 1 << order;
+            let slot_count = 1 << slot_count_log2;
             let (head, tail) = (AtomicU32::new(start), AtomicU32::new(start));
             let sequences: Vec<AtomicU32> = (0..slot_count).map(|_| AtomicU32::new(start.wrapping_add(1))).collect();
             let mut producer = Producer::new(slot_count, start);
@@ -170,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn damaged_head_cursor_is_reported() {
+    fn damaged_head_cursor_causes_error() {
         let [head, tail, sequence] = [0; 3].map(AtomicU32::new);
         let mut producer = Producer::new(4, 0);
         for _ in 0..4 {
@@ -178,8 +180,8 @@ mod tests {
             producer.publish(&sequence, &tail);
         }
         head.store(5, Ordering::Relaxed);
-        let negative_use = DamagedCursor { slots: 4, used: u32::MAX };
-        assert_eq!(producer.free_slot(&head), Err(negative_use), "more was consumed than produced");
+        let head_ahead_of_tail_error = DamagedCursor { slots: 4, used: u32::MAX };
+        assert_eq!(producer.free_slot(&head), Err(head_ahead_of_tail_error), "more was consumed than produced");
     }
 
     #[test]

@@ -25,13 +25,13 @@ use crate::layout::{
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceEntry {
-    /// Address and port to which the service's requests are sent.
+    /// Address and port to which clients send requests of the service.
     pub address: SocketAddrV4,
-    /// Priority of the service's requests, which selects the queue at each core. 0 is the highest.
+    /// Priority of the service's requests, which selects their queue at each core. 0 is the highest priority.
     pub priority: u8,
 }
 
-/// Byte of the shared file whose lock proves that its owner is alive.
+/// Byte of the shared file that a process locks. The lock proves that the process is alive.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum LivenessLock {
     Orchestrator,
@@ -48,8 +48,8 @@ impl LivenessLock {
         }
     }
 
-    fn flock_request(self, kind: i32) -> libc::flock {
-        let (l_type, l_whence) = (kind as i16, libc::SEEK_SET as i16);
+    fn flock_request(self, lock_type: i32) -> libc::flock {
+        let (l_type, l_whence) = (lock_type as i16, libc::SEEK_SET as i16);
         libc::flock { l_type, l_whence, l_start: self.byte_offset(), l_len: 1, l_pid: 0 }
     }
 }
@@ -69,7 +69,7 @@ unsafe impl Sync for SharedSegment {}
 
 impl Drop for SharedSegment {
     fn drop(&mut self) {
-        // SAFETY: mapped by `map`, and references into it have the lifetime of `self`.
+        // SAFETY: mapped by `map_file`, and references into it have the lifetime of `self`.
         let _ = unsafe { munmap(self.base_address.cast(), self.mapped_bytes.get()) };
     }
 }
@@ -78,8 +78,8 @@ fn io_error(action: &'static str, path: &Path, error: impl Into<std::io::Error>)
     RuntimeError::Io { action, path: path.to_owned(), error: error.into() }
 }
 
-fn map_file(file: &File, bytes: usize, path: &Path) -> Result<(NonNull<u8>, NonZeroUsize), RuntimeError> {
-    let mapped_bytes = NonZeroUsize::new(bytes).ok_or(RuntimeError::ForeignContents)?;
+fn map_file(file: &File, mapping_bytes: usize, path: &Path) -> Result<(NonNull<u8>, NonZeroUsize), RuntimeError> {
+    let mapped_bytes = NonZeroUsize::new(mapping_bytes).ok_or(RuntimeError::ForeignContents)?;
     let memory_protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
     // SAFETY: a new mapping at an address of the kernel's choice.
     let base_address = unsafe { mmap(None, mapped_bytes, memory_protection, MapFlags::MAP_SHARED, file, 0) };
@@ -87,8 +87,8 @@ fn map_file(file: &File, bytes: usize, path: &Path) -> Result<(NonNull<u8>, NonZ
 }
 
 impl SharedSegment {
-    /// Creates the complete memory in a temporary file, and then renames it to `path`. Replaces the file of a killed
-    /// orchestrator, whose workers notice that its lock is gone.
+    /// Creates the complete memory in a temporary file, and then renames the file to `path`. Replaces the file of a
+    /// killed orchestrator, whose workers detect that its lock is released.
     pub fn create(path: &Path, geometry: Geometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
         geometry.check()?;
         if let Some(entry) = services.iter().find(|entry| entry.priority >= geometry.priority_count) {
@@ -139,7 +139,7 @@ impl SharedSegment {
         header.magic.store(MEMORY_MAGIC, Release);
     }
 
-    /// Opens the memory of a running orchestrator, and checks its whole header.
+    /// Opens the memory of a running orchestrator, and checks the whole header.
     pub fn open(path: &Path) -> Result<Self, RuntimeError> {
         let mut options = OpenOptions::new();
         options.read(true).write(true).custom_flags(libc::O_NOFOLLOW);
@@ -158,12 +158,12 @@ impl SharedSegment {
         let mut segment = Self { memory_file, base_address, mapped_bytes, geometry: minimal_geometry };
         segment.geometry = segment.read_geometry(user_id)?;
         if !segment.is_orchestrator_running() {
-            return Err(RuntimeError::OrchestratorGone);
+            return Err(RuntimeError::OrchestratorNotRunning);
         }
         Ok(segment)
     }
 
-    fn read_geometry(&self, user: u32) -> Result<Geometry, RuntimeError> {
+    fn read_geometry(&self, user_id: u32) -> Result<Geometry, RuntimeError> {
         let header = self.header();
         if header.magic.load(Acquire) != MEMORY_MAGIC {
             return Err(RuntimeError::ForeignContents);
@@ -173,8 +173,8 @@ impl SharedSegment {
             return Err(RuntimeError::LayoutVersionMismatch { found: layout_version, expected: LAYOUT_VERSION });
         }
         let owner_user_id = header.owner_user_id.load(Relaxed);
-        if owner_user_id != user {
-            return Err(RuntimeError::OwnedByOtherUser { owner: owner_user_id, user });
+        if owner_user_id != user_id {
+            return Err(RuntimeError::OwnedByOtherUser { owner: owner_user_id, user: user_id });
         }
         let geometry = Geometry {
             core_count: u16::try_from(header.core_count.load(Relaxed)).unwrap_or(u16::MAX),
@@ -190,7 +190,7 @@ impl SharedSegment {
         Ok(geometry)
     }
 
-    /// Locks a byte for this open file. Returns false if another open file has locked it.
+    /// Locks the byte for this open file. Returns false if another open file holds the lock.
     pub fn try_lock(&self, lock: LivenessLock) -> nix::Result<bool> {
         match fcntl(self.memory_file.as_fd(), FcntlArg::F_OFD_SETLK(&lock.flock_request(libc::F_WRLCK))) {
             Ok(_) => Ok(true),
@@ -199,12 +199,12 @@ impl SharedSegment {
         }
     }
 
-    /// Returns whether another open file has locked the byte.
+    /// Returns whether another open file holds the lock on the byte.
     pub fn is_locked(&self, lock: LivenessLock) -> nix::Result<bool> {
         is_locked_by_other(&self.memory_file, lock)
     }
 
-    /// Returns whether the orchestrator that created the memory is alive. Only workers may call this.
+    /// Returns whether the orchestrator of this memory is alive. Only workers may call this.
     pub fn is_orchestrator_running(&self) -> bool {
         self.is_locked(LivenessLock::Orchestrator).unwrap_or(false)
     }
@@ -222,7 +222,7 @@ impl SharedSegment {
         Ok(ServiceEntry { address, priority: service_record.priority.load(Relaxed) as u8 })
     }
 
-    pub fn check_core_number(&self, core: u16) -> Result<(), RuntimeError> {
+    pub fn check_core_is_in_range(&self, core: u16) -> Result<(), RuntimeError> {
         let last_core = self.geometry.core_count - 1;
         if core > last_core { Err(RuntimeError::CoreOutOfRange { core, last: last_core }) } else { Ok(()) }
     }
@@ -235,13 +235,13 @@ impl SharedSegment {
         self.ref_at(Geometry::service_offset(service))
     }
 
-    /// Returns the cursors of a core, whose number must be in range.
+    /// Returns the cursors of a core. The core's number must be in range.
     #[inline]
     pub fn core_cursors(&self, core: u16) -> &CoreCursors {
         self.ref_at(self.geometry.core_offset(core))
     }
 
-    /// Returns the sequence number of the slot or message at `offset`.
+    /// Returns a reference to the sequence number of the slot or message at `offset`.
     #[inline]
     pub fn sequence_at(&self, offset: usize) -> &AtomicU32 {
         self.ref_at(offset)
@@ -256,7 +256,8 @@ impl SharedSegment {
         unsafe { self.base_address.byte_add(offset).cast().as_ref() }
     }
 
-    /// Returns a pointer to the memory at `offset`. The caller may access `bytes` bytes there while it owns the slot.
+    /// Returns a pointer to the memory at `offset`. The caller may access `bytes` bytes there while the slot belongs to
+    /// it.
     #[inline]
     pub fn slot_pointer<T>(&self, offset: usize, bytes: usize) -> *mut T {
         assert!(offset.is_multiple_of(align_of::<T>()) && offset + bytes <= self.mapped_bytes.get());

@@ -13,13 +13,13 @@ use std::time::{Duration, Instant};
 
 use coreward_model::dispatch::MAX_SERVICES;
 
-use crate::core_queues::client_of_slot;
+use crate::core_queues::slot_client_address;
 use crate::error::RuntimeError;
 use crate::layout::SlotHeader;
 use crate::message::{HintMessage, Message};
 use crate::worker::Worker;
 
-/// Default time for which a request runs before it yields (RingLeader, NSDI'23, Sect. 4.2).
+/// Default quantum, which is the time for which a request runs before it yields (RingLeader, NSDI'23, Sect. 4.2).
 pub const DEFAULT_QUANTUM: Duration = Duration::from_micros(5);
 
 #[derive(Debug, Clone, Copy)]
@@ -33,7 +33,7 @@ pub struct Request<'a> {
 pub enum Reply {
     /// Send the response to the client.
     Send,
-    /// Send no response. Such completions are reported to the orchestrator with LoadFeedback, in batches.
+    /// Send no response. The worker reports such completed requests to the orchestrator in batches (LoadFeedback).
     Nothing,
 }
 
@@ -42,9 +42,9 @@ pub trait Handler {
     /// Serves a request, and writes its response to `response`, which is empty at first.
     fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut Context<'_>) -> Reply;
 
-    /// Acts on a hint by enabling or disabling services on cores, and then rearms the load monitor. Called between two
-    /// requests, or at a yield point of [`handle`](Self::handle). An error, such as one that [`Worker`] returned, ends
-    /// the worker.
+    /// Acts on a load hint by enabling or disabling services on cores, and then rearms the load monitor. The worker
+    /// calls it between two requests, or at a yield point of [`handle`](Self::handle). An error, such as one that
+    /// [`Worker`] returned, ends the worker.
     fn handle_load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         worker.rearm_load_monitor(hint.service)
     }
@@ -58,14 +58,15 @@ pub struct ServeOptions {
     pub spin_time: Duration,
     /// Time for which an idle worker sleeps between two polls. With 0 it always polls.
     pub sleep_time: Duration,
-    /// Maximum number of requests without a response in one LoadFeedback, which is sent earlier if no request waits.
-    pub max_feedback_batch: u32,
+    /// Maximum number of completed requests without a response that one LoadFeedback message reports. The message is
+    /// sent earlier if no request waits.
+    pub max_completions_per_feedback: u32,
 }
 
 impl Default for ServeOptions {
     fn default() -> Self {
         let (spin_time, sleep_time) = (Duration::from_micros(20), Duration::from_micros(50));
-        Self { quantum: DEFAULT_QUANTUM, spin_time, sleep_time, max_feedback_batch: 4 }
+        Self { quantum: DEFAULT_QUANTUM, spin_time, sleep_time, max_completions_per_feedback: 4 }
     }
 }
 
@@ -74,7 +75,7 @@ pub struct ServeCounters {
     pub served_requests: u64,
     /// Number of requests that were served while a request of lower priority was preempted.
     pub preempting_requests: u64,
-    /// Number of responses that were not sent because they did not fit into a slot.
+    /// Number of responses that were not sent because they did not fit into a slot of the response ring.
     pub oversized_responses: u64,
 }
 
@@ -85,9 +86,10 @@ struct RequestServer<'w, 'r, H: ?Sized> {
     handler: &'w H,
     serve_options: ServeOptions,
     running_slice: TimeSlice,
-    /// Response buffers by priority. One each suffices, because at most one request of each priority runs at a time.
+    /// Response buffer of each priority. One per priority suffices, because at most one request of each priority runs
+    /// at a time.
     response_buffers: Vec<Vec<u8>>,
-    /// For each service, how many requests were completed without a response and not reported yet.
+    /// Number of requests of each service that were completed without a response and not reported yet.
     unreported_completions: [u32; MAX_SERVICES],
     /// Bit mask of the services with unreported completions.
     unreported_services: u64,
@@ -97,12 +99,13 @@ struct RequestServer<'w, 'r, H: ?Sized> {
 /// Time slice in which a handler runs without yielding.
 #[derive(Debug, Clone, Copy)]
 struct TimeSlice {
-    /// Priority of the running handler, which smaller numbers preempt, or 0 if none runs or it cannot be preempted.
+    /// Priority of the running handler, which requests with a smaller number preempt. 0 if no handler runs or the
+    /// handler cannot be preempted.
     priority: u8,
     started_at: Instant,
 }
 
-/// Core on which a handler runs, as the handler sees it.
+/// Execution context of a running handler, in which it can yield and find its core.
 pub struct Context<'c> {
     server: &'c mut (dyn Preempt + 'c),
     core: u16,
@@ -113,7 +116,7 @@ trait Preempt {
     fn try_yield(&mut self) -> Result<(), RuntimeError>;
 }
 
-/// Exclusive access to a server, by its only user or with a lock.
+/// Exclusive access to a [`RequestServer`], either through a mutable reference or by locking a mutex.
 trait ServerAccess<'w, 'r: 'w>: Preempt {
     type Handler: Handler + ?Sized + 'w;
 
@@ -130,7 +133,8 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> ServerAccess<'w, 'r> for RequestServer<'w,
 }
 
 impl Context<'_> {
-    /// Acts on a waiting hint and serves waiting requests of higher priority, if the handler has used up its quantum.
+    /// Acts on a waiting load hint and serves waiting requests of higher priority, if the handler has used up its
+    /// quantum.
     pub fn yield_point(&mut self) {
         if self.first_error.is_none()
             && let Err(error) = self.server.try_yield()
@@ -147,8 +151,8 @@ impl Context<'_> {
 
 impl Worker<'_> {
     /// Serves requests until `stop_flag` is set. Then disables all services on this core and serves the remaining
-    /// requests. Fails when the orchestrator has ended or the memory is damaged. In this case, the worker must connect
-    /// again.
+    /// requests. Fails when the orchestrator has ended or the shared memory is damaged. After a failure, the worker
+    /// must connect again.
     pub fn serve(
         &mut self,
         handler: &dyn Handler,
@@ -170,8 +174,8 @@ impl<H: Handler + ?Sized> Preempt for RequestServer<'_, '_, H> {
 
 #[inline]
 fn try_yield<'w, 'r: 'w>(server: &mut impl ServerAccess<'w, 'r>) -> Result<(), RuntimeError> {
-    let Some(priority) = server.with_server(|server| server.preempted_priority()) else { return Ok(()) };
-    serve_higher_priorities(server, priority)?;
+    let Some(priority) = server.with_server(|server| server.priority_to_preempt()) else { return Ok(()) };
+    serve_higher_priority_requests(server, priority)?;
     server.with_server(|server| server.running_slice.started_at = Instant::now());
     Ok(())
 }
@@ -202,7 +206,7 @@ fn serve_until_stopped<'w, 'r: 'w>(
     Ok(())
 }
 
-/// Acts on a hint and serves a request, if there are any. Returns whether a request was served.
+/// Acts on a load hint and serves a request, if there are any. Returns whether a request was served.
 #[inline]
 fn serve_one_request<'w, 'r: 'w>(server: &mut impl ServerAccess<'w, 'r>) -> Result<bool, RuntimeError> {
     let Some((priority, slot)) = server.with_server(|server| server.handle_hint_and_find_request(u8::MAX))? else {
@@ -212,7 +216,7 @@ fn serve_one_request<'w, 'r: 'w>(server: &mut impl ServerAccess<'w, 'r>) -> Resu
     Ok(true)
 }
 
-fn serve_higher_priorities<'w, 'r: 'w>(
+fn serve_higher_priority_requests<'w, 'r: 'w>(
     server: &mut impl ServerAccess<'w, 'r>,
     priority: u8,
 ) -> Result<(), RuntimeError> {
@@ -238,7 +242,7 @@ fn serve_request<'w, 'r: 'w>(
         core,
         interrupted_slice: interrupted,
     } = server.with_server(|server| server.start_request(priority, slot))?;
-    let request = Request { client: client_of_slot(&header), service: header.service_number as u8, payload };
+    let request = Request { client: slot_client_address(&header), service: header.service_number as u8, payload };
     let mut context = Context { server, core, first_error: None };
     let reply = handler.handle(&request, &mut response, &mut context);
     if let Some(error) = context.first_error {
@@ -271,10 +275,10 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
         }
     }
 
-    /// Returns the running handler's priority if it must yield. This is so if its quantum is used up and a hint or a
-    /// request of higher priority waits.
+    /// Returns the running handler's priority if the handler must yield. It must if its quantum is used up and a hint
+    /// or a request of higher priority waits.
     #[inline]
-    fn preempted_priority(&self) -> Option<u8> {
+    fn priority_to_preempt(&self) -> Option<u8> {
         let TimeSlice { priority, started_at: started } = self.running_slice;
         let is_work_waiting = self.worker.highest_priority_request(priority).is_some() || self.worker.has_hint();
         (is_work_waiting && started.elapsed() >= self.serve_options.quantum).then_some(priority)
@@ -299,14 +303,14 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
         interrupted: TimeSlice,
     ) -> Result<(), RuntimeError> {
         self.running_slice = interrupted;
-        self.worker.return_slot(priority);
+        self.worker.return_request_slot(priority);
         self.counters.served_requests += 1;
-        let is_sent = reply == Reply::Send && self.send_response(header, &response)?;
+        let is_response_sent = reply == Reply::Send && self.send_response(header, &response)?;
         self.response_buffers[usize::from(priority)] = response;
-        if is_sent { Ok(()) } else { self.record_unreported_completion(header.service_number as u8) }
+        if is_response_sent { Ok(()) } else { self.record_unreported_completion(header.service_number as u8) }
     }
 
-    /// Acts on a waiting hint. Returns priority and slot of the next request with a higher priority than
+    /// Acts on a waiting load hint. Returns the priority and slot of the next request whose priority is higher than
     /// `priority_limit`.
     #[inline]
     fn handle_hint_and_find_request(&mut self, priority_limit: u8) -> Result<Option<(u8, u32)>, RuntimeError> {
@@ -332,17 +336,21 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
         self.worker.wait_until_responses_are_read()
     }
 
-    /// Sends a response, which also reports the service's unreported completions. Returns whether it fits into a slot.
+    /// Sends a response, which also reports the service's unreported completions. Returns whether the response fits
+    /// into a slot of the response ring.
     fn send_response(&mut self, header: SlotHeader, response: &[u8]) -> Result<bool, RuntimeError> {
         if response.len() > self.worker.segment.geometry.max_payload_bytes() {
             self.counters.oversized_responses += 1;
             return Ok(false);
         }
-        let unreported_count =
+        let unreported_completion_count =
             self.unreported_completions.get_mut(usize::from(header.service_number)).map_or(0, std::mem::take);
         self.unreported_services &= !(1 << (header.service_number % MAX_SERVICES as u16));
-        let header =
-            SlotHeader { payload_length: response.len() as u32, completed_count: 1 + unreported_count, ..header };
+        let header = SlotHeader {
+            payload_length: response.len() as u32,
+            completed_count: 1 + unreported_completion_count,
+            ..header
+        };
         self.worker.send_response(header, response)?;
         Ok(true)
     }
@@ -351,7 +359,7 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
         let Some(unreported_count) = self.unreported_completions.get_mut(usize::from(service)) else { return Ok(()) };
         *unreported_count += 1;
         self.unreported_services |= 1 << service;
-        if *unreported_count >= self.serve_options.max_feedback_batch {
+        if *unreported_count >= self.serve_options.max_completions_per_feedback {
             self.report_completions(service)
         } else {
             Ok(())

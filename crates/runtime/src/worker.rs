@@ -14,11 +14,11 @@ use crate::message::{HintMessage, HintTrigger, Message};
 use crate::ring::{Consumer, Producer};
 use crate::segment::{LivenessLock, ServiceEntry, SharedSegment};
 
-/// Time within which the orchestrator must accept a worker, or empty a full ring.
+/// Time within which the orchestrator must accept a worker, or make room in a full ring.
 pub const ORCHESTRATOR_TIMEOUT: Duration = Duration::from_secs(2);
 const ORCHESTRATOR_POLL_INTERVAL: Duration = Duration::from_micros(50);
 
-/// Process that serves requests. It keeps its services registered until it is dropped.
+/// Connection of this process to the orchestrator. The services that it has registered remain so until it is dropped.
 #[derive(Debug)]
 pub struct Runtime {
     memory_path: PathBuf,
@@ -46,8 +46,8 @@ impl Runtime {
     }
 
     /// Registers this process as the one that serves a service (RegisterService). Address and priority must be those of
-    /// the orchestrator's configuration. Fails when the service is unknown or differs, its priority is out of range, or
-    /// another process has registered it.
+    /// the orchestrator's configuration. Fails when the orchestrator has no such service or another address or priority
+    /// for it, the priority is out of range, or another process has registered it.
     pub fn register_service(&self, service: u8, address: SocketAddrV4, priority: u8) -> Result<(), RuntimeError> {
         let lowest_priority = self.segment.geometry.priority_count - 1;
         if priority > lowest_priority {
@@ -55,8 +55,8 @@ impl Runtime {
         }
         let service_entry = self.segment.service(service)?;
         if (service_entry.address, service_entry.priority) != (address, priority) {
-            let expected = format!("{} with priority {}", service_entry.address, service_entry.priority);
-            return Err(RuntimeError::ServiceMismatch { service, address, priority, expected });
+            let expected_registration = format!("{} with priority {}", service_entry.address, service_entry.priority);
+            return Err(RuntimeError::ServiceMismatch { service, address, priority, expected: expected_registration });
         }
         let mut registered_services = self.lock_registered_services();
         if registered_services.contains(&service) || !self.try_lock(LivenessLock::Service(service))? {
@@ -70,14 +70,14 @@ impl Runtime {
         try_lock_byte(&self.segment, &self.memory_path, lock)
     }
 
-    /// Attaches a worker to a core, on which no service is enabled at first. Fails when the core is out of range or has
-    /// a worker, or the orchestrator does not accept this one.
+    /// Attaches a worker to a core, on which no service is enabled at first. Fails when the core is out of range or
+    /// already has a worker, or the orchestrator does not accept the new worker.
     pub fn attach_worker(&self, core: u16) -> Result<Worker<'_>, RuntimeError> {
-        self.segment.check_core_number(core)?;
+        self.segment.check_core_is_in_range(core)?;
         let segment = SharedSegment::open(&self.memory_path)?;
-        segment.check_core_number(core)?;
+        segment.check_core_is_in_range(core)?;
         if !try_lock_byte(&segment, &self.memory_path, LivenessLock::Core(core))? {
-            return Err(RuntimeError::CoreTaken(core));
+            return Err(RuntimeError::CoreHasWorker(core));
         }
         let core_cursors = segment.core_cursors(core);
         let worker_number = core_cursors.worker_tails.worker_number.load(Acquire).wrapping_add(1).max(1);
@@ -120,12 +120,12 @@ fn try_lock_byte(segment: &SharedSegment, path: &Path, lock: LivenessLock) -> Re
     segment.try_lock(lock).map_err(to_runtime_error)
 }
 
-/// Waits until the condition holds. Returns `false` after [`ORCHESTRATOR_TIMEOUT`].
+/// Waits until `condition` returns `true`. Returns `false` if this takes longer than [`ORCHESTRATOR_TIMEOUT`].
 fn wait_until(segment: &SharedSegment, mut condition: impl FnMut() -> bool) -> Result<bool, RuntimeError> {
     let started_at = Instant::now();
     while !condition() {
         if !segment.is_orchestrator_running() {
-            return Err(RuntimeError::OrchestratorGone);
+            return Err(RuntimeError::OrchestratorNotRunning);
         }
         if started_at.elapsed() >= ORCHESTRATOR_TIMEOUT {
             return Ok(false);
@@ -135,7 +135,7 @@ fn wait_until(segment: &SharedSegment, mut condition: impl FnMut() -> bool) -> R
     Ok(true)
 }
 
-/// Worker on one core, with the core's queues and the calls of RingLeader's interface (NSDI'23, Table 1).
+/// Worker on one core, which uses the core's queues by the calls of RingLeader's interface (NSDI'23, Table 1).
 #[derive(Debug)]
 pub struct Worker<'a> {
     pub(crate) runtime: &'a Runtime,
@@ -153,7 +153,7 @@ pub(crate) struct WorkerRings {
     pub message_producer: Producer,
 }
 
-/// Request that a server has taken out of its core's queues.
+/// Request that a server with its own scheduler has taken out of its core's queues.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TakenRequest {
     slot_header: SlotHeader,
@@ -175,9 +175,9 @@ impl Worker<'_> {
     /// registered the service, or the core is out of range.
     pub fn enable_service(&mut self, service: u8, core: u16) -> Result<(), RuntimeError> {
         self.check_service_and_core(service, core)?;
-        let is_registered = self.runtime.lock_registered_services().contains(&service)
+        let is_service_registered = self.runtime.lock_registered_services().contains(&service)
             || self.segment.is_locked(LivenessLock::Service(service)).unwrap_or(false);
-        if !is_registered {
+        if !is_service_registered {
             return Err(RuntimeError::ServiceNotRegistered { service, core });
         }
         self.send_message(Message::EnableService { service, core })
@@ -190,15 +190,16 @@ impl Worker<'_> {
         self.send_message(Message::DisableService { service, core })
     }
 
-    /// Reports `count` requests that `core` completed without a response (LoadFeedback). The orchestrator rejects and
-    /// counts feedback about requests that it has not sent there. Fails when the service or the core is out of range.
-    pub fn send_load_feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), RuntimeError> {
+    /// Reports `completed_count` requests that `core` completed without a response (LoadFeedback). The orchestrator
+    /// rejects and counts feedback about requests that it has not sent there. Fails when the service or the core is out
+    /// of range.
+    pub fn send_load_feedback(&mut self, service: u8, core: u16, completed_count: u32) -> Result<(), RuntimeError> {
         self.check_service_and_core(service, core)?;
-        self.send_message(Message::LoadFeedback { service, core, count })
+        self.send_message(Message::LoadFeedback { service, core, count: completed_count })
     }
 
-    /// Enables a service's load monitor, or changes its condition (EnableLoadMonitor). Fails when the service is out of
-    /// range.
+    /// Enables a service's load monitor, or changes the condition for its hints (EnableLoadMonitor). Fails when the
+    /// service is out of range.
     pub fn enable_load_monitor(&mut self, service: u8, trigger: HintTrigger) -> Result<(), RuntimeError> {
         self.check_service_and_core(service, self.core)?;
         self.send_message(Message::EnableLoadMonitor { service, trigger })
@@ -239,15 +240,16 @@ impl Worker<'_> {
         let Some((priority, slot)) = self.highest_priority_request(u8::MAX) else { return Ok(None) };
         let (slot_header, payload) = self.read_request(priority, slot)?;
         let taken_request = TakenRequest { slot_header, payload: payload.to_vec() };
-        self.return_slot(priority);
+        self.return_request_slot(priority);
         Ok(Some(taken_request))
     }
 
-    /// Sends a response, which completes its request. Fails when it exceeds a slot, or the ring is full or damaged.
+    /// Sends a response, which completes its request. Fails when the response does not fit into a slot, or the response
+    /// ring is full or damaged.
     pub fn respond(&mut self, request: &TakenRequest, response: &[u8]) -> Result<(), RuntimeError> {
         let (length, limit) = (response.len(), self.segment.geometry.max_payload_bytes());
         if length > limit {
-            return Err(RuntimeError::TooLong { length, limit });
+            return Err(RuntimeError::PayloadTooLong { length, limit });
         }
         self.send_response(
             SlotHeader { payload_length: length as u32, completed_count: 1, ..request.slot_header },
@@ -255,7 +257,7 @@ impl Worker<'_> {
         )
     }
 
-    /// Returns priority and slot of the oldest request with the highest priority above `priority_limit`.
+    /// Returns the priority and slot of the oldest waiting request of the highest priority above `priority_limit`.
     #[inline]
     pub(crate) fn highest_priority_request(&self, priority_limit: u8) -> Option<(u8, u32)> {
         let sequence_of_slot =
@@ -266,25 +268,26 @@ impl Worker<'_> {
         })
     }
 
-    /// Reads the request in a slot from [`Self::highest_priority_request`]. It is valid until the slot is returned.
+    /// Reads the request in a slot from [`Self::highest_priority_request`]. The returned payload is valid until the
+    /// slot is returned to the queue.
     pub(crate) fn read_request<'p>(&self, priority: u8, slot: u32) -> Result<(SlotHeader, &'p [u8]), RuntimeError> {
         let geometry = &self.segment.geometry;
         let (header, payload) = self.segment.read_slot(geometry.request_offset(self.core, priority, slot));
         let max_payload_bytes = geometry.max_payload_bytes();
         let payload = payload
-            .ok_or(RuntimeError::TooLong { length: header.payload_length as usize, limit: max_payload_bytes })?;
+            .ok_or(RuntimeError::PayloadTooLong { length: header.payload_length as usize, limit: max_payload_bytes })?;
         Ok((header, payload))
     }
 
-    pub(crate) fn return_slot(&mut self, priority: u8) {
+    pub(crate) fn return_request_slot(&mut self, priority: u8) {
         let head = &self.segment.core_cursors(self.core).worker_heads.data_heads[usize::from(priority)];
         let request_consumer = &mut self.rings.request_consumers[usize::from(priority)];
         request_consumer.advance();
         request_consumer.publish(head);
     }
 
-    /// Returns how many requests wait or are served at a core, in the queue for the priority of `service`. Returns 0 if
-    /// the service is out of range. Panics if the core is out of range.
+    /// Returns the number of requests that wait or are served at a core and have the priority of `service`. Returns 0
+    /// if the service is out of range. Panics if the core is out of range.
     pub fn queued_request_count(&self, service: u8, core: u16) -> u32 {
         let core_cursors = self.segment.core_cursors(core);
         let Ok(ServiceEntry { priority, .. }) = self.segment.service(service) else { return 0 };
@@ -294,14 +297,14 @@ impl Worker<'_> {
     }
 
     fn check_service_and_core(&self, service: u8, core: u16) -> Result<(), RuntimeError> {
-        self.segment.check_core_number(core)?;
+        self.segment.check_core_is_in_range(core)?;
         self.segment.service(service).map(drop)
     }
 
     /// Checks that the orchestrator is alive and has accepted this worker. This takes a system call.
     pub(crate) fn check_orchestrator(&self) -> Result<(), RuntimeError> {
         if !self.segment.is_orchestrator_running() {
-            return Err(RuntimeError::OrchestratorGone);
+            return Err(RuntimeError::OrchestratorNotRunning);
         }
         let accepted_worker_number =
             self.segment.core_cursors(self.core).orchestrator_tails.worker_number.load(Acquire);
@@ -337,11 +340,11 @@ impl Worker<'_> {
         self.wait_until_read("responses", || self.rings.response_producer.is_empty(&orchestrator_heads.data_heads[0]))
     }
 
-    fn wait_until_read(&self, ring: &'static str, is_empty: impl Fn() -> bool) -> Result<(), RuntimeError> {
+    fn wait_until_read(&self, ring_name: &'static str, is_empty: impl Fn() -> bool) -> Result<(), RuntimeError> {
         if wait_until(&self.segment, is_empty)? {
             Ok(())
         } else {
-            Err(RuntimeError::RingFull { core: self.core, ring })
+            Err(RuntimeError::RingFull { core: self.core, ring: ring_name })
         }
     }
 

@@ -35,13 +35,13 @@ pub struct EmbeddedStore {
     path: PathBuf,
     /// The open database, or `None` after opening or writing has failed, until the next write opens the file again.
     database: Option<Database>,
-    /// Copy in memory of a file that could not be opened for writing.
+    /// In-memory copy of the database, if the file could not be opened for writing.
     read_only_copy: Option<Database>,
 }
 
 impl EmbeddedStore {
-    /// Opens or creates the file. If the disk permits no writes, the content is read, and changes fail until writes
-    /// work.
+    /// Opens or creates the database file. If the file cannot be opened for writing, the store reads its content, and
+    /// rejects changes until a write succeeds.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
         let (database, copy) = match open_database(path) {
             Ok(database) => (Some(database), None),
@@ -149,7 +149,7 @@ impl EmbeddedStore {
     }
 }
 
-/// Stores rows that never change, by inserting new ones and removing those that are missing in `rows`.
+/// Makes the table contain exactly `rows`, by inserting and removing rows. A row with the same key never changes.
 fn sync_rows<'a, Row: Serialize + 'a>(
     transaction: &WriteTransaction,
     definition: TableDefinition<'_, u64, &'static [u8]>,
@@ -206,7 +206,7 @@ fn open_database(path: &Path) -> Result<Database, StoreError> {
     })
 }
 
-/// Reads the file into a database in memory, because opening a file repairs it after a crash, which needs writes.
+/// Opens a copy of the file in memory. After a crash, opening repairs the database, for which it must be writable.
 fn open_in_memory_copy(path: &Path) -> anyhow::Result<Database> {
     let bytes = std::fs::read(path)?;
     anyhow::ensure!(!bytes.is_empty(), "nothing in it");

@@ -28,19 +28,20 @@ const SERVERS_PART_PREFIX: &str = "servers/";
 const DOCUMENT_PART_PREFIX: &str = "document/";
 const DOCUMENT_GENERATION_PART: &str = "document_generation";
 
-/// Prefix of the parts with audit entries, which are grouped by id.
+/// Name prefix of the parts that hold audit entries, each a range of ids.
 const AUDIT_PART_PREFIX: &str = "audit/";
 
 const AUDIT_ENTRIES_PER_PART: u64 = 50;
-/// Number of servers whose rows are in one part. Even if each server is in 1,000 services, the part fits a transaction.
+/// Number of server rows in one part. Even if each server is in 1,000 services, the part fits into one transaction.
 const SERVERS_PER_PART: u16 = 16;
-/// Maximum size of a piece of the document, in bytes.
+/// Maximum size of a piece of the fleet document, in bytes.
 const MAX_DOCUMENT_PIECE_BYTES: usize = 256 << 10;
-/// Maximum size of a value in bytes, because etcd takes requests of 1.5 MiB. Further pieces of a longer row are stored
-/// under the row's name, a blank (which no name contains) and a number.
+/// Maximum size of a value in bytes, because etcd accepts requests of at most 1.5 MiB. Further pieces of a longer row
+/// are stored under the row's name, a blank (which no name contains) and a number.
 const MAX_VALUE_BYTES: usize = 512 << 10;
 
-/// Store of the leading controller's records in etcd. Its functions block, so asynchronous code must not call them.
+/// Store of the fleet's records in etcd, for the leading controller. Asynchronous code must not call its functions,
+/// because they block.
 pub struct EtcdStore {
     cluster: Arc<Cluster>,
     chunked_store: ChunkedStore,
@@ -65,7 +66,8 @@ impl EtcdStore {
         })
     }
 
-    /// Replaces all rows that differ in one atomic step. Fails if this controller no longer leads.
+    /// Stores the records in one atomic step, which replaces the parts that differ. Fails if this controller no longer
+    /// leads.
     pub fn save(&mut self, records: &FleetRecords) -> Result<(), StoreError> {
         let parts = encode_parts(&records.into())
             .map_err(|problem| StoreError::Content { store: "etcd".to_owned(), problem: format!("{problem:#}") })?;
@@ -105,7 +107,7 @@ fn add_row(parts: &mut StateParts, name: String, row: &impl Serialize) -> anyhow
     Ok(())
 }
 
-/// Returns the content of each row by its name, joined from the pieces.
+/// Returns the content of each row by row name. A row's content is joined from its pieces.
 fn join_rows(parts: &StateParts) -> BTreeMap<&str, Cow<'_, [u8]>> {
     let mut rows_by_name: BTreeMap<&str, Cow<'_, [u8]>> = BTreeMap::new();
     for (name, chunk) in parts {
@@ -171,7 +173,7 @@ mod tests {
 
     use super::super::tests::complete_records;
     use super::*;
-    use coreward_fleet::audit::{Author, ChangeDescription, describe_changes};
+    use coreward_fleet::audit::{ChangeAuthor, ChangeDescription, describe_changes};
     use coreward_fleet::config::list_changes;
 
     #[test]
@@ -191,7 +193,7 @@ mod tests {
         parts.values().map(Vec::len).max().unwrap_or_default()
     }
 
-    /// Returns a fleet whose services list 1,000 servers, except the one with the number `missing_server`.
+    /// Returns a fleet document whose services list 1,000 servers except the server with the number `missing_server`.
     fn fleet_without_server(missing_server: usize) -> Source {
         let server_names: Vec<String> =
             (0..1000).filter(|n| *n != missing_server).map(|n| format!("server-{n:04}")).collect();
@@ -215,7 +217,7 @@ mod tests {
                 state_before: String::new(),
                 state_after: description,
             };
-            records.record_change(&Author::signal(), change_description, Duration::from_secs(1));
+            records.append_audit_entry(&ChangeAuthor::hangup_signal(), change_description, Duration::from_secs(1));
             let parts = encode_parts(&(&records).into()).unwrap();
             assert!(
                 largest_value_bytes(&parts) < MAX_REQUEST_BYTES,

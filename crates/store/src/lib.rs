@@ -65,11 +65,11 @@ mod tests {
     use coreward_model::vlan::Vlan;
     use coreward_wire::ServiceIndex;
 
-    use coreward_fleet::audit::{Author, ChangeDescription};
+    use coreward_fleet::audit::{ChangeAuthor, ChangeDescription};
     use coreward_fleet::records::DrainRecord;
     use coreward_fleet::records::{FleetDocument, FleetRecords, Membership, ServerRecord, ServiceRecord};
 
-    /// Returns the record of a drained server, or of one that has left its service and the document.
+    /// Returns the record of a drained server. With `left_at_s`, the server has left its service and the document.
     fn server_record(id: u64, left_at_s: Option<u64>) -> ServerRecord {
         let membership = left_at_s.map_or(Membership::Present, |s| Membership::LeftAt(Duration::from_secs(s)));
         ServerRecord {
@@ -87,7 +87,7 @@ mod tests {
         }
     }
 
-    /// Returns records in which every row of the store has content.
+    /// Returns records with content for every table of the store.
     pub fn complete_records() -> FleetRecords {
         let mut records = FleetRecords::generate(Duration::from_secs(5), &mut seeded_rng(3, 0));
         records.generation = 17;
@@ -113,7 +113,7 @@ mod tests {
                 state_before: "active".into(),
                 state_after: "drained".into(),
             };
-            records.record_change(&Author::signal(), change_description, Duration::from_secs(n));
+            records.append_audit_entry(&ChangeAuthor::hangup_signal(), change_description, Duration::from_secs(n));
         }
         records
     }

@@ -73,7 +73,7 @@ impl RecordRows {
 pub struct FleetRow {
     format: u32,
     generation: u64,
-    /// Halves k0 and k1 of both cookie keys.
+    /// Both cookie keys, each as its 64-bit halves k0 and k1.
     cookie_keys: [[u64; 2]; 2],
     current_key: u8,
     keys_generation: u64,
@@ -82,7 +82,7 @@ pub struct FleetRow {
     /// Whether the announced rotation is forced, or absent if no rotation is in progress.
     announced: Option<bool>,
     rss_key: String,
-    /// Time of the records' clock at the last write (s since 1970), or absent to begin with the wall clock.
+    /// Time of the last write by the records' clock (s since 1970). If it is absent, the wall clock is used.
     clock: Option<u64>,
 }
 
@@ -98,7 +98,7 @@ pub struct LoadBalancerRow {
 pub struct ServiceRow {
     index: u16,
     seed: u64,
-    /// Current and previous server of each bucket, as ids.
+    /// Ids of each bucket's current server and of its previous server, if any.
     buckets: Vec<(u16, Option<u16>)>,
 }
 
@@ -107,7 +107,7 @@ pub struct ServerRow {
     name: String,
     address: IpAddr,
     in_file: bool,
-    /// Services of the server, with the time at which it left the pool (s since 1970), or absent if it is present.
+    /// Times at which the server left its services (s since 1970), by service name, or null for services that it is in.
     services: BTreeMap<String, Option<u64>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     drain: Option<DrainRow>,
@@ -135,9 +135,9 @@ impl From<&FleetRecords> for FleetRow {
             format: ROW_FORMAT_VERSION,
             generation: records.generation,
             cookie_keys: records.key_ring.keys.keys.map(|key| [key.k0, key.k1]),
-            current_key: records.key_ring.keys.current.get() as u8,
+            current_key: records.key_ring.keys.current_key_index.get() as u8,
             keys_generation: records.key_ring.generation,
-            current_key_since: records.key_ring.current_since.as_secs(),
+            current_key_since: records.key_ring.current_key_since.as_secs(),
             announced: match records.key_ring.phase {
                 KeyPhase::Steady => None,
                 KeyPhase::Announced { is_forced } => Some(is_forced),
@@ -157,10 +157,10 @@ impl FleetRow {
             key_ring: KeyRing {
                 keys: FleetCookieKeys {
                     keys: self.cookie_keys.map(|[k0, k1]| CookieKey { k0, k1 }),
-                    current: current_key,
+                    current_key_index: current_key,
                 },
                 generation: self.keys_generation,
-                current_since: Duration::from_secs(self.current_key_since),
+                current_key_since: Duration::from_secs(self.current_key_since),
                 phase: self.announced.map_or(KeyPhase::Steady, |is_forced| KeyPhase::Announced { is_forced }),
             },
             rss_key: self.rss_key.parse::<RssKey>()?,

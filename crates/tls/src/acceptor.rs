@@ -32,10 +32,10 @@ use crate::tls::Tls;
 use crate::verify::ClientCertificatePolicy;
 use crate::verify::{ClientVerifier, RevocationList};
 
-/// Interval between checks whether the certificates of open connections are still valid.
+/// Interval of the checks whether the certificates of open connections are still valid.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 const ACCEPT_QUEUE_LENGTH: usize = 64;
-/// Pause after the listening socket returns an error, for example because too many files are open.
+/// Pause after the listening socket fails to accept, for example because too many files are open.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(10);
 
 /// Limits that an acceptor enforces on handshakes and connections.
@@ -45,7 +45,7 @@ pub struct AcceptorLimits {
     pub handshake_timeout: Duration,
     pub max_handshakes: usize,
     pub max_handshakes_per_address: usize,
-    /// Maximum number of concurrent connections whose certificates have the same identity.
+    /// Maximum number of concurrent connections whose certificates contain the same identity.
     pub max_connections_per_identity: usize,
 }
 
@@ -75,17 +75,17 @@ struct TlsSettings {
     client_certificates: ClientCertificatePolicy,
     protocols: &'static [&'static str],
     revocation_list: RevocationList,
-    /// Credentials against which the open connections were checked most recently.
-    checked_credentials: Mutex<Arc<Credentials>>,
+    /// Credentials with which the open connections were last checked.
+    last_checked_credentials: Mutex<Arc<Credentials>>,
     server_config_cache: Mutex<Option<(Arc<Credentials>, Arc<ServerConfig>)>>,
 }
 
 #[derive(Debug, Default)]
 struct ConnectionRegistry {
-    handshakes_by_address: HashMap<IpAddr, usize>,
+    handshake_counts_by_address: HashMap<IpAddr, usize>,
     handshake_count: usize,
     connections_by_number: HashMap<u64, Arc<TrackedConnection>>,
-    connections_by_identity: HashMap<Identity, usize>,
+    connection_counts_by_identity: HashMap<Identity, usize>,
     last_connection_number: u64,
 }
 
@@ -129,12 +129,11 @@ impl TrackedConnection {
 }
 
 impl ConnectionAcceptor {
-    pub fn without_tls(limits: AcceptorLimits, failures: Arc<FailureCounters>) -> Arc<Self> {
-        Arc::new(Self { tls_settings: None, limits, failure_counters: failures, connections: Mutex::default() })
+    pub fn without_tls(limits: AcceptorLimits, failure_counters: Arc<FailureCounters>) -> Arc<Self> {
+        Arc::new(Self { tls_settings: None, limits, failure_counters, connections: Mutex::default() })
     }
 
-    /// Creates an acceptor that requires a valid certificate with one of these roles. `protocols` are the names that
-    /// ALPN offers.
+    /// Creates an acceptor that requires a valid certificate with one of these roles. ALPN offers `protocols`.
     pub fn with_tls(
         tls: Arc<Tls>,
         accepted_roles: &[Role],
@@ -152,7 +151,7 @@ impl ConnectionAcceptor {
             client_certificates,
             protocols,
             revocation_list,
-            checked_credentials,
+            last_checked_credentials: checked_credentials,
             server_config_cache: config,
         });
         Arc::new(Self { tls_settings, limits, failure_counters: failures, connections: Mutex::default() })
@@ -162,7 +161,7 @@ impl ConnectionAcceptor {
         self.connections.lock()
     }
 
-    /// Returns a stream of accepted connections. Dropping the stream stops the acceptance of further ones.
+    /// Returns a stream of accepted connections. No further connections are accepted after the stream is dropped.
     pub fn accepted_connections(
         self: Arc<Self>,
         listener: TcpListener,
@@ -182,12 +181,12 @@ impl ConnectionAcceptor {
         listener: &TcpListener,
         connection_sender: &mpsc::Sender<io::Result<AcceptedConnection>>,
     ) {
-        let mut check_ticks = tokio::time::interval(POLL_INTERVAL);
-        check_ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut certificate_check_ticks = tokio::time::interval(POLL_INTERVAL);
+        certificate_check_ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             let accept_result = tokio::select! {
                 accept_result = listener.accept() => accept_result,
-                _ = check_ticks.tick() => {
+                _ = certificate_check_ticks.tick() => {
                     self.close_invalid_connections();
                     continue;
                 }
@@ -217,7 +216,7 @@ impl ConnectionAcceptor {
             .inspect_err(|failure| self.failure_counters.count_and_log(&address, failure))
     }
 
-    /// Completes the handshake of a connection that another listener has accepted. A rejection is counted and logged.
+    /// Completes the handshake of a connection that another listener has accepted. Counts and logs a rejection.
     pub async fn admit_connection(
         self: Arc<Self>,
         stream: TcpStream,
@@ -233,9 +232,9 @@ impl ConnectionAcceptor {
         address: SocketAddr,
         handshake_slot: HandshakeSlot,
     ) -> Result<AcceptedConnection, Failure> {
-        let outcome = self.complete_handshake(stream, address).await;
+        let handshake_result = self.complete_handshake(stream, address).await;
         drop(handshake_slot);
-        outcome.inspect_err(|failure| self.failure_counters.count_and_log(&address, failure))
+        handshake_result.inspect_err(|failure| self.failure_counters.count_and_log(&address, failure))
     }
 
     async fn complete_handshake(
@@ -250,22 +249,22 @@ impl ConnectionAcceptor {
         };
         let acceptor = TlsAcceptor::from(tls_settings.server_config()?);
         let result = tokio::time::timeout(self.limits.handshake_timeout, acceptor.accept(stream)).await;
-        let stream = result
+        let tls_stream = result
             .map_err(|_| {
                 let message = format!("no handshake within {:?}", self.limits.handshake_timeout);
                 Failure { reason: FailureReason::Timeout, message }
             })?
             .map_err(|error| Failure::of(&error))?;
-        let chain = stream.get_ref().1.peer_certificates().unwrap_or_default().to_vec();
-        let certificate = chain.first().map(Certificate::read).transpose();
+        let certificate_chain = tls_stream.get_ref().1.peer_certificates().unwrap_or_default().to_vec();
+        let certificate = certificate_chain.first().map(Certificate::read).transpose();
         let certificate = certificate.map_err(|message| Failure { reason: FailureReason::NoIdentity, message })?;
-        let guard = match certificate {
-            Some(certificate) => Some(self.register_connection(&certificate, chain)?),
+        let connection_guard = match certificate {
+            Some(certificate) => Some(self.register_connection(&certificate, certificate_chain)?),
             None => None,
         };
-        let identity = guard.as_ref().map(|guard| guard.connection.identity.clone());
+        let identity = connection_guard.as_ref().map(|guard| guard.connection.identity.clone());
         let caller = Caller { address, identity, is_encrypted: true };
-        Ok(AcceptedConnection { io: Io::Tls(Box::new(stream.into())), caller, guard })
+        Ok(AcceptedConnection { io: Io::Tls(Box::new(tls_stream.into())), caller, guard: connection_guard })
     }
 
     fn register_connection(
@@ -277,12 +276,12 @@ impl ConnectionAcceptor {
             || Failure { reason: FailureReason::NoIdentity, message: "its certificate has no identity".to_owned() };
         let identity = certificate.identity.clone().ok_or_else(no_identity_failure)?;
         let mut connections = self.lock_connections();
-        let count = connections.connections_by_identity.entry(identity.clone()).or_default();
-        if *count >= self.limits.max_connections_per_identity {
-            let message = format!("{identity} has {count} connections, which is the limit");
+        let identity_connection_count = connections.connection_counts_by_identity.entry(identity.clone()).or_default();
+        if *identity_connection_count >= self.limits.max_connections_per_identity {
+            let message = format!("{identity} has {identity_connection_count} connections, which is the limit");
             return Err(Failure { reason: FailureReason::TooManyConnections, message });
         }
-        *count += 1;
+        *identity_connection_count += 1;
         connections.last_connection_number += 1;
         let connection_number = connections.last_connection_number;
         let connection = Arc::new(TrackedConnection {
@@ -297,13 +296,13 @@ impl ConnectionAcceptor {
         Ok(ConnectionGuard { acceptor: self.clone(), connection_number, connection })
     }
 
-    /// Closes connections when their certificates expire or are revoked. Users of [`Self::admit_connection`] must run
-    /// this loop.
+    /// Periodically closes the connections whose certificates have expired or are revoked. Users of
+    /// [`Self::admit_connection`] must run this loop.
     pub async fn close_invalid_connections_loop(&self) -> std::convert::Infallible {
-        let mut check_ticks = tokio::time::interval(POLL_INTERVAL);
-        check_ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut certificate_check_ticks = tokio::time::interval(POLL_INTERVAL);
+        certificate_check_ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            check_ticks.tick().await;
+            certificate_check_ticks.tick().await;
             self.close_invalid_connections();
         }
     }
@@ -341,10 +340,10 @@ impl ConnectionAcceptor {
 }
 
 impl TlsSettings {
-    /// Returns a verifier to check the open connections again if an authority has been removed since the last call.
+    /// Returns a verifier for a new check of the open connections if an authority was removed since the last call.
     fn verifier_if_authority_removed(&self) -> Option<ClientVerifier> {
         let credentials = self.tls.credentials();
-        let mut checked_credentials = self.checked_credentials.lock();
+        let mut checked_credentials = self.last_checked_credentials.lock();
         let previous_credentials = std::mem::replace(&mut *checked_credentials, credentials.clone());
         let is_still_trusted =
             |old: &Certificate| credentials.authorities.iter().any(|new| new.fingerprint == old.fingerprint);
@@ -396,14 +395,14 @@ impl HandshakeSlot {
     fn reserve(acceptor: &Arc<ConnectionAcceptor>, address: IpAddr) -> Result<Self, Failure> {
         let mut connections = acceptor.lock_connections();
         let (handshake_count, limits) = (connections.handshake_count, &acceptor.limits);
-        let count = connections.handshakes_by_address.get(&address).copied().unwrap_or(0);
-        if handshake_count >= limits.max_handshakes || count >= limits.max_handshakes_per_address {
+        let address_handshake_count = connections.handshake_counts_by_address.get(&address).copied().unwrap_or(0);
+        if handshake_count >= limits.max_handshakes || address_handshake_count >= limits.max_handshakes_per_address {
             let message = format!(
-                "{count} handshakes of its address, {handshake_count} in all, are not done, which is the limit"
+                "{address_handshake_count} handshakes of its address, {handshake_count} in all, are not done, which is the limit"
             );
             return Err(Failure { reason: FailureReason::TooManyConnections, message });
         }
-        connections.handshakes_by_address.insert(address, count + 1);
+        connections.handshake_counts_by_address.insert(address, address_handshake_count + 1);
         connections.handshake_count += 1;
         drop(connections);
         Ok(Self { acceptor: acceptor.clone(), address })
@@ -414,10 +413,10 @@ impl Drop for HandshakeSlot {
     fn drop(&mut self) {
         let mut connections = self.acceptor.lock_connections();
         connections.handshake_count -= 1;
-        if let Some(count) = connections.handshakes_by_address.get_mut(&self.address) {
+        if let Some(count) = connections.handshake_counts_by_address.get_mut(&self.address) {
             *count -= 1;
             if *count == 0 {
-                connections.handshakes_by_address.remove(&self.address);
+                connections.handshake_counts_by_address.remove(&self.address);
             }
         }
     }
@@ -434,10 +433,10 @@ impl Drop for ConnectionGuard {
     fn drop(&mut self) {
         let mut connections = self.acceptor.lock_connections();
         connections.connections_by_number.remove(&self.connection_number);
-        if let Some(count) = connections.connections_by_identity.get_mut(&self.connection.identity) {
+        if let Some(count) = connections.connection_counts_by_identity.get_mut(&self.connection.identity) {
             *count -= 1;
             if *count == 0 {
-                connections.connections_by_identity.remove(&self.connection.identity);
+                connections.connection_counts_by_identity.remove(&self.connection.identity);
             }
         }
     }
@@ -455,7 +454,7 @@ impl AcceptedConnection {
         &self.caller
     }
 
-    /// Returns the fingerprint of the peer's certificate and its expiry (time since 1970), or `None` if it has none.
+    /// Returns the fingerprint and the expiry (time since 1970) of the peer's certificate, or `None` if there is none.
     pub fn certificate(&self) -> Option<(Fingerprint, Duration)> {
         self.guard.as_ref().map(|guard| (guard.connection.fingerprint, guard.connection.not_after))
     }

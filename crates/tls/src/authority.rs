@@ -27,12 +27,12 @@ use crate::certificate::{Certificate, unix_now};
 use crate::disk::{self, write_public_file, write_secret};
 use crate::identity::{Identity, Name, Role};
 
-/// Tolerated difference between the clocks of two machines. Certificates become valid this long before they are issued.
+/// Tolerated difference between two machines' clocks. A certificate is valid from this long before it was issued.
 pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(300);
-/// One day, the unit in which validities are given.
+/// One day, the unit in which operators give the validity of certificates.
 pub const DAY: Duration = Duration::from_secs(86_400);
 
-/// Certificate authority whose files are in a directory.
+/// Certificate authority of a fleet. Its files are in one directory.
 pub struct Authority {
     directory: PathBuf,
 }
@@ -47,10 +47,10 @@ pub struct Validity {
 }
 
 impl Validity {
-    /// Returns a validity that ends after `length` and has already begun [`CLOCK_TOLERANCE`] ago.
-    pub fn from_now(length: Duration) -> Self {
+    /// Returns a validity from [`CLOCK_TOLERANCE`] before the current time until the given duration after it.
+    pub fn from_now(duration: Duration) -> Self {
         let now = unix_now();
-        Self { not_before: now.saturating_sub(CLOCK_TOLERANCE), not_after: now + length }
+        Self { not_before: now.saturating_sub(CLOCK_TOLERANCE), not_after: now + duration }
     }
 }
 
@@ -73,12 +73,12 @@ pub enum RolloverStep {
 
 impl Authority {
     /// Creates a fleet's authority in a directory that does not have one.
-    pub fn init(directory: &Path, fleet: &Name, length: Duration) -> anyhow::Result<Self> {
+    pub fn init(directory: &Path, fleet: &Name, validity_duration: Duration) -> anyhow::Result<Self> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         let authority = Self { directory: directory.to_owned() };
         let key_path = authority.file_path("authority.key");
         ensure!(!key_path.exists(), "{} exists: expected a directory without an authority", key_path.display());
-        authority.create_authority_files("authority", fleet, Validity::from_now(length), &["authority"])?;
+        authority.create_authority_files("authority", fleet, Validity::from_now(validity_duration), &["authority"])?;
         Ok(authority)
     }
 
@@ -107,7 +107,7 @@ impl Authority {
         fs::read_to_string(&path).with_context(|| path.display().to_string())
     }
 
-    /// Creates an authority's key and certificate, and writes the certificates named in `authority_names` to ca.crt.
+    /// Creates an authority's key and certificate. Then writes the certificates of `authority_names` to ca.crt.
     fn create_authority_files(
         &self,
         name: &str,
@@ -128,10 +128,10 @@ impl Authority {
         write_secret(&self.file_path(&format!("{name}.key")), key_pair.serialize_pem())
     }
 
-    /// Replaces ca.crt by the certificates of the authorities in `names`.
-    fn write_ca_file(&self, names: &[&str]) -> anyhow::Result<()> {
+    /// Replaces the content of ca.crt by the certificates of the named authorities.
+    fn write_ca_file(&self, authority_names: &[&str]) -> anyhow::Result<()> {
         let certificates: anyhow::Result<Vec<String>> =
-            names.iter().map(|name| self.read_file(&format!("{name}.crt"))).collect();
+            authority_names.iter().map(|name| self.read_file(&format!("{name}.crt"))).collect();
         write_public_file(&self.ca_path(), &certificates?.concat())
     }
 
@@ -144,7 +144,7 @@ impl Authority {
         name.parse().map_err(anyhow::Error::msg)
     }
 
-    /// Issues a certificate with a new key. Fails if the authority expires before the certificate would.
+    /// Issues a certificate with a new key. Fails if the authority would expire before the certificate.
     pub fn issue(
         &self,
         identity: &Identity,
@@ -161,7 +161,7 @@ impl Authority {
         );
         let authority_key = self.read_key("authority.key")?;
         ensure!(
-            self.is_signed_by(&authority_key, "authority.crt")?,
+            self.is_certificate_of_key(&authority_key, "authority.crt")?,
             "authority.crt is no certificate of authority.key: expected `coreward certs roll-over switch` again, where \
              that was interrupted"
         );
@@ -182,55 +182,55 @@ impl Authority {
         Ok(IssuedCertificate { certificate_pem: certificate.pem(), key_pem: key_pair.serialize_pem() })
     }
 
-    /// Executes one step of the authority's roll-over. Fails if another step is due.
-    pub fn roll_over(&self, step: RolloverStep, length: Duration) -> anyhow::Result<()> {
-        let exists = |file: &str| self.file_path(file).exists();
+    /// Executes one step of the replacement of the authority. Fails if another step is due.
+    pub fn roll_over(&self, step: RolloverStep, validity_duration: Duration) -> anyhow::Result<()> {
+        let file_exists = |file: &str| self.file_path(file).exists();
         match step {
             RolloverStep::Begin => {
-                ensure!(!exists("next.key"), "next.key exists: expected `switch`, the second step");
+                ensure!(!file_exists("next.key"), "next.key exists: expected `switch`, the second step");
                 ensure!(
-                    !exists("previous.crt"),
+                    !file_exists("previous.crt"),
                     "previous.crt exists: expected `finish`, the last step of the roll-over before"
                 );
                 self.create_authority_files(
                     "next",
                     &self.fleet_name()?,
-                    Validity::from_now(length),
+                    Validity::from_now(validity_duration),
                     &["authority", "next"],
                 )
             }
             RolloverStep::Switch => {
                 ensure!(
-                    exists("next.key") || !exists("previous.crt"),
+                    file_exists("next.key") || !file_exists("previous.crt"),
                     "previous.crt exists, and no next.key: the new authority signs already: expected `finish`, the \
                      last step"
                 );
-                ensure!(exists("next.key"), "next.key is not there: expected `begin`, the first step");
-                self.switch_to_next_key()
+                ensure!(file_exists("next.key"), "next.key is not there: expected `begin`, the first step");
+                self.switch_to_next_authority()
             }
             RolloverStep::Finish => {
-                ensure!(!exists("next.key"), "next.key exists: expected `switch`, the second step");
-                ensure!(exists("previous.crt"), "previous.crt is not there: expected `switch`, the second step");
+                ensure!(!file_exists("next.key"), "next.key exists: expected `switch`, the second step");
+                ensure!(file_exists("previous.crt"), "previous.crt is not there: expected `switch`, the second step");
                 self.write_ca_file(&["authority"])?;
-                disk::remove(&self.file_path("previous.crt"))
+                disk::remove_durably(&self.file_path("previous.crt"))
             }
         }
     }
 
-    /// Makes the next authority the signing one. Continues an earlier attempt that was interrupted.
-    fn switch_to_next_key(&self) -> anyhow::Result<()> {
+    /// Replaces the signing authority by the next one. Continues an earlier attempt that was interrupted.
+    fn switch_to_next_authority(&self) -> anyhow::Result<()> {
         let next_key = self.read_key("next.key")?;
-        if !self.is_signed_by(&next_key, "authority.crt")? {
+        if !self.is_certificate_of_key(&next_key, "authority.crt")? {
             ensure!(
-                self.is_signed_by(&next_key, "next.crt")?,
+                self.is_certificate_of_key(&next_key, "next.crt")?,
                 "next.crt is no certificate of next.key: expected those of `begin`, the first step: remove both, and \
                  begin again"
             );
             write_public_file(&self.file_path("previous.crt"), &self.read_file("authority.crt")?)?;
-            disk::rename(&self.file_path("next.crt"), &self.file_path("authority.crt"))?;
+            disk::rename_durably(&self.file_path("next.crt"), &self.file_path("authority.crt"))?;
         }
         self.write_ca_file(&["authority", "previous"])?;
-        disk::rename(&self.file_path("next.key"), &self.file_path("authority.key"))
+        disk::rename_durably(&self.file_path("next.key"), &self.file_path("authority.key"))
     }
 
     fn read_key(&self, file: &str) -> anyhow::Result<KeyPair> {
@@ -238,8 +238,8 @@ impl Authority {
         KeyPair::from_pem(&pem).with_context(|| self.file_path(file).display().to_string())
     }
 
-    fn is_signed_by(&self, key: &KeyPair, certificate: &str) -> anyhow::Result<bool> {
-        let certificate_der = CertificateDer::from_pem_slice(self.read_file(certificate)?.as_bytes())?;
+    fn is_certificate_of_key(&self, key: &KeyPair, certificate_file: &str) -> anyhow::Result<bool> {
+        let certificate_der = CertificateDer::from_pem_slice(self.read_file(certificate_file)?.as_bytes())?;
         let (_, x509_certificate) = x509_parser::parse_x509_certificate(&certificate_der)?;
         Ok(x509_certificate.public_key().raw == key.subject_public_key_info())
     }

@@ -7,7 +7,7 @@ use tonic::{Request, Status};
 
 use crate::identity::{Identity, Role};
 
-/// Peer that calls a daemon, and the identity in its certificate.
+/// Peer that sends requests to a daemon, with the identity in its certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller {
     pub address: SocketAddr,
@@ -32,7 +32,8 @@ impl Caller {
         request.extensions().get::<Self>().cloned().ok_or_else(|| Status::internal("a request from nowhere"))
     }
 
-    /// Fails with PERMISSION_DENIED unless the peer has one of these roles. Without TLS, every peer is permitted.
+    /// Checks that the peer has one of these roles, and otherwise fails with PERMISSION_DENIED. Permits all without
+    /// TLS.
     pub fn require_role(&self, roles: &[Role]) -> Result<(), Status> {
         match &self.identity {
             None if !self.is_encrypted => Ok(()),
@@ -49,7 +50,7 @@ impl Caller {
         }
     }
 
-    /// Fails with PERMISSION_DENIED unless the peer's certificate has this role and name.
+    /// Checks that the peer's certificate has this role and name, and otherwise fails with PERMISSION_DENIED.
     pub fn require_role_and_name(&self, role: Role, name: &str) -> Result<(), Status> {
         self.require_role(&[role])?;
         match &self.identity {
@@ -81,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn agent_reports_for_its_own_server_only() {
+    fn agent_may_report_only_for_its_own_server() {
         let agent = test_caller(Some("coreward://prod/agent/s1"), true);
         assert!(agent.require_role_and_name(Role::Agent, "s1").is_ok());
         let error = agent.require_role_and_name(Role::Agent, "s2").unwrap_err();
@@ -93,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn plain_connection_has_every_permission() {
+    fn connection_without_tls_has_every_permission() {
         assert!(test_caller(None, false).require_role_and_name(Role::Lb, "lb1").is_ok());
         let error = test_caller(None, true).require_role(&[Role::Viewer]).unwrap_err();
         assert_eq!(error.message(), "the certificate is for no identity: expected viewer");

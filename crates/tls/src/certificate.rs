@@ -7,13 +7,13 @@ use rustls::pki_types::CertificateDer;
 use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::{FromDer as _, X509Certificate};
 
-use crate::identity::{Identity, URI_SCHEME};
+use crate::identity::{IDENTITY_URI_SCHEME, Identity};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Certificate {
     /// Subject's distinguished name, such as `CN=coreward CA`.
     pub subject: String,
-    /// Owner's identity, or `None` for an authority or if the certificate was not issued for coreward.
+    /// Identity of the owner, or `None` for an authority or a certificate that was not issued for coreward.
     pub identity: Option<Identity>,
     /// Host names and IP addresses that the certificate lists as subject alternative names.
     pub hosts: Vec<String>,
@@ -30,18 +30,18 @@ impl Certificate {
     pub fn read(der: &CertificateDer<'_>) -> Result<Self, String> {
         let (_, x509_certificate) =
             X509Certificate::from_der(der).map_err(|error| format!("not an X.509 certificate: {error}"))?;
-        let names = x509_certificate
+        let subject_alternative_names = x509_certificate
             .subject_alternative_name()
             .map_err(|error| format!("its names cannot be read: {error}"))?;
-        let names = names.map(|names| names.value.general_names.as_slice()).unwrap_or_default();
+        let names = subject_alternative_names.map(|names| names.value.general_names.as_slice()).unwrap_or_default();
         let uris = names.iter().filter_map(|name| match name {
-            GeneralName::URI(uri) if uri.starts_with(URI_SCHEME) => Some(*uri),
+            GeneralName::URI(uri) if uri.starts_with(IDENTITY_URI_SCHEME) => Some(*uri),
             _ => None,
         });
         let mut identities = uris.map(str::parse);
         let identity = identities.next().transpose()?;
         if identities.next().is_some() {
-            return Err(format!("it has several names that begin with {URI_SCHEME}: expected one"));
+            return Err(format!("it has several names that begin with {IDENTITY_URI_SCHEME}: expected one"));
         }
         let to_duration =
             |time: x509_parser::time::ASN1Time| Duration::from_secs(time.timestamp().max(0).unsigned_abs());
@@ -56,14 +56,14 @@ impl Certificate {
         })
     }
 
-    /// Returns the remaining validity at `now` (time since 1970), which is zero if the certificate has expired.
-    pub fn remaining_validity(&self, now: Duration) -> Duration {
-        self.not_after.saturating_sub(now)
+    /// Returns the remaining validity at a given time since 1970. It is zero if the certificate has expired.
+    pub fn remaining_validity(&self, unix_time: Duration) -> Duration {
+        self.not_after.saturating_sub(unix_time)
     }
 
-    /// Returns whether less than a third of the certificate's validity remains.
-    pub fn is_renewal_due(&self, now: Duration) -> bool {
-        self.remaining_validity(now) < self.not_after.saturating_sub(self.not_before) / 3
+    /// Returns whether the remaining validity is less than a third of the certificate's whole validity.
+    pub fn is_renewal_due(&self, unix_time: Duration) -> bool {
+        self.remaining_validity(unix_time) < self.not_after.saturating_sub(self.not_before) / 3
     }
 }
 
@@ -78,7 +78,7 @@ fn host_name_or_address(name: &GeneralName<'_>) -> Option<String> {
     }
 }
 
-/// SHA-256 of a certificate, in the same form as from `openssl x509 -fingerprint -sha256`.
+/// SHA-256 fingerprint of a certificate. Its text form equals that of `openssl x509 -fingerprint -sha256`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Fingerprint([u8; 32]);
 
@@ -89,8 +89,9 @@ impl Fingerprint {
 
     pub fn sha256(bytes: &[u8]) -> Self {
         // The hash function of rustls makes another dependency unnecessary.
-        let suite = rustls::crypto::ring::cipher_suite::TLS13_AES_128_GCM_SHA256.tls13().expect("a suite of TLS 1.3");
-        let hash = suite.common.hash_provider.hash(bytes);
+        let cipher_suite =
+            rustls::crypto::ring::cipher_suite::TLS13_AES_128_GCM_SHA256.tls13().expect("a suite of TLS 1.3");
+        let hash = cipher_suite.common.hash_provider.hash(bytes);
         let mut bytes = [0; 32];
         bytes.copy_from_slice(hash.as_ref());
         Self(bytes)

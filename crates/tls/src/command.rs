@@ -111,7 +111,7 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
             let default_directory = || folder.directory.join(format!("{role}-{name}").replace('/', "_"));
             let output_directory = out.clone().unwrap_or_else(default_directory);
             ensure_same_owner(&output_directory, &identity)?;
-            issue_and_write(&authority, &identity, address, days_to_duration(*length), &output_directory)?;
+            issue_and_write_bundle(&authority, &identity, address, days_to_duration(*length), &output_directory)?;
             Ok(format!(
                 "{}: for {identity}, {length} days. In its file, with the directory at its machine:\n\n[tls]\nca = \
                  \"ca.crt\"\n\
@@ -132,15 +132,15 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
     }
 }
 
-/// Parses a host that a certificate can name, which is a DNS name or an IP address.
+/// Checks that the text is a DNS name or an IP address, which a certificate can contain, and returns it.
 fn parse_host(text: &str) -> Result<String, String> {
     let error_text = || format!("{text:?}: expected a host name or an IP address, as \"c1.example\" or \"10.1.0.1\"");
     ServerName::try_from(text).map(|_| text.to_owned()).map_err(|_| error_text())
 }
 
-/// Fails if the directory contains a certificate of another owner, which would be overwritten.
-fn ensure_same_owner(bundle: &Path, identity: &Identity) -> anyhow::Result<()> {
-    let certificate_path = bundle.join("own.crt");
+/// Checks that the directory contains no certificate of another owner, which would be overwritten.
+fn ensure_same_owner(bundle_directory: &Path, identity: &Identity) -> anyhow::Result<()> {
+    let certificate_path = bundle_directory.join("own.crt");
     let Ok(certificates) = read_certificates(&certificate_path) else { return Ok(()) };
     if let Some(other_identity) =
         certificates.first().and_then(|certificate| certificate.identity.as_ref()).filter(|other| *other != identity)
@@ -154,32 +154,38 @@ fn ensure_same_owner(bundle: &Path, identity: &Identity) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn issue_and_write(
+fn issue_and_write_bundle(
     authority: &Authority,
     identity: &Identity,
     addresses: &[String],
-    length: Duration,
+    validity_duration: Duration,
     output_directory: &Path,
 ) -> anyhow::Result<()> {
-    authority.issue(identity, addresses, Validity::from_now(length))?.write_files(output_directory, authority)
+    authority
+        .issue(identity, addresses, Validity::from_now(validity_duration))?
+        .write_files(output_directory, authority)
 }
 
-/// Takes a step of the authority's replacement. Returns the operator's next step.
+/// Executes a step of the authority's replacement. Returns instructions for the operator's next step.
 fn roll_over(directory: &Path, step: RolloverStep, validity: Duration) -> anyhow::Result<String> {
     let authority = Authority::open(directory)?;
     authority.roll_over(step, validity)?;
-    let next_step = match step {
+    let next_step_text = match step {
         RolloverStep::Begin => {
             "copy the new ca.crt to every daemon, or `coreward certs renew` all bundles; then `switch`"
         }
         RolloverStep::Switch => "`coreward certs renew` all bundles, and copy them; then `finish`",
         RolloverStep::Finish => "copy the new ca.crt to every daemon, or renew its certificate when due",
     };
-    Ok(format!("{}: {next_step}", authority.ca_path().display()))
+    Ok(format!("{}: {next_step_text}", authority.ca_path().display()))
 }
 
-fn renew(authority: &Authority, bundle: &Path, length: Option<Duration>) -> anyhow::Result<String> {
-    let certificate_path = bundle.join("own.crt");
+fn renew(
+    authority: &Authority,
+    bundle_directory: &Path,
+    validity_duration: Option<Duration>,
+) -> anyhow::Result<String> {
+    let certificate_path = bundle_directory.join("own.crt");
     let old_certificate = read_certificates(&certificate_path)?.swap_remove(0);
     let identity = old_certificate
         .identity
@@ -191,10 +197,14 @@ fn renew(authority: &Authority, bundle: &Path, length: Option<Duration>) -> anyh
         certificate_path.display(),
         identity.fleet
     );
-    let validity_length =
-        length.unwrap_or(old_certificate.not_after.saturating_sub(old_certificate.not_before + CLOCK_TOLERANCE));
-    issue_and_write(authority, &identity, &old_certificate.hosts, validity_length, bundle)?;
-    Ok(format!("{}: for {identity}, until {}", bundle.display(), format_date(unix_now() + validity_length)))
+    let new_validity_duration = validity_duration
+        .unwrap_or(old_certificate.not_after.saturating_sub(old_certificate.not_before + CLOCK_TOLERANCE));
+    issue_and_write_bundle(authority, &identity, &old_certificate.hosts, new_validity_duration, bundle_directory)?;
+    Ok(format!(
+        "{}: for {identity}, until {}",
+        bundle_directory.display(),
+        format_date(unix_now() + new_validity_duration)
+    ))
 }
 
 fn format_date(since_1970: Duration) -> String {
@@ -207,13 +217,13 @@ fn format_certificate_table(files: &[PathBuf]) -> anyhow::Result<String> {
     table.set_header(["file", "for", "fleet", "until", "addresses", "fingerprint (SHA-256)"]);
     for file in files {
         for certificate in read_certificates(file)? {
-            table.add_row(certificate_row(file, &certificate));
+            table.add_row(format_certificate_row(file, &certificate));
         }
     }
     Ok(table.to_string())
 }
 
-fn certificate_row(file: &Path, certificate: &Certificate) -> [String; 6] {
+fn format_certificate_row(file: &Path, certificate: &Certificate) -> [String; 6] {
     let owner_and_fleet = match &certificate.identity {
         Some(identity) => (identity.to_string(), identity.fleet.to_string()),
         None if certificate.is_authority => (format!("authority: {}", certificate.subject), String::new()),

@@ -23,25 +23,25 @@ use crate::verify::ExpectedHost;
 
 const HTTP_1_1_ALPN: &str = "http/1.1";
 
-/// Connector that tonic uses to connect to one address, with or without TLS.
+/// Connector through which tonic connects to one address, with or without TLS.
 #[derive(Debug, Clone)]
 pub struct Connector {
     address: SocketAddr,
-    tls: Option<(Arc<Tls>, &'static [Role])>,
+    tls_and_peer_roles: Option<(Arc<Tls>, &'static [Role])>,
 }
 
 impl Connector {
-    /// Creates a connector that uses these credentials and accepts peers of these roles. With `None`, connections are
+    /// Creates a connector that uses these credentials and accepts peers with these roles. With `None`, connections are
     /// not encrypted.
-    pub fn new(address: SocketAddr, tls: Option<(Arc<Tls>, &'static [Role])>) -> Self {
-        Self { address, tls }
+    pub fn new(address: SocketAddr, tls_and_peer_roles: Option<(Arc<Tls>, &'static [Role])>) -> Self {
+        Self { address, tls_and_peer_roles }
     }
 
-    /// Connects to the address and verifies the peer.
+    /// Connects to the address, and verifies the peer if TLS is used.
     pub async fn connect(&self) -> io::Result<Io> {
         let stream = TcpStream::connect(self.address).await?;
         stream.set_nodelay(true)?;
-        let Some((tls, roles)) = &self.tls else { return Ok(Io::Plain(stream)) };
+        let Some((tls, roles)) = &self.tls_and_peer_roles else { return Ok(Io::Plain(stream)) };
         let config = tls.credentials().client_config(roles, ExpectedHost::Any, "h2").map_err(io::Error::other)?;
         complete_handshake(Arc::new(config), self.address.ip().into(), stream).await
     }
@@ -54,12 +54,12 @@ async fn complete_handshake(config: Arc<ClientConfig>, host: ServerName<'static>
     Ok(Io::Tls(Box::new(stream.into())))
 }
 
-/// TLS connector with which a command connects to a controller's HTTP API.
+/// TLS connector through which a command-line client connects to a controller's HTTP API.
 #[derive(Debug, Clone)]
 pub struct HttpsConnector(Arc<ClientConfig>);
 
 impl HttpsConnector {
-    /// Creates a connector that presents a certificate. The controller must belong to the same fleet.
+    /// Creates a connector that presents a client certificate. The controller must belong to the certificate's fleet.
     pub fn with_certificate(files: &CredentialFiles, host: ExpectedHost) -> Result<Self, CredentialError> {
         let config = Credentials::load(files)?.client_config(&[Role::Controller], host, HTTP_1_1_ALPN);
         let config = config.map_err(|error| CredentialError { config_key: "key", message: error.to_string() })?;
@@ -72,7 +72,7 @@ impl HttpsConnector {
         Ok(Self(Arc::new(client_without_certificate(ca, &[Role::Controller], host, HTTP_1_1_ALPN)?)))
     }
 
-    /// Connects to `address`, to which the user's `host` was resolved, and verifies the controller.
+    /// Connects to `address`, to which the user's `host` was resolved, and verifies the controller's certificate.
     pub async fn connect(&self, host: &str, address: SocketAddr) -> io::Result<Io> {
         let invalid_host_error = |_| io::Error::other(format!("{host:?}: expected a host name or an address"));
         let host = ServerName::try_from(host.to_owned()).map_err(invalid_host_error)?;

@@ -37,7 +37,7 @@ fn credential_error(config_key: &'static str, path: &Path, problem: impl std::fm
     CredentialError { config_key, message: format!("{}: {problem}", path.display()) }
 }
 
-/// Own certificate and key, and the trusted authorities, as read from the files.
+/// Certificate and key of this process, and the trusted authorities, as read from the files.
 #[derive(Debug)]
 pub struct Credentials {
     pub identity: Identity,
@@ -65,23 +65,17 @@ impl Credentials {
     pub fn load(files: &CredentialFiles) -> Result<Self, CredentialError> {
         let (roots, authorities) = read_authorities(&files.ca_path)?;
         let path = &files.certificate_path;
-        let chain = read_certificate_chain("certificate", path)?;
-        let own_certificate =
-            Certificate::read(&chain[0]).map_err(|problem| credential_error("certificate", path, problem))?;
+        let certificate_chain = read_certificate_chain("certificate", path)?;
+        let own_certificate = Certificate::read(&certificate_chain[0])
+            .map_err(|problem| credential_error("certificate", path, problem))?;
         let no_identity_error = || {
             let expected_identity = "expected a URI coreward://FLEET/ROLE/NAME among its subject alternative names";
             credential_error("certificate", path, format!("the first certificate has no identity: {expected_identity}"))
         };
         let identity = own_certificate.identity.clone().ok_or_else(no_identity_error)?;
         let private_key = read_private_key(&files.key_path)?;
-        let credentials = Self {
-            identity,
-            own_certificate,
-            authorities,
-            roots: Arc::new(roots),
-            certificate_chain: chain,
-            private_key,
-        };
+        let credentials =
+            Self { identity, own_certificate, authorities, roots: Arc::new(roots), certificate_chain, private_key };
         // This fails unless key and certificate belong together.
         credentials.client_config(&[Role::Controller], ExpectedHost::Any, "h2").map_err(|error| {
             credential_error("key", &files.key_path, format!("{error}: expected the key of {}", path.display()))
@@ -89,7 +83,7 @@ impl Credentials {
         Ok(credentials)
     }
 
-    /// Returns the TLS configuration for connecting to peers of these roles. `protocol` is the name that ALPN offers.
+    /// Returns the TLS configuration for connecting to peers of these roles. ALPN offers `protocol`.
     pub fn client_config(
         &self,
         expected_roles: &[Role],
@@ -99,13 +93,13 @@ impl Credentials {
         let fleet = Some(self.identity.fleet.clone());
         let builder = client_builder(self.roots.clone(), fleet, expected_roles, host)?;
         let config = builder.with_client_auth_cert(self.certificate_chain.clone(), self.private_key.clone_key())?;
-        Ok(finish_client_config(config, protocol))
+        Ok(set_alpn_protocol(config, protocol))
     }
 
     pub fn client_verifier(
         &self,
         accepted_roles: &[Role],
-        certificates: ClientCertificatePolicy,
+        certificate_policy: ClientCertificatePolicy,
         revocation_list: RevocationList,
     ) -> anyhow::Result<ClientVerifier> {
         let fleet = self.identity.fleet.clone();
@@ -114,7 +108,7 @@ impl Credentials {
             &crypto_provider(),
             fleet,
             accepted_roles,
-            certificates,
+            certificate_policy,
             revocation_list,
         )
     }
@@ -123,11 +117,11 @@ impl Credentials {
     pub fn server_config(
         &self,
         accepted_roles: &[Role],
-        certificates: ClientCertificatePolicy,
+        certificate_policy: ClientCertificatePolicy,
         revocation_list: RevocationList,
         protocols: &[&str],
     ) -> anyhow::Result<ServerConfig> {
-        let verifier = self.client_verifier(accepted_roles, certificates, revocation_list)?;
+        let verifier = self.client_verifier(accepted_roles, certificate_policy, revocation_list)?;
         let builder = ServerConfig::builder_with_provider(crypto_provider()).with_protocol_versions(&[&TLS13])?;
         let builder = builder.with_client_cert_verifier(Arc::new(verifier));
         let mut config = builder.with_single_cert(self.certificate_chain.clone(), self.private_key.clone_key())?;
@@ -144,7 +138,7 @@ fn read_private_key(path: &Path) -> Result<PrivateKeyDer<'static>, CredentialErr
         .map_err(|error| credential_error("key", path, format!("{error}: expected a private key in PEM")))
 }
 
-/// Returns the TLS configuration for connecting to peers of these roles in any fleet, without a certificate of its own.
+/// Returns the TLS configuration for connecting, without a client certificate, to peers of these roles in any fleet.
 pub fn client_without_certificate(
     ca: &Path,
     expected_roles: &[Role],
@@ -154,7 +148,7 @@ pub fn client_without_certificate(
     let (roots, _) = read_authorities(ca)?;
     let builder = client_builder(Arc::new(roots), None, expected_roles, host)
         .map_err(|error| credential_error("ca", ca, error))?;
-    Ok(finish_client_config(builder.with_no_client_auth(), protocol))
+    Ok(set_alpn_protocol(builder.with_no_client_auth(), protocol))
 }
 
 fn client_builder(
@@ -169,7 +163,7 @@ fn client_builder(
     Ok(builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier)))
 }
 
-fn finish_client_config(mut config: ClientConfig, protocol: &str) -> ClientConfig {
+fn set_alpn_protocol(mut config: ClientConfig, protocol: &str) -> ClientConfig {
     // A resumed session would skip the verification of the certificate.
     config.resumption = Resumption::disabled();
     config.alpn_protocols = vec![protocol.as_bytes().to_vec()];
@@ -180,14 +174,17 @@ fn crypto_provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-fn read_certificate_chain(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, CredentialError> {
+fn read_certificate_chain(
+    config_key: &'static str,
+    path: &Path,
+) -> Result<Vec<CertificateDer<'static>>, CredentialError> {
     let pem = std::fs::read(path)
-        .map_err(|error| credential_error(key, path, format!("{error}: expected certificates in PEM")))?;
+        .map_err(|error| credential_error(config_key, path, format!("{error}: expected certificates in PEM")))?;
     let certificates: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
-    let certificates =
-        certificates.map_err(|error| credential_error(key, path, format!("{error}: expected certificates in PEM")))?;
+    let certificates = certificates
+        .map_err(|error| credential_error(config_key, path, format!("{error}: expected certificates in PEM")))?;
     match certificates.is_empty() {
-        true => Err(credential_error(key, path, "no certificate in it: expected at least one, in PEM")),
+        true => Err(credential_error(config_key, path, "no certificate in it: expected at least one, in PEM")),
         false => Ok(certificates),
     }
 }
@@ -208,7 +205,7 @@ fn read_authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), Cr
 }
 
 pub fn read_certificates(path: &Path) -> anyhow::Result<Vec<Certificate>> {
-    let chain = read_certificate_chain("certificate", path)?;
+    let certificate_chain = read_certificate_chain("certificate", path)?;
     let parse = |der| Certificate::read(der).map_err(|problem| credential_error("certificate", path, problem).into());
-    chain.iter().map(parse).collect()
+    certificate_chain.iter().map(parse).collect()
 }

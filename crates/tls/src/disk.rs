@@ -29,18 +29,18 @@ fn write_with_mode(path: &Path, content: &[u8], mode: u32) -> anyhow::Result<()>
         file.sync_all()
     };
     write_temporary_file().with_context(|| path.display().to_string())?;
-    rename(&temporary_path, path)
+    rename_durably(&temporary_path, path)
 }
 
-pub(crate) fn rename(from: &Path, to: &Path) -> anyhow::Result<()> {
-    change_durably(to, || fs::rename(from, to))
+pub(crate) fn rename_durably(from: &Path, to: &Path) -> anyhow::Result<()> {
+    change_and_sync_directory(to, || fs::rename(from, to))
 }
 
-pub(crate) fn remove(path: &Path) -> anyhow::Result<()> {
-    change_durably(path, || fs::remove_file(path))
+pub(crate) fn remove_durably(path: &Path) -> anyhow::Result<()> {
+    change_and_sync_directory(path, || fs::remove_file(path))
 }
 
-fn change_durably(path: &Path, change: impl FnOnce() -> io::Result<()>) -> anyhow::Result<()> {
+fn change_and_sync_directory(path: &Path, change: impl FnOnce() -> io::Result<()>) -> anyhow::Result<()> {
     let synced_change = || {
         #[cfg(test)]
         interruption::fail_if_interrupted()?;
@@ -51,7 +51,7 @@ fn change_durably(path: &Path, change: impl FnOnce() -> io::Result<()>) -> anyho
     synced_change().with_context(|| path.display().to_string())
 }
 
-/// Interruption that emulates a kill of the process between two changes of files.
+/// Emulation of a process that is killed between two changes of files, for tests.
 #[cfg(test)]
 pub(crate) mod interruption {
     use std::cell::Cell;
@@ -61,11 +61,11 @@ pub(crate) mod interruption {
         static CHANGES_BEFORE_FAILURE: Cell<Option<usize>> = const { Cell::new(None) };
     }
 
-    pub(crate) fn interrupt_after<T>(changes: usize, run: impl FnOnce() -> T) -> T {
-        CHANGES_BEFORE_FAILURE.set(Some(changes));
-        let outcome = run();
+    pub(crate) fn interrupt_after<T>(change_count: usize, operation: impl FnOnce() -> T) -> T {
+        CHANGES_BEFORE_FAILURE.set(Some(change_count));
+        let operation_result = operation();
         CHANGES_BEFORE_FAILURE.set(None);
-        outcome
+        operation_result
     }
 
     pub(super) fn fail_if_interrupted() -> io::Result<()> {

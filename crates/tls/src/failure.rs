@@ -10,10 +10,10 @@ use rustls::{AlertDescription, CertificateError, Error};
 
 use crate::identity::{Identity, Name, Role};
 
-/// Minimum interval between log lines with the same reason, so that a flood of connections does not fill the disk.
+/// Minimum interval between two log lines with the same reason, so that many rejected connections do not fill the disk.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Reason for rejecting a connection.
+/// Reason why a connection was rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum FailureReason {
     Timeout,
@@ -24,20 +24,20 @@ pub enum FailureReason {
     UnknownAuthority,
     Expired,
     NotYetValid,
-    /// The certificate contains no identity of a fleet's member.
+    /// The certificate does not contain the identity of a fleet member.
     NoIdentity,
     /// The certificate was issued for another fleet.
     OtherFleet,
     /// The listener does not accept the role in the certificate.
     WrongRole,
-    /// The certificate is not valid for the required name or host.
+    /// The certificate does not contain the required name or host.
     WrongName,
     Revoked,
-    /// The peer rejects our certificate.
+    /// The peer rejects the certificate of this process.
     RefusedByPeer,
     /// The peer's address has too many handshakes, or its identity has too many connections.
     TooManyConnections,
-    /// Another failure, such as a broken connection.
+    /// The connection failed for another reason, such as an I/O error.
     Broken,
 }
 
@@ -59,7 +59,7 @@ impl FailureReason {
         Self::Broken,
     ];
 
-    /// Returns the value of the metric's label for this reason.
+    /// Returns the value of the metric label `reason` for this failure.
     pub fn name(self) -> &'static str {
         match self {
             Self::Timeout => "timeout",
@@ -80,7 +80,7 @@ impl FailureReason {
     }
 }
 
-/// Error for a valid certificate whose fleet, role, name or host is not accepted.
+/// Error for a valid certificate whose identity is not accepted, because of its fleet, role, name or host.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AcceptError {
     #[error("its certificate has no identity of a fleet ({0}): expected one URI coreward://FLEET/ROLE/NAME")]
@@ -95,8 +95,8 @@ pub enum AcceptError {
     Revoked(Identity),
 }
 
-fn roles(roles: &[Role]) -> String {
-    roles.iter().map(|role| role.name()).collect::<Vec<_>>().join(" or ")
+fn roles(describe_roles: &[Role]) -> String {
+    describe_roles.iter().map(|role| role.name()).collect::<Vec<_>>().join(" or ")
 }
 
 fn describe_hosts(hosts: &[String]) -> String {
@@ -177,17 +177,17 @@ impl Failure {
     }
 }
 
-fn describe_clocks(preposition: &str, validity_bound: UnixTime, now: UnixTime) -> String {
+fn describe_clocks(before_or_after: &str, validity_bound: UnixTime, now: UnixTime) -> String {
     let format_date =
         |time: UnixTime| humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(time.as_secs()));
     format!(
-        "valid {preposition} {}, and this machine's clock is at {} (timedatectl)",
+        "valid {before_or_after} {}, and this machine's clock is at {} (timedatectl)",
         format_date(validity_bound),
         format_date(now)
     )
 }
 
-/// Describes a TLS alert that the peer has sent, for the operator.
+/// Returns a description for the operator of a TLS alert that the peer has sent.
 fn describe_alert(alert: AlertDescription) -> String {
     let cause = match alert {
         // Peers also send this alert for certificates that are not valid yet (RFC 8446).
@@ -205,7 +205,7 @@ fn describe_alert(alert: AlertDescription) -> String {
     format!("the peer refuses our certificate: {cause} ({alert:?})")
 }
 
-/// Counters of failures by reason. They also limit how often each reason is logged.
+/// Counters of connection failures, one for each reason. They also limit how often each reason is logged.
 #[derive(Debug, Default)]
 pub struct FailureCounters(Mutex<BTreeMap<FailureReason, FailureCounter>>);
 
@@ -213,7 +213,7 @@ pub struct FailureCounters(Mutex<BTreeMap<FailureReason, FailureCounter>>);
 struct FailureCounter {
     count: u64,
     suppressed_count: u64,
-    last_logged_at: Option<Instant>,
+    last_log_time: Option<Instant>,
 }
 
 impl FailureCounters {
@@ -226,12 +226,12 @@ impl FailureCounters {
         let mut counters = self.lock_counters();
         let counter = counters.entry(failure.reason).or_default();
         counter.count += 1;
-        if counter.last_logged_at.is_some_and(|log_time| log_time.elapsed() < LOG_INTERVAL) {
+        if counter.last_log_time.is_some_and(|log_time| log_time.elapsed() < LOG_INTERVAL) {
             counter.suppressed_count += 1;
             return;
         }
         let unlogged_count = std::mem::take(&mut counter.suppressed_count);
-        counter.last_logged_at = Some(Instant::now());
+        counter.last_log_time = Some(Instant::now());
         drop(counters);
         let reason = failure.reason.name();
         tracing::warn!(
@@ -244,7 +244,7 @@ impl FailureCounters {
         );
     }
 
-    pub fn counts(&self) -> Vec<(FailureReason, u64)> {
+    pub fn counts_by_reason(&self) -> Vec<(FailureReason, u64)> {
         let counters = self.lock_counters();
         FailureReason::ALL
             .into_iter()

@@ -7,7 +7,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Watched files and their modification times when they were last read.
+/// Files to watch, with their modification times at the last reading.
 #[derive(Debug)]
 pub struct FileWatcher {
     paths: Vec<PathBuf>,
@@ -21,13 +21,13 @@ impl FileWatcher {
         watcher
     }
 
-    /// Records the current modification times. To miss no change, callers must do this before they read the files.
+    /// Records the current modification times. Callers must do this before they read the files, to miss no change.
     pub fn record_modification_times(&self) {
         *self.lock_known_mtimes() = self.read_modification_times();
     }
 
-    /// Waits until a file has been changed, created or removed. It waits for at least one interval, because related
-    /// files are written one after the other.
+    /// Waits until a file has been changed, created or removed. Waits for at least one polling interval, because
+    /// related files are written one after the other.
     pub async fn wait_for_change(&self) {
         loop {
             tokio::time::sleep(POLL_INTERVAL).await;
@@ -64,7 +64,7 @@ mod tests {
     const TIMEOUT: Duration = Duration::from_secs(60);
 
     #[tokio::test]
-    async fn change_is_reported_until_it_is_recorded() {
+    async fn file_change_is_reported_until_modification_times_are_recorded() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("own.crt");
         let watcher = FileWatcher::of([&path]);

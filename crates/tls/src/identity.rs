@@ -7,10 +7,10 @@ use std::str::FromStr;
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 
-/// Characters that a name's URI form escapes, which are all except the unreserved characters (RFC 3986).
+/// Characters of a name that are percent-encoded in a URI: all except the unreserved characters of RFC 3986.
 const ESCAPED_CHARACTERS: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
-/// Scheme of the URI that contains a certificate's identity.
-pub const URI_SCHEME: &str = "coreward://";
+/// Scheme of the URI in a certificate that contains the owner's identity.
+pub const IDENTITY_URI_SCHEME: &str = "coreward://";
 const MAX_NAME_BYTES: usize = 64;
 
 /// Role of a certificate's owner.
@@ -19,9 +19,9 @@ pub enum Role {
     /// Controller, which all other roles trust.
     Controller,
     Agent,
-    /// Load balancer, which gets the cookie keys and placement tables.
+    /// Load balancer, which receives the cookie keys and the placement tables.
     Lb,
-    /// Rack controller, which reports for the servers of a rack.
+    /// Rack controller, which sends reports for the servers of a rack.
     Rack,
     Operator,
     Viewer,
@@ -59,7 +59,7 @@ impl FromStr for Role {
     }
 }
 
-/// Name of a fleet or of a member. It has 1 to 64 bytes without blanks and control characters.
+/// Name of a fleet or of one of its members: 1 to 64 bytes, without whitespace and control characters.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Name(String);
 
@@ -91,15 +91,20 @@ impl FromStr for Name {
 pub struct Identity {
     pub fleet: Name,
     pub role: Role,
-    /// Name of an agent's server in the fleet document, or of a load balancer in its file. Other roles' names only
-    /// appear in logs.
+    /// Name of the owner. An agent has the name of its server in the fleet document, a load balancer the name in its
+    /// configuration file. Other roles' names appear only in logs.
     pub name: Name,
 }
 
 impl Identity {
     pub fn uri(&self) -> String {
-        let escape = |name: &Name| utf8_percent_encode(&name.0, ESCAPED_CHARACTERS).to_string();
-        format!("{URI_SCHEME}{}/{}/{}", escape(&self.fleet), self.role, escape(&self.name))
+        let percent_encode_name = |name: &Name| utf8_percent_encode(&name.0, ESCAPED_CHARACTERS).to_string();
+        format!(
+            "{IDENTITY_URI_SCHEME}{}/{}/{}",
+            percent_encode_name(&self.fleet),
+            self.role,
+            percent_encode_name(&self.name)
+        )
     }
 }
 
@@ -113,8 +118,9 @@ impl FromStr for Identity {
     type Err = String;
 
     fn from_str(uri: &str) -> Result<Self, String> {
-        let invalid_message = |reason: &str| format!("{uri:?}: {reason}: expected {URI_SCHEME}FLEET/ROLE/NAME");
-        let path = uri.strip_prefix(URI_SCHEME).ok_or_else(|| invalid_message("another scheme"))?;
+        let invalid_message =
+            |reason: &str| format!("{uri:?}: {reason}: expected {IDENTITY_URI_SCHEME}FLEET/ROLE/NAME");
+        let path = uri.strip_prefix(IDENTITY_URI_SCHEME).ok_or_else(|| invalid_message("another scheme"))?;
         let [fleet, role, name] = path.split('/').collect::<Vec<_>>()[..] else {
             return Err(invalid_message("not three parts"));
         };

@@ -19,20 +19,20 @@ pub enum Io {
 }
 
 impl Io {
-    /// Moves the socket to another runtime. Fails if its file descriptor cannot be duplicated.
+    /// Moves the socket to another Tokio runtime. Fails if its file descriptor cannot be duplicated.
     pub(crate) fn move_to_runtime(&mut self, runtime: &Handle) -> io::Result<()> {
         let stream = match self {
             Self::Plain(stream) => stream,
             Self::Tls(stream) => stream.get_mut().0,
         };
         let duplicated_socket = std::net::TcpStream::from(stream.as_fd().try_clone_to_owned()?);
-        let _guard = runtime.enter();
+        let _runtime_guard = runtime.enter();
         *stream = TcpStream::from_std(duplicated_socket)?;
         Ok(())
     }
 }
 
-/// Replaces the message of a TLS error by a description for the operator.
+/// Replaces the message of a TLS alert error by a description for the operator.
 fn with_alert_text(error: io::Error) -> io::Error {
     match error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>()) {
         true => io::Error::new(error.kind(), Failure::of(&error)),

@@ -54,7 +54,7 @@ impl FromToml for CredentialFiles {
     }
 }
 
-/// Loads the credentials of `[tls]`, or returns `None` if there is no such table. Fails if a file is unusable.
+/// Loads the credentials of the table `[tls]`, or returns `None` if the table is absent. Fails if a file is unusable.
 pub fn load(files: Option<&CredentialFiles>) -> anyhow::Result<Option<std::sync::Arc<Tls>>> {
     Ok(files.cloned().map(Tls::load).transpose()?)
 }

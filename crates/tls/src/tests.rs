@@ -25,7 +25,7 @@ use crate::{
 const TIMEOUT: Duration = Duration::from_secs(30);
 const ACCEPTED_ROLES: &[Role] = &[Role::Agent, Role::Lb];
 
-/// Fleet with an authority that issues certificates.
+/// Fleet of a test, with its certificate authority.
 struct TestFleet {
     directory: tempfile::TempDir,
     name: Name,
@@ -40,31 +40,36 @@ impl TestFleet {
         Self { directory, name, authority }
     }
 
-    fn bundle_path(&self, name: &str) -> PathBuf {
+    fn certificate_bundle_path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
-    fn write_bundle(&self, role: Role, name: &str, validity: Validity) -> CredentialFiles {
-        self.try_write_bundle(role, name, validity).unwrap()
+    fn issue_certificate_bundle(&self, role: Role, name: &str, validity: Validity) -> CredentialFiles {
+        self.try_issue_certificate_bundle(role, name, validity).unwrap()
     }
 
-    fn try_write_bundle(&self, role: Role, name: &str, validity: Validity) -> anyhow::Result<CredentialFiles> {
+    fn try_issue_certificate_bundle(
+        &self,
+        role: Role,
+        name: &str,
+        validity: Validity,
+    ) -> anyhow::Result<CredentialFiles> {
         let identity = Identity { fleet: self.name.clone(), role, name: name.parse().unwrap() };
-        let bundle = self.bundle_path(name);
-        self.authority.issue(&identity, &[], validity)?.write_files(&bundle, &self.authority)?;
+        let bundle_path = self.certificate_bundle_path(name);
+        self.authority.issue(&identity, &[], validity)?.write_files(&bundle_path, &self.authority)?;
         Ok(CredentialFiles {
-            ca_path: bundle.join("ca.crt"),
-            certificate_path: bundle.join("own.crt"),
-            key_path: bundle.join("own.key"),
+            ca_path: bundle_path.join("ca.crt"),
+            certificate_path: bundle_path.join("own.crt"),
+            key_path: bundle_path.join("own.key"),
         })
     }
 
-    fn issue_tls(&self, role: Role, name: &str) -> Arc<Tls> {
-        Tls::load(self.write_bundle(role, name, Validity::from_now(DAY))).unwrap()
+    fn issue_and_load_tls(&self, role: Role, name: &str) -> Arc<Tls> {
+        Tls::load(self.issue_certificate_bundle(role, name, Validity::from_now(DAY))).unwrap()
     }
 }
 
-/// Listener that answers each request with the caller's identity.
+/// Listener of a test. It answers each connection with the identity of the caller.
 struct TestListener {
     address: SocketAddr,
     acceptor: Arc<ConnectionAcceptor>,
@@ -101,25 +106,28 @@ impl TestListener {
         Self { address, acceptor, failure_counters: failures, revocation_list: revoked }
     }
 
-    /// Connects with the credentials `tls`, and returns the listener's answer or the error.
-    async fn connect(&self, tls: &Arc<Tls>) -> Result<String, String> {
+    /// Connects with the credentials in `tls`. Returns the listener's answer, or the error as text.
+    async fn connect_and_read_answer(&self, tls: &Arc<Tls>) -> Result<String, String> {
         let connector = Connector::new(self.address, Some((tls.clone(), &[Role::Controller])));
         let mut stream = connector.connect().await.map_err(|error| error.to_string())?;
-        ask_identity(&mut stream).await
+        request_identity(&mut stream).await
     }
 
     fn has_failed(&self, reason: FailureReason) -> bool {
-        self.failure_counters.counts().iter().any(|(failure_reason, count)| *failure_reason == reason && *count > 0)
+        self.failure_counters
+            .counts_by_reason()
+            .iter()
+            .any(|(failure_reason, count)| *failure_reason == reason && *count > 0)
     }
 
     async fn wait_for_failure(&self, reason: FailureReason) {
-        let failure_wait = async {
+        let wait_for_counter = async {
             while !self.has_failed(reason) {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
-        let wait_result = tokio::time::timeout(TIMEOUT, failure_wait).await;
-        assert!(wait_result.is_ok(), "{reason:?} was not counted: {:?}", self.failure_counters.counts());
+        let wait_result = tokio::time::timeout(TIMEOUT, wait_for_counter).await;
+        assert!(wait_result.is_ok(), "{reason:?} was not counted: {:?}", self.failure_counters.counts_by_reason());
     }
 }
 
@@ -132,7 +140,7 @@ async fn answer_with_identity(mut connection: AcceptedConnection) {
     }
 }
 
-async fn ask_identity(stream: &mut Io) -> Result<String, String> {
+async fn request_identity(stream: &mut Io) -> Result<String, String> {
     let identity_exchange = async {
         stream.write_all(b"?").await?;
         stream.flush().await?;
@@ -149,11 +157,12 @@ async fn ask_identity(stream: &mut Io) -> Result<String, String> {
 }
 
 #[test]
-fn connection_survives_the_end_of_its_first_runtime() {
+fn moved_connection_survives_the_end_of_its_first_runtime() {
     let start_runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let (accept_runtime, serve_runtime, client_runtime) = (start_runtime(), start_runtime(), start_runtime());
     let fleet = TestFleet::new("prod");
-    let (controller, balancer) = (fleet.issue_tls(Role::Controller, "c1"), fleet.issue_tls(Role::Lb, "lb1"));
+    let (controller, balancer) =
+        (fleet.issue_and_load_tls(Role::Controller, "c1"), fleet.issue_and_load_tls(Role::Lb, "lb1"));
     let (client_certificates, failures) = (ClientCertificatePolicy::Required, Arc::default());
     let acceptor = ConnectionAcceptor::with_tls(
         controller,
@@ -173,38 +182,44 @@ fn connection_survives_the_end_of_its_first_runtime() {
     });
     drop(accept_runtime);
     serve_runtime.spawn(answer_with_identity(connection));
-    let answer_text = client_runtime.block_on(async { ask_identity(&mut client.await.unwrap()).await });
+    let answer_text = client_runtime.block_on(async { request_identity(&mut client.await.unwrap()).await });
     assert_eq!(answer_text.unwrap(), "lb lb1");
 }
 
 #[tokio::test]
-async fn certificate_of_the_fleet_identifies_the_peer() {
+async fn certificate_of_same_fleet_identifies_the_peer() {
     let fleet = TestFleet::new("prod");
-    let listener = TestListener::start(Some(fleet.issue_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
-    assert_eq!(listener.connect(&fleet.issue_tls(Role::Agent, "s1")).await.unwrap(), "agent s1");
-    assert_eq!(listener.connect(&fleet.issue_tls(Role::Lb, "lb1")).await.unwrap(), "lb lb1");
+    let listener =
+        TestListener::start(Some(fleet.issue_and_load_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
+    assert_eq!(
+        listener.connect_and_read_answer(&fleet.issue_and_load_tls(Role::Agent, "s1")).await.unwrap(),
+        "agent s1"
+    );
+    assert_eq!(listener.connect_and_read_answer(&fleet.issue_and_load_tls(Role::Lb, "lb1")).await.unwrap(), "lb lb1");
     assert!(
-        listener.failure_counters.counts().iter().all(|(_, count)| *count == 0),
+        listener.failure_counters.counts_by_reason().iter().all(|(_, count)| *count == 0),
         "{:?}",
-        listener.failure_counters.counts()
+        listener.failure_counters.counts_by_reason()
     );
 }
 
-/// Both sides report the reason if the protocol has an alert for it.
+/// Checks that both peers report the reason of a rejection, if TLS has an alert for this reason.
 #[tokio::test]
-async fn foreign_certificates_are_rejected() {
+async fn invalid_certificates_are_rejected_with_reason() {
     let fleet = TestFleet::new("prod");
     // Signed by the same authority, but for another fleet.
     let foreign_fleet = TestFleet {
         directory: tempfile::tempdir().unwrap(),
         name: "test".parse().unwrap(),
-        authority: Authority::open(&fleet.bundle_path("authority")).unwrap(),
+        authority: Authority::open(&fleet.certificate_bundle_path("authority")).unwrap(),
     };
-    let listener = TestListener::start(Some(fleet.issue_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
+    let listener =
+        TestListener::start(Some(fleet.issue_and_load_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
     let now = unix_now();
     let expired_validity = Validity { not_before: now - 2 * DAY, not_after: now - DAY };
     let future_validity = Validity { not_before: now + DAY, not_after: now + 2 * DAY };
-    let issue_with_validity = |role, name, validity| Tls::load(fleet.write_bundle(role, name, validity)).unwrap();
+    let issue_with_validity =
+        |role, name, validity| Tls::load(fleet.issue_certificate_bundle(role, name, validity)).unwrap();
     let cases = [
         (
             issue_with_validity(Role::Viewer, "v", Validity::from_now(DAY)),
@@ -212,7 +227,7 @@ async fn foreign_certificates_are_rejected() {
             "wrong fleet, role or name",
         ),
         (
-            foreign_fleet.issue_tls(Role::Agent, "s1"),
+            foreign_fleet.issue_and_load_tls(Role::Agent, "s1"),
             FailureReason::OtherFleet,
             "its certificate is for controller c1 of fleet prod",
         ),
@@ -228,13 +243,13 @@ async fn foreign_certificates_are_rejected() {
         ),
     ];
     for (tls, reason, expected_text) in cases {
-        expect_refusal(&listener, &tls, reason, expected_text).await;
+        assert_rejected(&listener, &tls, reason, expected_text).await;
     }
 }
 
-/// The client detects the mismatch first if the controller belongs to another fleet.
-async fn expect_refusal(listener: &TestListener, tls: &Arc<Tls>, reason: FailureReason, expected_text: &str) {
-    let error = listener.connect(tls).await.unwrap_err();
+/// Asserts that a connection with `tls` is rejected. If the fleets differ, the client detects this before the listener.
+async fn assert_rejected(listener: &TestListener, tls: &Arc<Tls>, reason: FailureReason, expected_text: &str) {
+    let error = listener.connect_and_read_answer(tls).await.unwrap_err();
     assert!(error.contains(expected_text), "{reason:?}: {error}");
     if reason == FailureReason::OtherFleet {
         // The client has sent an alert.
@@ -247,16 +262,17 @@ async fn expect_refusal(listener: &TestListener, tls: &Arc<Tls>, reason: Failure
 
 #[tokio::test]
 async fn certificates_of_foreign_authorities_are_rejected() {
-    let (fleet, other) = (TestFleet::new("prod"), TestFleet::new("test"));
-    let listener = TestListener::start(Some(fleet.issue_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
+    let (fleet, other_fleet) = (TestFleet::new("prod"), TestFleet::new("test"));
+    let listener =
+        TestListener::start(Some(fleet.issue_and_load_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
     // The authorities differ, so each side would reject the other. The client is the first to reject.
-    let error = listener.connect(&other.issue_tls(Role::Agent, "s1")).await.unwrap_err();
+    let error = listener.connect_and_read_answer(&other_fleet.issue_and_load_tls(Role::Agent, "s1")).await.unwrap_err();
     assert_eq!(error, "its certificate is signed by no authority in `ca`");
     // The client's authority has the same name as the fleet's, and the client trusts the controller.
     let impostor_fleet = TestFleet::new("prod");
-    let impostor_files = impostor_fleet.write_bundle(Role::Agent, "s1", Validity::from_now(DAY));
+    let impostor_files = impostor_fleet.issue_certificate_bundle(Role::Agent, "s1", Validity::from_now(DAY));
     let impostor_files = CredentialFiles { ca_path: fleet.authority.ca_path(), ..impostor_files };
-    let error = listener.connect(&Tls::load(impostor_files).unwrap()).await.unwrap_err();
+    let error = listener.connect_and_read_answer(&Tls::load(impostor_files).unwrap()).await.unwrap_err();
     assert!(error.contains("its signer is not in the peer's `ca`"), "{error}");
     listener.wait_for_failure(FailureReason::UnknownAuthority).await;
 }
@@ -265,135 +281,143 @@ async fn certificates_of_foreign_authorities_are_rejected() {
 async fn server_certificate_must_have_the_controller_role() {
     let fleet = TestFleet::new("prod");
     // An agent's certificate does not permit it to act as a server.
-    let listener = TestListener::start(Some(fleet.issue_tls(Role::Agent, "s9")), AcceptorLimits::default()).await;
-    let error = listener.connect(&fleet.issue_tls(Role::Agent, "s1")).await.unwrap_err();
+    let listener =
+        TestListener::start(Some(fleet.issue_and_load_tls(Role::Agent, "s9")), AcceptorLimits::default()).await;
+    let error = listener.connect_and_read_answer(&fleet.issue_and_load_tls(Role::Agent, "s1")).await.unwrap_err();
     assert!(error.starts_with("its certificate is wrong: InvalidPurpose"), "{error}");
     // A rack controller's certificate permits it to act as a server, but not as a controller.
-    let listener = TestListener::start(Some(fleet.issue_tls(Role::Rack, "r1")), AcceptorLimits::default()).await;
-    let error = listener.connect(&fleet.issue_tls(Role::Agent, "s1")).await.unwrap_err();
+    let listener =
+        TestListener::start(Some(fleet.issue_and_load_tls(Role::Rack, "r1")), AcceptorLimits::default()).await;
+    let error = listener.connect_and_read_answer(&fleet.issue_and_load_tls(Role::Agent, "s1")).await.unwrap_err();
     assert_eq!(error, "its certificate is for rack r1: expected controller");
 }
 
 #[tokio::test]
-async fn other_protocols_are_rejected() {
+async fn plain_and_tls_endpoints_reject_each_other() {
     let fleet = TestFleet::new("prod");
-    let listener = TestListener::start(Some(fleet.issue_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
+    let listener =
+        TestListener::start(Some(fleet.issue_and_load_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
     let mut plain_stream = TcpStream::connect(listener.address).await.unwrap();
     plain_stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
     listener.wait_for_failure(FailureReason::NotTls).await;
     // The client uses TLS, and the listener does not.
     let plain_listener = TestListener::start(None, AcceptorLimits::default()).await;
-    let error = plain_listener.connect(&fleet.issue_tls(Role::Agent, "s1")).await.unwrap_err();
+    let error = plain_listener.connect_and_read_answer(&fleet.issue_and_load_tls(Role::Agent, "s1")).await.unwrap_err();
     assert!(error.contains("does not speak TLS 1.3"), "{error}");
 }
 
 #[tokio::test]
-async fn silent_connections_take_few_slots_for_a_short_time() {
+async fn silent_connections_occupy_limited_slots_until_timeout() {
     let fleet = TestFleet::new("prod");
     let limits = AcceptorLimits {
         handshake_timeout: Duration::from_secs(1),
         max_handshakes_per_address: 3,
         ..AcceptorLimits::default()
     };
-    let listener = TestListener::start(Some(fleet.issue_tls(Role::Controller, "c1")), limits).await;
-    let agent = fleet.issue_tls(Role::Agent, "s1");
+    let listener = TestListener::start(Some(fleet.issue_and_load_tls(Role::Controller, "c1")), limits).await;
+    let agent = fleet.issue_and_load_tls(Role::Agent, "s1");
     let mut silent_streams = Vec::new();
-    let rejection = async {
+    let wait_for_rejection = async {
         while !listener.has_failed(FailureReason::TooManyConnections) {
             silent_streams.push(TcpStream::connect(listener.address).await.unwrap());
         }
     };
-    tokio::time::timeout(TIMEOUT, rejection).await.expect("one too many");
+    tokio::time::timeout(TIMEOUT, wait_for_rejection).await.expect("one too many");
     listener.wait_for_failure(FailureReason::Timeout).await;
-    let reconnection = async {
-        while listener.connect(&agent).await.is_err() {
+    let reconnect = async {
+        while listener.connect_and_read_answer(&agent).await.is_err() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    tokio::time::timeout(TIMEOUT, reconnection).await.expect("places are free again");
+    tokio::time::timeout(TIMEOUT, reconnect).await.expect("places are free again");
 }
 
 #[tokio::test]
-async fn connections_per_certificate_are_limited() {
+async fn number_of_connections_per_identity_is_limited() {
     let fleet = TestFleet::new("prod");
     let limits = AcceptorLimits { max_connections_per_identity: 2, ..AcceptorLimits::default() };
-    let listener = TestListener::start(Some(fleet.issue_tls(Role::Controller, "c1")), limits).await;
-    let agent = fleet.issue_tls(Role::Agent, "s1");
+    let listener = TestListener::start(Some(fleet.issue_and_load_tls(Role::Controller, "c1")), limits).await;
+    let agent = fleet.issue_and_load_tls(Role::Agent, "s1");
     let connector = Connector::new(listener.address, Some((agent.clone(), &[Role::Controller])));
     let mut open_streams = Vec::new();
     for _ in 0..2 {
         let mut stream = connector.connect().await.unwrap();
-        ask_identity(&mut stream).await.unwrap();
+        request_identity(&mut stream).await.unwrap();
         open_streams.push(stream);
     }
-    assert!(listener.connect(&agent).await.is_err());
+    assert!(listener.connect_and_read_answer(&agent).await.is_err());
     listener.wait_for_failure(FailureReason::TooManyConnections).await;
-    assert!(listener.connect(&fleet.issue_tls(Role::Agent, "s2")).await.is_ok(), "others are not concerned");
+    assert!(
+        listener.connect_and_read_answer(&fleet.issue_and_load_tls(Role::Agent, "s2")).await.is_ok(),
+        "others are not concerned"
+    );
     drop(open_streams);
-    let reconnection = async {
-        while listener.connect(&agent).await.is_err() {
+    let reconnect = async {
+        while listener.connect_and_read_answer(&agent).await.is_err() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    tokio::time::timeout(TIMEOUT, reconnection).await.expect("places are free again");
+    tokio::time::timeout(TIMEOUT, reconnect).await.expect("places are free again");
 }
 
-/// When a key is lost, revoking its certificate closes the open connection and rejects new ones.
+/// Checks that revoking a certificate closes its open connection and rejects new ones.
 #[tokio::test]
-async fn revocation_ends_open_connections() {
+async fn revocation_closes_open_connections() {
     let fleet = TestFleet::new("prod");
-    let listener = TestListener::start(Some(fleet.issue_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
-    let agent = fleet.issue_tls(Role::Agent, "s1");
+    let listener =
+        TestListener::start(Some(fleet.issue_and_load_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
+    let agent = fleet.issue_and_load_tls(Role::Agent, "s1");
     let connector = Connector::new(listener.address, Some((agent.clone(), &[Role::Controller])));
     let mut stream = connector.connect().await.unwrap();
-    ask_identity(&mut stream).await.unwrap();
+    request_identity(&mut stream).await.unwrap();
     let fingerprint: Fingerprint = agent.certificates()[0].1.fingerprint.to_string().parse().unwrap();
-    listener.revocation_list.set([fingerprint]);
+    listener.revocation_list.replace_fingerprints([fingerprint]);
     let result = tokio::time::timeout(TIMEOUT, stream.read_u8()).await.expect("an end in time");
     assert!(result.is_err());
-    let error = listener.connect(&agent).await.unwrap_err();
+    let error = listener.connect_and_read_answer(&agent).await.unwrap_err();
     assert!(error.contains("or revoked"), "{error}");
     listener.wait_for_failure(FailureReason::Revoked).await;
 }
 
 #[tokio::test]
-async fn connection_ends_with_its_certificate() {
+async fn connection_is_closed_when_certificate_expires() {
     let fleet = TestFleet::new("prod");
-    let listener = TestListener::start(Some(fleet.issue_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
-    let agent = fleet.issue_tls(Role::Agent, "s1");
+    let listener =
+        TestListener::start(Some(fleet.issue_and_load_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
+    let agent = fleet.issue_and_load_tls(Role::Agent, "s1");
     let connector = Connector::new(listener.address, Some((agent, &[Role::Controller])));
     let mut stream = connector.connect().await.unwrap();
     listener.acceptor.close_invalid_connections_at(unix_now() + DAY / 2);
-    ask_identity(&mut stream).await.expect("the certificate is still valid");
+    request_identity(&mut stream).await.expect("the certificate is still valid");
     listener.acceptor.close_invalid_connections_at(unix_now() + 2 * DAY);
     let result = tokio::time::timeout(TIMEOUT, stream.read_u8()).await.expect("an end in time");
     assert!(result.is_err());
 }
 
-/// Daemons read their files at different times, but must trust each other throughout. A connection continues as long as
-/// its authority is trusted.
+/// Checks that daemons which read their files at different times trust each other throughout an authority's
+/// replacement. A connection lasts as long as the authority of its certificate is trusted.
 #[tokio::test]
-async fn authorities_are_replaced_without_rejections() {
+async fn authority_replacement_causes_no_rejections() {
     let fleet = TestFleet::new("prod");
-    let controller = fleet.issue_tls(Role::Controller, "c1");
-    let agent = fleet.issue_tls(Role::Agent, "s1");
+    let controller = fleet.issue_and_load_tls(Role::Controller, "c1");
+    let agent = fleet.issue_and_load_tls(Role::Agent, "s1");
     let listener = TestListener::start(Some(controller.clone()), AcceptorLimits::default()).await;
     let connector = Connector::new(listener.address, Some((agent.clone(), &[Role::Controller])));
     let mut open_stream = connector.connect().await.unwrap();
-    let renew = |role, name, tls: &Arc<Tls>| {
-        fleet.write_bundle(role, name, Validity::from_now(DAY));
+    let renew_certificate = |role, name, tls: &Arc<Tls>| {
+        fleet.issue_certificate_bundle(role, name, Validity::from_now(DAY));
         tls.reload().unwrap();
     };
     let old_certificates = controller.certificates();
     for step in [RolloverStep::Begin, RolloverStep::Switch, RolloverStep::Finish] {
         fleet.authority.roll_over(step, 30 * DAY).unwrap();
         // First only the agent completes the step, and then the controller does, too.
-        renew(Role::Agent, "s1", &agent);
-        assert_eq!(listener.connect(&agent).await.unwrap(), "agent s1", "{step:?}: the agent first");
-        renew(Role::Controller, "c1", &controller);
-        assert_eq!(listener.connect(&agent).await.unwrap(), "agent s1", "{step:?}: both");
+        renew_certificate(Role::Agent, "s1", &agent);
+        assert_eq!(listener.connect_and_read_answer(&agent).await.unwrap(), "agent s1", "{step:?}: the agent first");
+        renew_certificate(Role::Controller, "c1", &controller);
+        assert_eq!(listener.connect_and_read_answer(&agent).await.unwrap(), "agent s1", "{step:?}: both");
         if step != RolloverStep::Finish {
-            assert_eq!(ask_identity(&mut open_stream).await.unwrap(), "agent s1");
+            assert_eq!(request_identity(&mut open_stream).await.unwrap(), "agent s1");
         }
     }
     // The old authority is no longer trusted, so only a client with a new certificate can reconnect.
@@ -406,11 +430,11 @@ async fn authorities_are_replaced_without_rejections() {
 }
 
 #[tokio::test]
-async fn unusable_files_keep_the_old_credentials() {
+async fn failed_reload_keeps_the_old_credentials() {
     let fleet = TestFleet::new("prod");
-    let files = fleet.write_bundle(Role::Agent, "s1", Validity::from_now(DAY));
+    let files = fleet.issue_certificate_bundle(Role::Agent, "s1", Validity::from_now(DAY));
     let agent = Tls::load(files.clone()).unwrap();
-    let other_files = fleet.write_bundle(Role::Agent, "s2", Validity::from_now(DAY));
+    let other_files = fleet.issue_certificate_bundle(Role::Agent, "s2", Validity::from_now(DAY));
     let reload_error = |tls: &Tls| tls.reload().unwrap_err().to_string();
 
     std::fs::copy(&other_files.key_path, &files.key_path).unwrap();
@@ -425,15 +449,15 @@ async fn unusable_files_keep_the_old_credentials() {
 }
 
 #[test]
-fn keys_are_private_and_expiry_is_reported() {
+fn key_files_are_private_and_expiry_causes_warning() {
     use std::os::unix::fs::PermissionsExt as _;
     let fleet = TestFleet::new("prod");
     let now = unix_now();
     let expiring_validity = Validity { not_before: now - 9 * DAY, not_after: now + DAY + Duration::from_secs(5) };
-    let files = fleet.write_bundle(Role::Agent, "s1", expiring_validity);
+    let files = fleet.issue_certificate_bundle(Role::Agent, "s1", expiring_validity);
     let file_mode = |path: &PathBuf| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
     assert_eq!((file_mode(&files.key_path), file_mode(&files.certificate_path)), (0o600, 0o644));
-    assert_eq!(file_mode(&fleet.bundle_path("authority").join("authority.key")), 0o600);
+    assert_eq!(file_mode(&fleet.certificate_bundle_path("authority").join("authority.key")), 0o600);
     assert_eq!(Tls::load(files.clone()).unwrap().warnings(), ["our certificate ends in 1day: `coreward certs renew`"]);
     std::fs::set_permissions(&files.key_path, std::fs::Permissions::from_mode(0o640)).unwrap();
     assert!(Tls::load(files.clone()).unwrap_err().to_string().contains("expected `chmod 600"));
@@ -450,38 +474,38 @@ fn keys_are_private_and_expiry_is_reported() {
     );
 }
 
-/// Each step is interrupted after every change of a file. Certificates issued in that state are valid, or the error
-/// names the remedy. Every other step is rejected, and the same step can be completed.
+/// Interrupts each step after every change of a file. The certificates are then valid, or the error names the remedy.
+/// Every other step is rejected, and the same step can be completed.
 #[tokio::test]
 async fn interrupted_rollover_step_is_completed_by_the_same_command() {
-    const STEPS: [RolloverStep; 3] = [RolloverStep::Begin, RolloverStep::Switch, RolloverStep::Finish];
-    for (position, interrupted) in STEPS.into_iter().enumerate() {
+    const ROLLOVER_STEPS: [RolloverStep; 3] = [RolloverStep::Begin, RolloverStep::Switch, RolloverStep::Finish];
+    for (position, interrupted) in ROLLOVER_STEPS.into_iter().enumerate() {
         let mut change_count = 0;
         loop {
             let rollover_test = RolloverTest::start().await;
-            for step in &STEPS[..position] {
-                rollover_test.take_rollover_step(*step).await;
+            for step in &ROLLOVER_STEPS[..position] {
+                rollover_test.execute_rollover_step(*step).await;
             }
-            let outcome = interruption::interrupt_after(change_count, || {
+            let step_result = interruption::interrupt_after(change_count, || {
                 rollover_test.fleet.authority.roll_over(interrupted, 30 * DAY)
             });
-            let Err(error) = outcome else { break };
+            let Err(error) = step_result else { break };
             let at = format!("{interrupted:?} after {change_count} changes");
             assert!(format!("{error:#}").contains("interrupted"), "{at}: {error:#}");
-            match rollover_test.fleet.try_write_bundle(Role::Agent, "s1", Validity::from_now(DAY)) {
+            match rollover_test.fleet.try_issue_certificate_bundle(Role::Agent, "s1", Validity::from_now(DAY)) {
                 Ok(_) => rollover_test.assert_mutual_trust(&at).await,
                 Err(error) => {
                     assert!(error.to_string().contains("`coreward certs roll-over switch` again"), "{at}: {error}")
                 }
             }
-            for other in STEPS.into_iter().filter(|step| *step != interrupted) {
+            for other in ROLLOVER_STEPS.into_iter().filter(|step| *step != interrupted) {
                 assert!(
                     rollover_test.fleet.authority.roll_over(other, 30 * DAY).is_err(),
                     "{at}: {other:?} is refused"
                 );
             }
-            for step in &STEPS[position..] {
-                rollover_test.take_rollover_step(*step).await;
+            for step in &ROLLOVER_STEPS[position..] {
+                rollover_test.execute_rollover_step(*step).await;
             }
             change_count += 1;
         }
@@ -503,7 +527,7 @@ fn interrupted_init_is_completed_by_the_same_command() {
     }
 }
 
-/// Controller and agent during a roll-over from one authority to the next.
+/// Controller and agent of a test that replaces the certificate authority.
 struct RolloverTest {
     fleet: TestFleet,
     controller: Arc<Tls>,
@@ -514,24 +538,29 @@ struct RolloverTest {
 impl RolloverTest {
     async fn start() -> Self {
         let fleet = TestFleet::new("prod");
-        let (controller, agent) = (fleet.issue_tls(Role::Controller, "c1"), fleet.issue_tls(Role::Agent, "s1"));
+        let (controller, agent) =
+            (fleet.issue_and_load_tls(Role::Controller, "c1"), fleet.issue_and_load_tls(Role::Agent, "s1"));
         let listener = TestListener::start(Some(controller.clone()), AcceptorLimits::default()).await;
         Self { fleet, controller, agent, listener }
     }
 
-    /// Executes a step of the roll-over, and distributes the files that it wrote.
-    async fn take_rollover_step(&self, step: RolloverStep) {
+    /// Executes a step of the authority's replacement, and distributes the files that the step wrote.
+    async fn execute_rollover_step(&self, step: RolloverStep) {
         self.fleet.authority.roll_over(step, 30 * DAY).unwrap_or_else(|error| panic!("{step:?}: {error:#}"));
-        self.fleet.write_bundle(Role::Agent, "s1", Validity::from_now(DAY));
+        self.fleet.issue_certificate_bundle(Role::Agent, "s1", Validity::from_now(DAY));
         self.assert_mutual_trust(&format!("{step:?}: the agent first")).await;
-        self.fleet.write_bundle(Role::Controller, "c1", Validity::from_now(DAY));
+        self.fleet.issue_certificate_bundle(Role::Controller, "c1", Validity::from_now(DAY));
         self.controller.reload().unwrap();
         self.assert_mutual_trust(&format!("{step:?}: both")).await;
     }
 
-    /// Asserts that agent and controller trust each other after the agent has read its newest files.
-    async fn assert_mutual_trust(&self, when: &str) {
+    /// Asserts that the agent and the controller trust each other after the agent has reloaded its files.
+    async fn assert_mutual_trust(&self, point_in_time: &str) {
         self.agent.reload().unwrap();
-        assert_eq!(self.listener.connect(&self.agent).await.as_deref(), Ok("agent s1"), "{when}");
+        assert_eq!(
+            self.listener.connect_and_read_answer(&self.agent).await.as_deref(),
+            Ok("agent s1"),
+            "{point_in_time}"
+        );
     }
 }

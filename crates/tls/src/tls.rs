@@ -11,13 +11,13 @@ use crate::credentials::{CredentialError, CredentialFiles, Credentials};
 use crate::file_watcher::FileWatcher;
 use crate::identity::Identity;
 
-/// Interval between log lines that remind of a certificate's expiry.
-const REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
+/// Interval between repeated log lines about a certificate that expires soon.
+const EXPIRY_REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 
 #[derive(Debug)]
 pub struct Tls {
     credential_files: CredentialFiles,
-    credentials: watch::Sender<Arc<Credentials>>,
+    credentials_sender: watch::Sender<Arc<Credentials>>,
     file_watcher: FileWatcher,
 }
 
@@ -32,18 +32,22 @@ impl Tls {
             validity = %format_remaining_validity(&credentials.own_certificate),
             "the daemon has loaded its certificate"
         );
-        Ok(Arc::new(Self { credential_files: files, credentials: watch::Sender::new(credentials), file_watcher }))
+        Ok(Arc::new(Self {
+            credential_files: files,
+            credentials_sender: watch::Sender::new(credentials),
+            file_watcher,
+        }))
     }
 
     pub(crate) fn credentials(&self) -> Arc<Credentials> {
-        self.credentials.borrow().clone()
+        self.credentials_sender.borrow().clone()
     }
 
     pub fn identity(&self) -> Identity {
         self.credentials().identity.clone()
     }
 
-    /// Returns the own certificate and the authorities' certificates, each with its label in metrics.
+    /// Returns the own certificate and the authorities' certificates, each with its value of the metric label.
     pub fn certificates(&self) -> Vec<(&'static str, Certificate)> {
         let credentials = self.credentials();
         let authorities = credentials.authorities.iter().map(|authority| ("ca", authority.clone()));
@@ -72,7 +76,7 @@ impl Tls {
             .collect()
     }
 
-    /// Reads the files again. Fails and keeps the previous credentials if a file is unusable or the identity changed.
+    /// Reads the files again. Fails and keeps the old credentials if a file is unusable or the identity has changed.
     pub fn reload(&self) -> Result<(), CredentialError> {
         self.file_watcher.record_modification_times();
         let new_credentials = Credentials::load(&self.credential_files)?;
@@ -86,31 +90,31 @@ impl Tls {
             );
             return Err(CredentialError { config_key: "certificate", message });
         }
-        let validity = format_remaining_validity(&new_credentials.own_certificate);
+        let remaining_validity = format_remaining_validity(&new_credentials.own_certificate);
         tracing::info!(
             event = "certificates-reloaded",
             file = %self.credential_files.certificate_path.display(),
             identity = %new_credentials.identity,
-            %validity,
+            validity = %remaining_validity,
             "the daemon has reloaded its certificate and authorities"
         );
-        self.credentials.send_replace(Arc::new(new_credentials));
+        self.credentials_sender.send_replace(Arc::new(new_credentials));
         Ok(())
     }
 
     /// Reloads the credentials when their files change and on SIGHUP, and logs certificates that expire soon.
     pub async fn reload_changed_certificates(self: Arc<Self>) -> std::convert::Infallible {
-        let mut hangup = signal(SignalKind::hangup()).ok();
-        let mut reminder_timer = tokio::time::interval(REMINDER_INTERVAL);
+        let mut sighup_stream = signal(SignalKind::hangup()).ok();
+        let mut reminder_timer = tokio::time::interval(EXPIRY_REMINDER_INTERVAL);
         loop {
-            let next_hangup = async {
-                match &mut hangup {
+            let wait_for_sighup = async {
+                match &mut sighup_stream {
                     Some(hangup) => hangup.recv().await,
                     None => std::future::pending().await,
                 }
             };
             let is_reload_due = tokio::select! {
-                _ = next_hangup => true,
+                _ = wait_for_sighup => true,
                 () = self.file_watcher.wait_for_change() => true,
                 _ = reminder_timer.tick() => {
                     for problem in self.warnings() {
@@ -136,7 +140,7 @@ impl Tls {
     }
 }
 
-/// Formats the remaining validity as text, in days or smaller units.
+/// Returns the remaining validity of a certificate as text, in days or a smaller unit.
 fn format_remaining_validity(certificate: &Certificate) -> String {
     let remaining_validity = certificate.remaining_validity(unix_now());
     let rounded_seconds = match remaining_validity.as_secs() {

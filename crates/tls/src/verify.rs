@@ -21,12 +21,12 @@ use crate::certificate::{Certificate, Fingerprint};
 use crate::failure::AcceptError;
 use crate::identity::{Identity, Name, Role};
 
-/// Fingerprints of revoked certificates. All clones share one list.
+/// Fingerprints of revoked certificates. All clones share the same set.
 #[derive(Debug, Clone, Default)]
 pub struct RevocationList(Arc<RwLock<BTreeSet<Fingerprint>>>);
 
 impl RevocationList {
-    pub fn set(&self, fingerprints: impl IntoIterator<Item = Fingerprint>) {
+    pub fn replace_fingerprints(&self, fingerprints: impl IntoIterator<Item = Fingerprint>) {
         *self.0.write() = fingerprints.into_iter().collect();
     }
 
@@ -35,13 +35,13 @@ impl RevocationList {
     }
 }
 
-/// Host for which a controller's certificate must be valid when a client connects.
+/// Host that a controller's certificate must contain when a client connects to the controller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ExpectedHost {
     Any,
-    /// The host in the request's URL. A certificate that names no hosts is accepted, too.
+    /// Host in the URL of the request. A certificate without hosts is also accepted.
     Requested,
-    /// One of these names, which the certificate contains as a host or as its identity's name.
+    /// One of these hosts. The certificate must contain it as a host or as the name in its identity.
     OneOf(Vec<String>),
 }
 
@@ -77,12 +77,12 @@ impl ExpectedHost {
     }
 }
 
-/// Fleet and roles that a peer's certificate may have.
+/// Fleet and roles that the verifier accepts in a peer's certificate.
 #[derive(Debug)]
 struct AcceptedPeers {
     /// Required fleet of the peer, or `None` if any fleet is accepted.
     fleet: Option<Name>,
-    roles: Vec<Role>,
+    accepted_roles: Vec<Role>,
 }
 
 impl AcceptedPeers {
@@ -95,8 +95,8 @@ impl AcceptedPeers {
         if let Some(own_fleet) = self.fleet.clone().filter(|ours| *ours != identity.fleet) {
             return Err(AcceptError::OtherFleet { identity, own_fleet });
         }
-        if !self.roles.contains(&identity.role) {
-            return Err(AcceptError::WrongRole { identity, expected: self.roles.clone() });
+        if !self.accepted_roles.contains(&identity.role) {
+            return Err(AcceptError::WrongRole { identity, expected: self.accepted_roles.clone() });
         }
         Ok((identity, peer_certificate))
     }
@@ -109,13 +109,13 @@ fn to_tls_error(accept_error: AcceptError) -> Error {
 #[derive(Debug)]
 pub struct ServerVerifier {
     roots: Arc<RootCertStore>,
-    algorithms: WebPkiSupportedAlgorithms,
+    signature_algorithms: WebPkiSupportedAlgorithms,
     accepted_peers: AcceptedPeers,
     expected_host: ExpectedHost,
 }
 
 impl ServerVerifier {
-    /// Creates a verifier that accepts certificates of `roles` in `fleet`, or in any fleet if `fleet` is `None`.
+    /// Creates a verifier that accepts certificates with one of `roles` in `fleet`, or in any fleet with `None`.
     pub fn new(
         roots: Arc<RootCertStore>,
         provider: &CryptoProvider,
@@ -123,13 +123,18 @@ impl ServerVerifier {
         roles: &[Role],
         expected_host: ExpectedHost,
     ) -> Self {
-        let algorithms = provider.signature_verification_algorithms;
-        Self { roots, algorithms, accepted_peers: AcceptedPeers { fleet, roles: roles.to_vec() }, expected_host }
+        let signature_algorithms = provider.signature_verification_algorithms;
+        Self {
+            roots,
+            signature_algorithms,
+            accepted_peers: AcceptedPeers { fleet, accepted_roles: roles.to_vec() },
+            expected_host,
+        }
     }
 }
 
-/// Defines both verifiers' signature checks, which accept only TLS 1.3 and use `self.algorithms`.
-macro_rules! signatures_of_tls13 {
+/// Defines the signature checks of both verifiers. They accept only TLS 1.3 and the algorithms of the verifier.
+macro_rules! tls13_signature_checks {
     () => {
         fn verify_tls12_signature(
             &self,
@@ -146,11 +151,11 @@ macro_rules! signatures_of_tls13 {
             certificate: &CertificateDer<'_>,
             signature: &DigitallySignedStruct,
         ) -> Result<HandshakeSignatureValid, Error> {
-            verify_tls13_signature(message, certificate, signature, &self.algorithms)
+            verify_tls13_signature(message, certificate, signature, &self.signature_algorithms)
         }
 
         fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-            self.algorithms.supported_schemes()
+            self.signature_algorithms.supported_schemes()
         }
     };
 }
@@ -165,7 +170,7 @@ impl ServerCertVerifier for ServerVerifier {
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
         let webpki_certificate = ParsedCertificate::try_from(certificate)?;
-        let algorithms = self.algorithms.all;
+        let algorithms = self.signature_algorithms.all;
         verify_server_cert_signed_by_trust_anchor(&webpki_certificate, &self.roots, intermediates, now, algorithms)?;
         let (identity, peer_certificate) = self.accepted_peers.check_certificate(certificate).map_err(to_tls_error)?;
         self.expected_host
@@ -174,44 +179,45 @@ impl ServerCertVerifier for ServerVerifier {
         Ok(ServerCertVerified::assertion())
     }
 
-    signatures_of_tls13!();
+    tls13_signature_checks!();
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClientCertificatePolicy {
     Required,
-    /// A certificate is optional, because clients may authenticate with a token instead.
+    /// Optional certificate, because clients may authenticate with a token instead.
     Optional,
 }
 
 #[derive(Debug)]
 pub struct ClientVerifier {
     chain_verifier: Arc<dyn ClientCertVerifier>,
-    algorithms: WebPkiSupportedAlgorithms,
+    signature_algorithms: WebPkiSupportedAlgorithms,
     accepted_peers: AcceptedPeers,
     revocation_list: RevocationList,
 }
 
 impl ClientVerifier {
-    /// Creates a verifier that accepts certificates of `roles` in `fleet` unless revoked. Fails if `roots` is empty.
+    /// Creates a verifier that accepts certificates with one of `roles` in `fleet`, unless they are revoked. Fails if
+    /// `roots` is empty.
     pub fn new(
         roots: Arc<RootCertStore>,
         provider: &Arc<CryptoProvider>,
         fleet: Name,
         roles: &[Role],
-        certificates: ClientCertificatePolicy,
+        certificate_policy: ClientCertificatePolicy,
         revocation_list: RevocationList,
     ) -> anyhow::Result<Self> {
         let builder = WebPkiClientVerifier::builder_with_provider(roots, provider.clone());
-        let chain_verifier = match certificates {
+        let chain_verifier = match certificate_policy {
             ClientCertificatePolicy::Required => builder.build()?,
             ClientCertificatePolicy::Optional => builder.allow_unauthenticated().build()?,
         };
         let algorithms = provider.signature_verification_algorithms;
         Ok(Self {
             chain_verifier,
-            algorithms,
-            accepted_peers: AcceptedPeers { fleet: Some(fleet), roles: roles.to_vec() },
+            signature_algorithms: algorithms,
+            accepted_peers: AcceptedPeers { fleet: Some(fleet), accepted_roles: roles.to_vec() },
             revocation_list,
         })
     }
@@ -244,5 +250,5 @@ impl ClientCertVerifier for ClientVerifier {
         Ok(chain_verified)
     }
 
-    signatures_of_tls13!();
+    tls13_signature_checks!();
 }

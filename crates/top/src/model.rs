@@ -4,31 +4,32 @@ use std::collections::{BTreeMap, VecDeque};
 
 use coreward_api::types::{Loads, ServerLoads, Status};
 
-/// Number of samples that a rate spans. They cover several seconds, because load balancers report once a second.
-const RATE_SAMPLE_COUNT: usize = 6;
+/// Maximum number of load samples over which a rate is computed. They span several seconds, because load balancers
+/// report once per second.
+const RATE_LOAD_SAMPLE_COUNT: usize = 6;
 
-/// Newest answers of the controller, from which the page is drawn.
+/// Newest answers of the controller, whose contents the page shows.
 #[derive(Debug, Default)]
 pub struct Model {
-    /// Newest status of the fleet, which contains everything except loads.
+    /// Newest status of the fleet: everything except the loads.
     pub status: Option<Status>,
-    /// Loads from the oldest to the newest sample. All of them are from the same process of the controller.
+    /// Load samples from the oldest to the newest. All are from the same run of the controller.
     load_samples: VecDeque<Loads>,
     pub problem: Option<String>,
 }
 
-/// Answer of the controller, or the error of a request.
+/// Answer of the controller to a request, or the error of the request.
 #[derive(Debug)]
 pub enum ControllerAnswer {
-    /// Status of the fleet, which contains everything except loads.
+    /// Status of the fleet: everything except the loads.
     Status(Box<Status>),
     Loads(Loads),
     Problem(String),
 }
 
 impl Model {
-    pub fn update(&mut self, event: ControllerAnswer) {
-        match event {
+    pub fn add_answer(&mut self, answer: ControllerAnswer) {
+        match answer {
             ControllerAnswer::Problem(problem) => self.problem = Some(problem),
             ControllerAnswer::Status(status) => {
                 self.problem = None;
@@ -41,7 +42,7 @@ impl Model {
                     self.load_samples.clear();
                 }
                 self.load_samples.push_back(loads);
-                while self.load_samples.len() > RATE_SAMPLE_COUNT {
+                while self.load_samples.len() > RATE_LOAD_SAMPLE_COUNT {
                     self.load_samples.pop_front();
                 }
             }
@@ -60,40 +61,42 @@ impl Model {
             .collect()
     }
 
-    /// Returns the rate at which each server gets new connections, per second, by the server's name.
+    /// Returns the rate of new connections of each server, per second, by the server's name.
     pub fn new_connection_rates(&self) -> BTreeMap<&str, f64> {
-        let connection_count = |loads: &'_ ServerLoads| loads.new_connections;
-        let Some((oldest, newest, seconds)) = self.oldest_and_newest() else { return BTreeMap::new() };
+        let new_connection_count = |loads: &'_ ServerLoads| loads.new_connections;
+        let Some((oldest, newest, seconds)) = self.oldest_and_newest_load_samples() else { return BTreeMap::new() };
         let old_counts: BTreeMap<&str, u64> =
-            oldest.servers.iter().map(|server| (&*server.name, connection_count(server))).collect();
-        let rate = |server: &ServerLoads| {
-            Some(connection_count(server).saturating_sub(*old_counts.get(&*server.name)?) as f64 / seconds)
+            oldest.servers.iter().map(|server| (&*server.name, new_connection_count(server))).collect();
+        let compute_rate = |server: &ServerLoads| {
+            Some(new_connection_count(server).saturating_sub(*old_counts.get(&*server.name)?) as f64 / seconds)
         };
-        newest.servers.iter().filter_map(|server| Some((&*server.name, rate(server)?))).collect()
+        newest.servers.iter().filter_map(|server| Some((&*server.name, compute_rate(server)?))).collect()
     }
 
-    /// Returns a load balancer's rates of packets, per second, by the counter's name.
+    /// Returns the packet rates of a load balancer, per second, by the name of the counter.
     pub fn packet_rates(&self, load_balancer: &str) -> BTreeMap<&str, f64> {
-        let Some((oldest, newest, seconds)) = self.oldest_and_newest() else { return BTreeMap::new() };
-        let find_index = |loads: &'_ Loads| loads.load_balancers.iter().position(|counts| counts.name == load_balancer);
-        let (Some(old_index), Some(new_index)) = (find_index(oldest), find_index(newest)) else {
+        let Some((oldest, newest, seconds)) = self.oldest_and_newest_load_samples() else { return BTreeMap::new() };
+        let find_load_balancer_index =
+            |loads: &'_ Loads| loads.load_balancers.iter().position(|counts| counts.name == load_balancer);
+        let (Some(old_index), Some(new_index)) = (find_load_balancer_index(oldest), find_load_balancer_index(newest))
+        else {
             return BTreeMap::new();
         };
         let old_counters = &oldest.load_balancers[old_index].counters;
-        let rate = |name: &str, count: &u64| {
+        let compute_rate = |name: &str, count: &u64| {
             count.saturating_sub(old_counters.get(name).copied().unwrap_or(*count)) as f64 / seconds
         };
         newest.load_balancers[new_index]
             .counters
             .iter()
-            .map(|(name, count)| (name.as_str(), rate(name, count)))
+            .map(|(name, count)| (name.as_str(), compute_rate(name, count)))
             .collect()
     }
 
-    /// Returns the oldest sample, the newest sample, and the time between them in seconds.
-    fn oldest_and_newest(&self) -> Option<(&Loads, &Loads, f64)> {
+    /// Returns the oldest load sample, the newest load sample, and the time between them in seconds.
+    fn oldest_and_newest_load_samples(&self) -> Option<(&Loads, &Loads, f64)> {
         let (oldest, newest) = (self.load_samples.front()?, self.load_samples.back()?);
-        let seconds = newest.uptime_ms.saturating_sub(oldest.uptime_ms) as f64 / 1000.0;
-        (seconds > 0.0).then_some((oldest, newest, seconds))
+        let elapsed_s = newest.uptime_ms.saturating_sub(oldest.uptime_ms) as f64 / 1000.0;
+        (elapsed_s > 0.0).then_some((oldest, newest, elapsed_s))
     }
 }

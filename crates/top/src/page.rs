@@ -11,13 +11,13 @@ use ratatui::widgets::{Cell, Paragraph, Row, Table};
 use crate::model::Model;
 use crate::view::{SortOrder, View};
 
-/// Maximum number of lines for each of services, load balancers and warnings, if not all lines fit.
+/// Maximum number of lines for each of the sections services, load balancers and warnings, if not all lines fit.
 const MAX_MINOR_SECTION_LINES: usize = 4;
-/// Width of a server's line before its bars of core loads, in columns.
+/// Width in columns of the part of a server's line that precedes the bars of its core loads.
 const COLUMNS_BEFORE_CORES: u16 = 64;
 
-/// Draws the page, and stores in `view` how many servers fit on it.
-pub fn draw(frame: &mut Frame<'_>, model: &Model, view: &mut View) {
+/// Draws the page, and stores in `view` the number of servers that fit on it.
+pub fn draw_page(frame: &mut Frame<'_>, model: &Model, view: &mut View) {
     let area = frame.area();
     let Some(status) = &model.status else {
         let message = model.problem.clone().unwrap_or_else(|| "asking the controller ...".to_owned());
@@ -57,48 +57,48 @@ pub fn full_page_height(status: &Status) -> u16 {
     u16::try_from(line_count).unwrap_or(u16::MAX)
 }
 
-/// Returns the heights of the sections for services, load balancers and warnings. They get all lines that they need if
-/// everything fits, otherwise at most [`MAX_MINOR_SECTION_LINES`] each, and fewer on a small page. Three further lines
-/// are for head and foot.
-fn section_heights(section_lines: [usize; 3], servers: usize, area: Rect) -> [u16; 3] {
-    let mut free_lines = usize::from(area.height).saturating_sub(3);
-    let needed_lines = section_lines.iter().sum::<usize>() + servers + 1;
-    let max_lines = if needed_lines <= free_lines { usize::MAX } else { MAX_MINOR_SECTION_LINES };
-    section_lines.map(|line_count| {
+/// Returns the heights of the sections for services, load balancers and warnings. If everything fits, each gets the
+/// lines that it needs. Otherwise, each gets at most [`MAX_MINOR_SECTION_LINES`], and fewer on a small page. Three more
+/// lines of the page are for the header and the footer.
+fn section_heights(wanted_section_lines: [usize; 3], server_count: usize, area: Rect) -> [u16; 3] {
+    let mut free_line_count = usize::from(area.height).saturating_sub(3);
+    let needed_line_count = wanted_section_lines.iter().sum::<usize>() + server_count + 1;
+    let max_lines = if needed_line_count <= free_line_count { usize::MAX } else { MAX_MINOR_SECTION_LINES };
+    wanted_section_lines.map(|line_count| {
         // At least half of the remaining lines must be left for servers.
-        let height = line_count.min(max_lines).min(free_lines / 2);
-        free_lines -= height;
+        let height = line_count.min(max_lines).min(free_line_count / 2);
+        free_line_count -= height;
         height as u16
     })
 }
 
-fn header_lines<'a>(model: &Model, status: &Status, order: SortOrder) -> Vec<Line<'a>> {
+fn header_lines<'a>(model: &Model, status: &Status, sort_order: SortOrder) -> Vec<Line<'a>> {
     let reporting_count = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
     let core_loads: Vec<f64> =
         model.server_loads_by_name().values().flat_map(|server| server.cores.iter().copied()).collect();
     let highest_load = core_loads.iter().copied().fold(0.0, f64::max);
-    let connection_rate: f64 = model.new_connection_rates().values().sum();
-    let open_connections: u64 =
+    let new_connection_rate: f64 = model.new_connection_rates().values().sum();
+    let open_connection_count: u64 =
         model.server_loads_by_name().values().map(|server| u64::from(server.open_connections)).sum();
-    let first_line = format!(
+    let fleet_line = format!(
         "coreward  configuration {}, a report every {} ms, {reporting_count} of {} servers report, by {}",
         status.configuration_generation,
         status.report_interval_ms,
         status.servers.len(),
-        order.name()
+        sort_order.name()
     );
     let load_summary = format!(
-        "{} cores, mean {:.0} %, highest {:.0} %; {} new connections/s, {open_connections} open",
+        "{} cores, mean {:.0} %, highest {:.0} %; {} new connections/s, {open_connection_count} open",
         core_loads.len(),
         mean(&core_loads).unwrap_or(0.0) * 100.0,
         highest_load * 100.0,
-        format_rate(connection_rate)
+        format_rate(new_connection_rate)
     );
-    let second_line = match &model.problem {
+    let load_or_problem_line = match &model.problem {
         Some(problem) => Line::styled(problem.clone(), Style::new().fg(Color::Red)),
         None => Line::raw(load_summary),
     };
-    vec![Line::styled(first_line, Style::new().add_modifier(Modifier::BOLD)), second_line]
+    vec![Line::styled(fleet_line, Style::new().add_modifier(Modifier::BOLD)), load_or_problem_line]
 }
 
 fn footer_line<'a>(status: &Status, view: View) -> Line<'a> {
@@ -118,18 +118,18 @@ fn header_row<'a>(names: &[&'a str]) -> Row<'a> {
         .style(Style::new().add_modifier(Modifier::UNDERLINED))
 }
 
-/// Returns the rows that fit into `height` - 1 lines. If rows are left out, the last line shows how many.
+/// Returns the rows that fit into `height` - 1 lines. If rows are omitted, the last row contains their number.
 fn truncate_rows<'a>(rows: Vec<Row<'a>>, height: u16) -> Vec<Row<'a>> {
     let (max_rows, row_count) = (usize::from(height.saturating_sub(1)), rows.len());
     if row_count <= max_rows || max_rows == 0 {
         return rows;
     }
-    let more_row = Row::new([Cell::from(format!("... {} more", row_count + 1 - max_rows))]);
-    rows.into_iter().take(max_rows - 1).chain([more_row]).collect()
+    let omitted_rows_row = Row::new([Cell::from(format!("... {} more", row_count + 1 - max_rows))]);
+    rows.into_iter().take(max_rows - 1).chain([omitted_rows_row]).collect()
 }
 
 fn services_table<'a>(status: &'a Status, area: Rect) -> Table<'a> {
-    let row = |service: &'a Service| {
+    let build_service_row = |service: &'a Service| {
         let takes_new_connections = |state: ServerState| matches!(state, ServerState::Active | ServerState::Joining);
         let up = service.members.iter().filter(|member| takes_new_connections(member.state)).count();
         let count_style = if up == 0 { Style::new().fg(Color::Red) } else { Style::new() };
@@ -143,9 +143,9 @@ fn services_table<'a>(status: &'a Status, area: Rect) -> Table<'a> {
         ])
     };
     let [name, policy, consistency, takes, table] = [14, 14, 11, 8, 8].map(Constraint::Length);
-    let widths = [name, Constraint::Min(20), policy, consistency, takes, table];
-    let rows = status.services.iter().map(row).collect();
-    Table::new(truncate_rows(rows, area.height), widths).header(header_row(&[
+    let column_widths = [name, Constraint::Min(20), policy, consistency, takes, table];
+    let rows = status.services.iter().map(build_service_row).collect();
+    Table::new(truncate_rows(rows, area.height), column_widths).header(header_row(&[
         "service",
         "address",
         "policy",
@@ -156,9 +156,9 @@ fn services_table<'a>(status: &'a Status, area: Rect) -> Table<'a> {
 }
 
 fn load_balancers_table<'a>(model: &Model, status: &'a Status, area: Rect) -> Table<'a> {
-    let row = |balancer: &'a LoadBalancer| {
+    let build_load_balancer_row = |balancer: &'a LoadBalancer| {
         let packet_rates = model.packet_rates(&balancer.name);
-        let sum_of_rates = |has_counted_connections: &dyn Fn(&str) -> bool| {
+        let sum_rates = |has_counted_connections: &dyn Fn(&str) -> bool| {
             format_rate(
                 packet_rates.iter().filter(|(name, _)| has_counted_connections(name)).map(|(_, rate)| rate).sum(),
             )
@@ -173,14 +173,14 @@ fn load_balancers_table<'a>(model: &Model, status: &'a Status, area: Rect) -> Ta
             Cell::from(balancer.name.as_str()),
             Cell::from(state).style(Style::new().fg(colour)),
             Cell::from(balancer.state.as_ref().map_or("-", |state| state.xdp_mode.as_str())),
-            Cell::from(sum_of_rates(&|_| true)),
-            Cell::from(sum_of_rates(&|name| name == "new_connection")),
-            Cell::from(sum_of_rates(&|name| name.starts_with("drop_"))),
+            Cell::from(sum_rates(&|_| true)),
+            Cell::from(sum_rates(&|name| name == "new_connection")),
+            Cell::from(sum_rates(&|name| name.starts_with("drop_"))),
         ])
     };
-    let widths = [16, 13, 8, 11, 11, 11].map(Constraint::Length);
-    let rows = status.load_balancers.iter().map(row).collect();
-    Table::new(truncate_rows(rows, area.height), widths).header(header_row(&[
+    let column_widths = [16, 13, 8, 11, 11, 11].map(Constraint::Length);
+    let rows = status.load_balancers.iter().map(build_load_balancer_row).collect();
+    Table::new(truncate_rows(rows, area.height), column_widths).header(header_row(&[
         "load balancer",
         "state",
         "XDP",
@@ -192,7 +192,7 @@ fn load_balancers_table<'a>(model: &Model, status: &'a Status, area: Rect) -> Ta
 
 fn servers_table<'a>(model: &Model, status: &'a Status, view: View, area: Rect) -> Table<'a> {
     let (loads, rates) = (model.server_loads_by_name(), model.new_connection_rates());
-    let rate_of = |server: &Server| rates.get(server.name.as_str()).copied();
+    let new_connection_rate = |server: &Server| rates.get(server.name.as_str()).copied();
     let mean_load_of = |server: &Server| loads.get(server.name.as_str()).and_then(|loads| mean(&loads.cores));
     let mut servers: Vec<&'a Server> = status.servers.iter().collect();
     match view.order {
@@ -200,28 +200,33 @@ fn servers_table<'a>(model: &Model, status: &'a Status, view: View, area: Rect) 
         SortOrder::Load => {
             servers.sort_by(|a, b| mean_load_of(b).unwrap_or(-1.0).total_cmp(&mean_load_of(a).unwrap_or(-1.0)))
         }
-        SortOrder::NewConnections => {
-            servers.sort_by(|a, b| rate_of(b).unwrap_or(-1.0).total_cmp(&rate_of(a).unwrap_or(-1.0)))
-        }
+        SortOrder::NewConnections => servers
+            .sort_by(|a, b| new_connection_rate(b).unwrap_or(-1.0).total_cmp(&new_connection_rate(a).unwrap_or(-1.0))),
     }
     let core_columns = usize::from(area.width.saturating_sub(COLUMNS_BEFORE_CORES));
-    let row = |server: &'a Server| {
-        server_row(server, loads.get(server.name.as_str()).copied(), rate_of(server), core_columns)
+    let build_server_row = |server: &'a Server| {
+        server_row(server, loads.get(server.name.as_str()).copied(), new_connection_rate(server), core_columns)
     };
-    let rows: Vec<Row<'a>> = servers.into_iter().skip(view.first_visible_row).take(view.page_size).map(row).collect();
-    let widths = [16, 10, 8, 8, 7, 5, 5].map(Constraint::Length).into_iter().chain([Constraint::Min(0)]);
-    Table::new(rows, widths)
+    let rows: Vec<Row<'a>> =
+        servers.into_iter().skip(view.first_visible_row).take(view.page_size).map(build_server_row).collect();
+    let column_widths = [16, 10, 8, 8, 7, 5, 5].map(Constraint::Length).into_iter().chain([Constraint::Min(0)]);
+    Table::new(rows, column_widths)
         .column_spacing(1)
         .header(header_row(&["server", "state", "open", "new/s", "report", "mean", "max", "cores"]))
 }
 
-fn server_row<'a>(server: &'a Server, loads: Option<&ServerLoads>, rate: Option<f64>, core_columns: usize) -> Row<'a> {
-    let cores = loads.map_or(&[][..], |loads| &loads.cores);
+fn server_row<'a>(
+    server: &'a Server,
+    loads: Option<&ServerLoads>,
+    new_connection_rate: Option<f64>,
+    core_columns: usize,
+) -> Row<'a> {
+    let core_loads = loads.map_or(&[][..], |loads| &loads.cores);
     // Agents of older versions only count all of the machine's connections.
-    let open_connections = loads.map(|loads| loads.service_connections.unwrap_or(loads.open_connections.into()));
-    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+    let open_connection_count = loads.map(|loads| loads.service_connections.unwrap_or(loads.open_connections.into()));
+    let text_or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
     let format_percent = |load: f64| format!("{:.0} %", load * 100.0);
-    let highest_load = cores.iter().copied().reduce(f64::max);
+    let highest_load = core_loads.iter().copied().reduce(f64::max);
     let (age, colour) = match server.reports {
         ReportState::Fresh => (format!("{} ms", server.report_age_ms), Color::Reset),
         ReportState::Stale => (format!("{} s", server.report_age_ms / 1000), Color::Red),
@@ -236,23 +241,24 @@ fn server_row<'a>(server: &'a Server, loads: Option<&ServerLoads>, rate: Option<
     Row::new([
         Cell::from(server.name.as_str()),
         Cell::from(server.state.name()).style(Style::new().fg(state_colour)),
-        Cell::from(or_dash(open_connections.map(|open| open.to_string()))),
-        Cell::from(or_dash(rate.map(format_rate))),
+        Cell::from(text_or_dash(open_connection_count.map(|open| open.to_string()))),
+        Cell::from(text_or_dash(new_connection_rate.map(format_rate))),
         Cell::from(age).style(Style::new().fg(colour)),
-        Cell::from(or_dash(mean(cores).map(format_percent))),
-        Cell::from(or_dash(highest_load.map(format_percent))),
-        Cell::from(load_bars(cores, core_columns)),
+        Cell::from(text_or_dash(mean(core_loads).map(format_percent))),
+        Cell::from(text_or_dash(highest_load.map(format_percent))),
+        Cell::from(load_bars(core_loads, core_columns)),
     ])
 }
 
-/// Returns one bar per core. If there is no room for that, each bar shows the highest load in a group of cores.
-fn load_bars<'a>(cores: &[f64], core_columns: usize) -> Line<'a> {
-    if cores.is_empty() || core_columns == 0 {
+/// Returns one bar for each core. If there are more cores than columns, each bar shows the highest load in a group of
+/// cores.
+fn load_bars<'a>(core_loads: &[f64], core_columns: usize) -> Line<'a> {
+    if core_loads.is_empty() || core_columns == 0 {
         return Line::default();
     }
-    let cores_per_bar = cores.len().div_ceil(core_columns);
-    let highest_load = |cores: &[f64]| cores.iter().copied().fold(0.0, f64::max);
-    cores.chunks(cores_per_bar).map(|cores| load_bar(highest_load(cores))).collect::<Vec<_>>().into()
+    let cores_per_bar = core_loads.len().div_ceil(core_columns);
+    let find_highest_load = |cores: &[f64]| cores.iter().copied().fold(0.0, f64::max);
+    core_loads.chunks(cores_per_bar).map(|cores| load_bar(find_highest_load(cores))).collect::<Vec<_>>().into()
 }
 
 fn load_bar<'a>(load: f64) -> Span<'a> {
@@ -265,7 +271,7 @@ fn load_bar<'a>(load: f64) -> Span<'a> {
     Span::styled(BARS[((load * 8.0) as usize).min(BARS.len() - 1)], Style::new().fg(colour))
 }
 
-/// Formats a rate as "0.3", "12" or "3.4k".
+/// Returns a rate as text, such as "0.3", "12" or "3.4k".
 fn format_rate(rate: f64) -> String {
     match rate {
         ..0.05 => "0".to_owned(),

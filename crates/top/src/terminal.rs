@@ -13,36 +13,36 @@ use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::model::{ControllerAnswer, Model};
-use crate::page::{draw, full_page_height};
+use crate::page::{draw_page, full_page_height};
 use crate::view::View;
 
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Pause after a slow answer, as a multiple of the time that it took. It limits the controller's load when a large
-/// fleet's status has several MB.
+/// Pause after a slow answer, as a multiple of the time that the answer took. It limits the load of the controller,
+/// because the status of a large fleet has several MB.
 const SLOW_ANSWER_PAUSE_FACTOR: u32 = 4;
-/// Width of a page that is printed as text, in columns.
+/// Width in columns of the page that is printed as text.
 const TEXT_PAGE_COLUMNS: u16 = 120;
 const MAX_TEXT_PAGE_LINES: u16 = 400;
 
-/// Shows the page until the user presses q. With `once`, or without a terminal, returns the page as text.
-pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
+/// Shows the page until the user presses q. On request or without a terminal, only returns the page as text.
+pub fn run(client: &Client, print_once: bool) -> anyhow::Result<Option<String>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut model = Model::default();
     runtime.block_on(async {
-        model.update(ControllerAnswer::Status(Box::new(client.status(false).await?)));
-        model.update(ControllerAnswer::Loads(client.loads().await?));
+        model.add_answer(ControllerAnswer::Status(Box::new(client.status(false).await?)));
+        model.add_answer(ControllerAnswer::Loads(client.loads().await?));
         anyhow::Ok(())
     })?;
-    if once || !std::io::stdout().is_terminal() {
+    if print_once || !std::io::stdout().is_terminal() {
         // A rate can only be computed from two samples.
         runtime.block_on(async {
             tokio::time::sleep(POLL_INTERVAL).await;
-            model.update(ControllerAnswer::Loads(client.loads().await?));
+            model.add_answer(ControllerAnswer::Loads(client.loads().await?));
             anyhow::Ok(())
         })?;
         return Ok(Some(render_text(&model)?));
     }
-    let (sender, events) = mpsc::channel();
+    let (sender, answer_receiver) = mpsc::channel();
     let client = client.clone();
     let stop_flag = Arc::new(AtomicBool::new(false));
     let signal_stop_flag = stop_flag.clone();
@@ -56,12 +56,12 @@ pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
     };
     std::thread::Builder::new().name("asks".to_owned()).spawn(run_poll_thread)?;
     let mut terminal = ratatui::try_init()?;
-    let outcome = event_loop(&mut terminal, model, &events, &stop_flag);
+    let outcome = run_event_loop(&mut terminal, model, &answer_receiver, &stop_flag);
     ratatui::try_restore()?;
     outcome.map(|()| None)
 }
 
-/// Waits for a signal to end the process. The signal is handled because the terminal must be restored first.
+/// Waits for a signal that ends the process. The signal is handled, because the terminal must be restored first.
 async fn wait_for_signal() -> std::io::Result<()> {
     let (mut terminate, mut hangup) = (signal(SignalKind::terminate())?, signal(SignalKind::hangup())?);
     tokio::select! {
@@ -72,15 +72,15 @@ async fn wait_for_signal() -> std::io::Result<()> {
 }
 
 /// Polls the controller until the receiver of its answers is dropped.
-async fn poll_controller(client: &Client, sender: &Sender<ControllerAnswer>) {
+async fn poll_controller(client: &Client, answer_sender: &Sender<ControllerAnswer>) {
     loop {
         let start_time = Instant::now();
-        let events = match (client.loads().await, client.status(false).await) {
+        let answers = match (client.loads().await, client.status(false).await) {
             (Ok(loads), Ok(status)) => vec![ControllerAnswer::Status(Box::new(status)), ControllerAnswer::Loads(loads)],
             (Err(error), _) | (_, Err(error)) => vec![ControllerAnswer::Problem(format!("{error:#}"))],
         };
-        for event in events {
-            if sender.send(event).is_err() {
+        for event in answers {
+            if answer_sender.send(event).is_err() {
                 return;
             }
         }
@@ -90,35 +90,35 @@ async fn poll_controller(client: &Client, sender: &Sender<ControllerAnswer>) {
     }
 }
 
-fn event_loop(
+fn run_event_loop(
     terminal: &mut ratatui::DefaultTerminal,
     mut model: Model,
-    events: &Receiver<ControllerAnswer>,
+    answer_receiver: &Receiver<ControllerAnswer>,
     stop_flag: &AtomicBool,
 ) -> anyhow::Result<()> {
     let mut view = View::default();
     while !stop_flag.load(Ordering::Relaxed) {
-        terminal.draw(|frame| draw(frame, &model, &mut view))?;
+        terminal.draw(|frame| draw_page(frame, &model, &mut view))?;
         // The page is drawn at least every 200 ms, because there may be new answers, and at once after a key.
         if event::poll(Duration::from_millis(200))?
             && let Event::Key(key) = event::read()?
             && key.kind != KeyEventKind::Release
         {
-            let servers = model.status.as_ref().map_or(0, |status| status.servers.len());
-            if !view.handle_key(key, servers) {
+            let server_count = model.status.as_ref().map_or(0, |status| status.servers.len());
+            if !view.handle_key(key, server_count) {
                 return Ok(());
             }
         }
-        events.try_iter().for_each(|event| model.update(event));
+        answer_receiver.try_iter().for_each(|event| model.add_answer(event));
     }
     Ok(())
 }
 
-/// Returns a page as text. The page is as high as its content requires.
+/// Returns the page as text. Its height depends on its content.
 fn render_text(model: &Model) -> anyhow::Result<String> {
     let height = model.status.as_ref().map_or(1, full_page_height).min(MAX_TEXT_PAGE_LINES);
     let mut terminal = Terminal::new(TestBackend::new(TEXT_PAGE_COLUMNS, height))?;
-    terminal.draw(|frame| draw(frame, model, &mut View::default()))?;
+    terminal.draw(|frame| draw_page(frame, model, &mut View::default()))?;
     Ok(page_text(terminal.backend()))
 }
 

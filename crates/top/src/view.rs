@@ -23,14 +23,15 @@ impl SortOrder {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct View {
     pub order: SortOrder,
-    /// Number of servers above the visible part of the list.
+    /// Number of servers in the list above the first visible one.
     pub first_visible_row: usize,
     /// Number of servers that fit on the page.
     pub page_size: usize,
 }
 
 impl View {
-    /// Handles a key, with the number of listed servers. Returns false if the key ends the program (q, Esc or Ctrl-C).
+    /// Handles a key press. `servers` is the number of listed servers. Returns false if the key ends the program (q,
+    /// Esc or Ctrl-C).
     pub fn handle_key(&mut self, key: KeyEvent, servers: usize) -> bool {
         let page_size = self.page_size.max(1);
         match key.code {
@@ -57,11 +58,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_scroll_within_the_servers() {
+    fn keys_scroll_only_within_the_list_of_servers() {
         let mut view = View { page_size: 10, ..View::default() };
         let mut press_key = |code: KeyCode| {
-            let keeps_running = view.handle_key(code.into(), 25);
-            (keeps_running, view.order, view.first_visible_row)
+            let is_still_running = view.handle_key(code.into(), 25);
+            (is_still_running, view.order, view.first_visible_row)
         };
         assert_eq!(press_key(KeyCode::Up), (true, SortOrder::Name, 0));
         assert_eq!(press_key(KeyCode::Down).2, 1);

@@ -14,7 +14,7 @@ pub fn address_bytes(address: IpAddr) -> Vec<u8> {
     }
 }
 
-/// Parses an address. Fails unless it has 4 or 16 bytes.
+/// Parses an IP address. Fails unless it has 4 or 16 bytes.
 pub fn parse_address(field: &str, bytes: &[u8]) -> Result<IpAddr, WireError> {
     if let Ok(octets) = <[u8; 4]>::try_from(bytes) {
         return Ok(octets.into());
@@ -25,12 +25,12 @@ pub fn parse_address(field: &str, bytes: &[u8]) -> Result<IpAddr, WireError> {
     Ok(octets.into())
 }
 
-/// Parses an address that may be absent, in which case it is empty. Fails unless it has 0, 4 or 16 bytes.
+/// Parses an IP address that may be absent. Absent addresses are empty. Fails unless there are 0, 4 or 16 bytes.
 pub fn parse_optional_address(field: &str, bytes: &[u8]) -> Result<Option<IpAddr>, WireError> {
     if bytes.is_empty() { Ok(None) } else { parse_address(field, bytes).map(Some) }
 }
 
-/// Parses a port. Fails if it is 0 or above 65,535.
+/// Parses a port number. Fails if it is 0 or above 65,535.
 pub fn parse_port(field: &str, port: u32) -> Result<u16, WireError> {
     match u16::try_from(port) {
         Ok(port) if port > 0 => Ok(port),
@@ -74,26 +74,29 @@ mod tests {
         #[test]
         fn service_addresses_round_trip(ip: IpAddr, port in 1u16.., udp: bool) {
             let protocol = if udp { Protocol::Udp } else { Protocol::Tcp };
-            let address = ServiceAddress { vip_and_port: SocketAddr::new(ip, port), protocol };
-            prop_assert_eq!(ServiceAddress::try_from(&v1::ServiceAddress::from(address)), Ok(address));
+            let service_address = ServiceAddress { vip_and_port: SocketAddr::new(ip, port), protocol };
+            prop_assert_eq!(ServiceAddress::try_from(&v1::ServiceAddress::from(service_address)), Ok(service_address));
         }
     }
 
     #[test]
-    fn errors_name_field_and_value() {
+    fn errors_contain_the_invalid_field_and_its_value() {
         let valid_message = v1::ServiceAddress { address: vec![10, 200, 0, 1], port: 80, protocol: "tcp".into() };
-        let error = |message: v1::ServiceAddress| ServiceAddress::try_from(&message).unwrap_err().to_string();
+        let parse_error = |message: v1::ServiceAddress| ServiceAddress::try_from(&message).unwrap_err().to_string();
         assert_eq!(
-            error(v1::ServiceAddress { address: vec![1; 5], ..valid_message.clone() }),
+            parse_error(v1::ServiceAddress { address: vec![1; 5], ..valid_message.clone() }),
             "address: an address of 5 bytes: expected 4 (IPv4) or 16 (IPv6)"
         );
         assert_eq!(
-            error(v1::ServiceAddress { port: 65_536, ..valid_message.clone() }),
+            parse_error(v1::ServiceAddress { port: 65_536, ..valid_message.clone() }),
             "port: port 65536: expected 1 to 65535"
         );
-        assert_eq!(error(v1::ServiceAddress { port: 0, ..valid_message.clone() }), "port: port 0: expected 1 to 65535");
         assert_eq!(
-            error(v1::ServiceAddress { protocol: "sctp".into(), ..valid_message }),
+            parse_error(v1::ServiceAddress { port: 0, ..valid_message.clone() }),
+            "port: port 0: expected 1 to 65535"
+        );
+        assert_eq!(
+            parse_error(v1::ServiceAddress { protocol: "sctp".into(), ..valid_message }),
             "protocol: protocol \"sctp\" is not known: expected \"tcp\" or \"udp\""
         );
     }

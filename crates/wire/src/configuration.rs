@@ -21,7 +21,7 @@ use prost::bytes::Bytes;
 use crate::address::{address_bytes, parse_address, parse_optional_address, parse_server_id};
 use crate::{WireError, WireErrorContext as _, v1};
 
-/// Index of a service in placement tables, from 0 to 1,023. The data plane's arrays may use other indexes.
+/// Index of a service in placement tables, from 0 to 1,023. The data plane's arrays may use other indexes for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServiceIndex(u16);
 
@@ -29,10 +29,10 @@ impl ServiceIndex {
     /// Number of services that the data plane can hold.
     pub const COUNT: usize = coreward_intf::MAX_SERVICES as usize;
 
-    /// The lowest index.
+    /// Lowest index.
     pub const FIRST: Self = Self(0);
 
-    /// Returns the index, or `None` if the number is not below [`ServiceIndex::COUNT`].
+    /// Returns the index `index`, or `None` if it is not below [`ServiceIndex::COUNT`].
     pub fn new(index: u32) -> Option<Self> {
         ((index as usize) < Self::COUNT).then_some(Self(index as u16))
     }
@@ -42,20 +42,20 @@ impl ServiceIndex {
         self.0
     }
 
-    /// Parses the index of a service. Fails if it is out of range.
+    /// Parses the index of a service from the message's field `field`. Fails if it is out of range.
     pub fn parse(field: &str, index: u32) -> Result<Self, WireError> {
         let expected = || format!("service index {index}: expected 0 to {}", Self::COUNT - 1);
         Self::new(index).ok_or_else(|| WireError::new(field, expected()))
     }
 }
 
-/// Configuration by which a load balancer recognises established connections. Tables for new connections are separate
-/// messages.
+/// Configuration of load balancers, by which they recognise established connections. Tables for new connections are
+/// separate messages.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FleetConfiguration {
-    /// Generation of the configuration, which grows with every change except for [`Peer::is_alive`].
+    /// Generation of the configuration, which grows with every change except for [`PeerLoadBalancer::is_alive`].
     pub generation: u64,
-    /// The cookie keys.
+    /// Cookie keys of the fleet.
     pub keys: FleetCookieKeys,
     /// Services, each with a unique address and index.
     pub services: Vec<Service>,
@@ -67,67 +67,67 @@ pub struct FleetConfiguration {
     pub table_lifetime: Duration,
 }
 
-/// A load balancer, as all load balancers of the fleet know it.
+/// Load balancer, with the data that all load balancers of the fleet have about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerLoadBalancer {
-    /// Name of the load balancer in its file.
+    /// Name of the load balancer in its configuration file.
     pub name: String,
     /// Number that identifies the load balancer's connection table in cookies, or `None` if it has no table.
     pub owner_number: Option<TableOwnerNumber>,
     /// Address of the load balancer in the servers' network, or `None` if it is unknown.
     pub address: Option<IpAddr>,
-    /// Whether the controller has received a message from the load balancer within [`LOAD_BALANCER_TIMEOUT`].
+    /// Whether the controller has received a message from the load balancer within the last [`LOAD_BALANCER_TIMEOUT`].
     pub is_alive: bool,
 }
 
-/// Silence after which a load balancer counts as lost. A restarted daemon returns earlier. TCP retransmits after 0.2,
-/// 0.6, 1.4 and 3.0 s, so packets should have another path before the last of these times.
+/// Time without a message after which a load balancer counts as lost. A restarted daemon returns earlier. TCP
+/// retransmits after 0.2, 0.6, 1.4 and 3.0 s, so packets should have another path before the last of these times.
 pub const LOAD_BALANCER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Interval between a load balancer's state messages, which is a quarter of [`LOAD_BALANCER_TIMEOUT`].
 pub const STATE_MESSAGE_INTERVAL: Duration = Duration::from_millis(500);
 
-/// A service and its pool.
+/// Service and its servers.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Service {
     /// Name of the service in the fleet document.
     pub name: String,
     /// VIP, port and protocol of the service.
     pub address: ServiceAddress,
-    /// Index of the service in tables.
+    /// Index of the service in placement tables.
     pub index: ServiceIndex,
     /// Consistency mode of the service.
     pub mode: ServiceSettings,
-    /// Name of the service's policy.
-    pub policy: String,
-    /// Telemetry that the policy needs from each server.
+    /// Name of the service's placement policy.
+    pub policy_name: String,
+    /// Telemetry about each server that the policy needs.
     pub telemetry_level: TelemetryLevel,
-    /// Key that masks the time part of the service's cookies. Only services that load balancers stamp have one.
+    /// Key that masks the time part of the service's cookies, or `None` unless load balancers stamp the service.
     pub time_key: Option<CookieKey>,
-    /// Health check of the servers, if any.
-    pub check: Option<Arc<HealthCheck>>,
+    /// Health check of the servers, or `None` for no check.
+    pub health_check: Option<Arc<HealthCheck>>,
     /// Treatment of new connections when all servers are down.
     pub when_all_down: WhenAllDown,
     /// Servers of the service, with distinct ids.
     pub servers: Vec<Server>,
 }
 
-/// A server of a service.
+/// Server of a service.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Server {
     /// Name of the server in the fleet document.
     pub name: String,
     /// Id of the server in cookies.
     pub id: ServerId,
-    /// Address of the server in the load balancer's own network.
+    /// Address of the server in the servers' network.
     pub address: IpAddr,
-    /// Whether the server takes new connections. Established connections always reach it.
+    /// Whether the server takes new connections. Packets of established connections always reach it.
     pub is_eligible: bool,
     /// Whether the server has left the service and therefore needs no health checks.
     pub has_left: bool,
     /// Weight of the server.
     pub weight: ServerWeight,
-    /// Configured capacity of the server.
+    /// Capacity of the server if the operator configured one.
     pub capacity: Option<ServerCapacity>,
     /// VLAN of frames to the server.
     pub vlan: Vlan,
@@ -139,42 +139,42 @@ pub struct AgentConfiguration {
     /// Generation of the configuration, which grows with every change except for
     /// [`AgentConfiguration::previous_servers`].
     pub generation: u64,
-    /// The services of this server.
+    /// Services to which this server belongs.
     pub services: Vec<AgentService>,
-    /// The cookie keys.
+    /// Cookie keys of the fleet.
     pub keys: FleetCookieKeys,
     /// Time between two reports of the agent.
     pub report_interval: Duration,
-    /// RSS key to set with `manage_rss = true`.
+    /// RSS key that the agent sets if `manage_rss = true`.
     pub fleet_rss_key: RssKey,
     /// Id of this server, which is also the seed of its indirection table.
     pub server_id: ServerId,
     /// Previous servers of this server's buckets, to which it may forward packets of connections that it does not have.
     /// This list may change without a new generation.
     pub previous_servers: Vec<PreviousServer>,
-    /// Whether an operator waits for connections to end, so that the agent counts them more often.
+    /// Whether an operator drains the server, so that the agent counts open connections more often.
     pub is_draining: bool,
     /// Address of this server to which load balancers send packets, or `None` if the controller has an older version.
     pub address: Option<IpAddr>,
 }
 
-/// A previous server of a bucket, to which packets of its connections may be forwarded.
+/// Previous server of a bucket, to which packets of the bucket's connections may be forwarded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PreviousServer {
-    /// Id of the server in the packets.
+    /// Id of the previous server in forwarded packets.
     pub id: ServerId,
-    /// Address of the server in the servers' network.
+    /// Address of the previous server in the servers' network.
     pub address: IpAddr,
 }
 
-/// A service in the configuration of a server's agent.
+/// Service in the configuration of a server's agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AgentService {
     /// Name of the service in the fleet document.
     pub name: String,
     /// VIP, port and protocol of the service.
     pub address: ServiceAddress,
-    /// This server's id in cookies.
+    /// Id of this server in the service's cookies.
     pub server_id: ServerId,
     /// Consistency mode of the service.
     pub mode: ServiceSettings,
@@ -212,10 +212,10 @@ impl From<&Service> for v1::Service {
             address: Some(service.address.into()),
             index: service.index.get().into(),
             mode: Some(service.mode.into()),
-            policy: service.policy.clone(),
+            policy: service.policy_name.clone(),
             traffic: service.telemetry_level.name().to_owned(),
             time_key: service.time_key.map(Into::into),
-            health_check: service.check.as_deref().map(v1::HealthCheck::from),
+            health_check: service.health_check.as_deref().map(v1::HealthCheck::from),
             when_all_down: service.when_all_down.name().to_owned(),
             servers: service.servers.iter().map(v1::Server::from).collect(),
         }
@@ -264,11 +264,11 @@ impl From<&AgentConfiguration> for v1::AgentConfiguration {
 }
 
 fn parse_keys(keys: Option<&v1::FleetKeys>) -> Result<FleetCookieKeys, WireError> {
-    keys.ok_or_else(|| WireError::missing("keys"))?.try_into().within("keys")
+    keys.ok_or_else(|| WireError::missing("keys"))?.try_into().with_field_prefix("keys")
 }
 
 fn parse_service_address(address: Option<&v1::ServiceAddress>) -> Result<ServiceAddress, WireError> {
-    address.ok_or_else(|| WireError::missing("address"))?.try_into().within("address")
+    address.ok_or_else(|| WireError::missing("address"))?.try_into().with_field_prefix("address")
 }
 
 fn parse_owner_number(field: &str, number: u32) -> Result<TableOwnerNumber, WireError> {
@@ -276,10 +276,10 @@ fn parse_owner_number(field: &str, number: u32) -> Result<TableOwnerNumber, Wire
 }
 
 fn parse_mode(mode: Option<&v1::ServiceSettings>) -> Result<ServiceSettings, WireError> {
-    mode.ok_or_else(|| WireError::missing("mode"))?.try_into().within("mode")
+    mode.ok_or_else(|| WireError::missing("mode"))?.try_into().with_field_prefix("mode")
 }
 
-/// Parses a service's time key, which LB-side stamping requires so that all load balancers stamp alike.
+/// Parses a service's time key. LB-side stamping requires it, so that all load balancers stamp alike.
 fn parse_time_key(mode: ServiceSettings, key: Option<v1::CookieKey>) -> Result<Option<CookieKey>, WireError> {
     match (mode.timestamps == TimestampOrigin::LoadBalancer, key) {
         (true, None) => Err(WireError::missing("time_key")),
@@ -288,15 +288,15 @@ fn parse_time_key(mode: ServiceSettings, key: Option<v1::CookieKey>) -> Result<O
     }
 }
 
-/// Parses a text that must be the name of one of the values in `all_values`.
+/// Parses a text that must be the name of one of `all_values`.
 fn parse_name<T: Copy, const N: usize>(
     field: &str,
     text: &str,
     all_values: [T; N],
-    name_of: fn(T) -> &'static str,
+    value_name: fn(T) -> &'static str,
 ) -> Result<T, WireError> {
-    all_values.into_iter().find(|value| name_of(*value) == text).ok_or_else(|| {
-        WireError::new(field, format!("{text:?}: expected one of {}", all_values.map(name_of).join(", ")))
+    all_values.into_iter().find(|value| value_name(*value) == text).ok_or_else(|| {
+        WireError::new(field, format!("{text:?}: expected one of {}", all_values.map(value_name).join(", ")))
     })
 }
 
@@ -314,7 +314,8 @@ fn parse_when_all_down(name: &str) -> Result<WhenAllDown, WireError> {
     parse_name("when_all_down", name, WhenAllDown::ALL, WhenAllDown::name)
 }
 
-/// Parses the lifetime of tables. It is 0 if the controller is older than this field, which means the default.
+/// Parses the lifetime of placement tables. It is 0 if the controller does not have this field yet, which means the
+/// default.
 fn parse_table_lifetime(milliseconds: u32) -> Duration {
     if milliseconds == 0 { DEFAULT_TABLE_LIFETIME } else { Duration::from_millis(milliseconds.into()) }
 }
@@ -328,40 +329,40 @@ fn parse_capacity(capacity: f64) -> Result<Option<ServerCapacity>, WireError> {
     parsed_capacity.map_err(|error| WireError::new("capacity", error))
 }
 
-/// Parses every element of a list. An error names the element's position.
+/// Parses every element of a list. An error has the position of the invalid element.
 pub(crate) fn parse_list<'a, T, U: TryFrom<&'a T, Error = WireError>>(
     field: &str,
     list: &'a [T],
 ) -> Result<Vec<U>, WireError> {
     list.iter()
         .enumerate()
-        .map(|(position, element)| U::try_from(element).within(format!("{field}[{position}]")))
+        .map(|(position, element)| U::try_from(element).with_field_prefix(format!("{field}[{position}]")))
         .collect()
 }
 
-fn check_unique<T: std::hash::Hash + Eq + std::fmt::Display>(
+fn check_values_are_unique<T: std::hash::Hash + Eq + std::fmt::Display>(
     field: &str,
     values: impl Iterator<Item = T>,
 ) -> Result<(), WireError> {
     let mut used_values = HashSet::new();
     for (position, value) in values.enumerate() {
-        let duplicate_text = format!("{value} is used twice: expected each once");
+        let duplicate_problem = format!("{value} is used twice: expected each once");
         if !used_values.insert(value) {
-            return Err(WireError::new(format!("{field}[{position}]"), duplicate_text));
+            return Err(WireError::new(format!("{field}[{position}]"), duplicate_problem));
         }
     }
     Ok(())
 }
 
 impl FleetConfiguration {
-    /// Returns the encoded message, which is made once for the streams of all load balancers. The next change refers to
+    /// Returns the encoded message. It is encoded once for the streams of all load balancers. The next change refers to
     /// `number` as its [`crate::FleetChange::base_number`].
     pub fn encode(&self, number: u64) -> Bytes {
         v1::FleetConfiguration { number, ..self.into() }.encode_to_vec().into()
     }
 
-    /// Parses a message and returns its number, the configuration and the unusable services. Fails if another part of
-    /// `bytes` is invalid.
+    /// Parses a message and returns its number, the configuration and the services that this version cannot use. Fails
+    /// if another part of `bytes` is invalid.
     pub fn decode(bytes: Bytes) -> Result<(u64, Self, Vec<UnusableService>), WireError> {
         let message = v1::FleetConfiguration::decode(bytes).map_err(|error| WireError::new("configuration", error))?;
         let number = message.number;
@@ -376,7 +377,7 @@ impl FleetConfiguration {
         match Self::try_from(&message) {
             Ok(configuration) => Ok((configuration, Vec::new())),
             Err(_) => {
-                let unusable_services = remove_unusable_services(&mut message);
+                let unusable_services = split_off_unusable_services(&mut message);
                 Ok(((&message).try_into()?, unusable_services))
             }
         }
@@ -388,12 +389,12 @@ impl TryFrom<&v1::FleetConfiguration> for FleetConfiguration {
 
     fn try_from(message: &v1::FleetConfiguration) -> Result<Self, WireError> {
         let services: Vec<Service> = parse_list("services", &message.services)?;
-        check_unique("services", services.iter().map(|service| service.address))?;
-        check_unique("services", services.iter().map(|service| format!("index {}", service.index.get())))?;
+        check_values_are_unique("services", services.iter().map(|service| service.address))?;
+        check_values_are_unique("services", services.iter().map(|service| format!("index {}", service.index.get())))?;
         let load_balancers: Vec<PeerLoadBalancer> = parse_list("load_balancers", &message.load_balancers)?;
-        check_unique("load_balancers", load_balancers.iter().map(|peer| &peer.name))?;
-        let owners = load_balancers.iter().filter_map(|peer| peer.owner_number);
-        check_unique("load_balancers", owners.map(|owner| format!("owner number {}", owner.get())))?;
+        check_values_are_unique("load_balancers", load_balancers.iter().map(|peer| &peer.name))?;
+        let owner_numbers = load_balancers.iter().filter_map(|peer| peer.owner_number);
+        check_values_are_unique("load_balancers", owner_numbers.map(|owner| format!("owner number {}", owner.get())))?;
         Ok(Self {
             generation: message.generation,
             keys: parse_keys(message.keys.as_ref())?,
@@ -423,7 +424,7 @@ impl TryFrom<&v1::Service> for Service {
 
     fn try_from(message: &v1::Service) -> Result<Self, WireError> {
         let servers: Vec<Server> = parse_list("servers", &message.servers)?;
-        check_unique("servers", servers.iter().map(|server| format!("server id {}", server.id)))?;
+        check_values_are_unique("servers", servers.iter().map(|server| format!("server id {}", server.id)))?;
         let mode = parse_mode(message.mode.as_ref())?;
         Ok(Self {
             name: message.name.clone(),
@@ -431,14 +432,14 @@ impl TryFrom<&v1::Service> for Service {
             index: ServiceIndex::parse("index", message.index)?,
             mode,
             time_key: parse_time_key(mode, message.time_key)?,
-            policy: message.policy.clone(),
+            policy_name: message.policy.clone(),
             telemetry_level: parse_name("traffic", &message.traffic, TelemetryLevel::ALL, TelemetryLevel::name)?,
-            check: message
+            health_check: message
                 .health_check
                 .as_ref()
                 .map(HealthCheck::try_from)
                 .transpose()
-                .within("health_check")?
+                .with_field_prefix("health_check")?
                 .map(Arc::new),
             when_all_down: parse_when_all_down(&message.when_all_down)?,
             servers,
@@ -485,9 +486,10 @@ impl TryFrom<&v1::PreviousServer> for PreviousServer {
 }
 
 impl AgentConfiguration {
-    /// Parses a message and returns the configuration and its unusable services. Fails if another part is invalid.
+    /// Parses a message and returns the configuration and the services that this version cannot use. Fails if another
+    /// part of the message is invalid.
     pub fn from_message(mut message: v1::AgentConfiguration) -> Result<(Self, Vec<UnusableService>), WireError> {
-        let unusable_services = remove_unusable_agent_services(&mut message);
+        let unusable_services = split_off_unusable_agent_services(&mut message);
         Ok(((&message).try_into()?, unusable_services))
     }
 }
@@ -511,36 +513,35 @@ impl TryFrom<&v1::AgentConfiguration> for AgentConfiguration {
     }
 }
 
-/// A service that this version of coreward cannot use.
+/// Service that this version of coreward cannot use, for example because of an unknown setting.
 #[derive(Debug, Clone, PartialEq)]
 pub struct UnusableService {
     /// Name of the service.
     pub name: String,
     /// Index of the service in the message, or 0 in an agent's message, which has no indexes.
     pub index: u32,
-    /// Reason why the service is unusable.
+    /// Reason for which the service is unusable.
     pub reason: WireError,
-    /// Servers of the service, if they are usable.
+    /// Servers of the service, or `None` if they are unusable, too.
     pub servers: Option<Vec<Server>>,
 }
 
 impl UnusableService {
-    /// Returns the service as it was `previous_service`, but with the servers of the unusable one, so that drains take
-    /// effect.
-    pub fn apply_servers_to(&self, previous_service: &Service) -> Service {
+    /// Returns `previous_service` with the servers of this unusable service, so that drains take effect.
+    pub fn with_servers_applied_to(&self, previous_service: &Service) -> Service {
         Service {
             servers: self.servers.clone().unwrap_or_else(|| previous_service.servers.clone()),
             ..previous_service.clone()
         }
     }
 
-    /// Returns the message that reports the rejected service of this configuration `generation` to the controller.
+    /// Returns the message that reports to the controller that this service of configuration `generation` was rejected.
     pub fn to_refused_update(&self, generation: u64) -> v1::RefusedUpdate {
         v1::RefusedUpdate { service: self.name.clone(), generation, reason: self.reason.to_string(), table: false }
     }
 }
 
-fn remove_unusable_services(message: &mut v1::FleetConfiguration) -> Vec<UnusableService> {
+fn split_off_unusable_services(message: &mut v1::FleetConfiguration) -> Vec<UnusableService> {
     let mut unusable_services = Vec::new();
     message.services.retain(|service| {
         let Err(reason) = Service::try_from(service) else { return true };
@@ -551,7 +552,7 @@ fn remove_unusable_services(message: &mut v1::FleetConfiguration) -> Vec<Unusabl
     unusable_services
 }
 
-fn remove_unusable_agent_services(message: &mut v1::AgentConfiguration) -> Vec<UnusableService> {
+fn split_off_unusable_agent_services(message: &mut v1::AgentConfiguration) -> Vec<UnusableService> {
     let mut unusable_services = Vec::new();
     message.services.retain(|service| {
         let Err(reason) = AgentService::try_from(service) else { return true };

@@ -8,12 +8,12 @@ use std::fmt;
 pub struct WireError {
     /// Path of the field in the message, such as `services[2].address.port`.
     pub field: String,
-    /// The value found and the value expected.
+    /// Description of the value that was found and of the expected value.
     pub problem: String,
 }
 
 impl WireError {
-    /// Returns an error. `problem` contains the value found and the value expected.
+    /// Returns an error about the field `field`. `problem` describes the found and the expected value.
     pub fn new(field: impl Into<String>, problem: impl fmt::Display) -> Self {
         Self { field: field.into(), problem: problem.to_string() }
     }
@@ -24,14 +24,14 @@ impl WireError {
     }
 }
 
-/// Extension of results that adds a field's name to an error.
+/// Extension of results that adds the name of a containing field to an error.
 pub trait WireErrorContext<T> {
-    /// Prefixes the field's name to the path in the error.
-    fn within(self, field: impl fmt::Display) -> Result<T, WireError>;
+    /// Adds `field` to the front of the path in the error.
+    fn with_field_prefix(self, field: impl fmt::Display) -> Result<T, WireError>;
 }
 
 impl<T> WireErrorContext<T> for Result<T, WireError> {
-    fn within(self, field: impl fmt::Display) -> Result<T, WireError> {
+    fn with_field_prefix(self, field: impl fmt::Display) -> Result<T, WireError> {
         self.map_err(|error| WireError { field: format!("{field}.{}", error.field), problem: error.problem })
     }
 }

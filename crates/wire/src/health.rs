@@ -12,28 +12,28 @@ use crate::address::parse_server_id;
 use crate::configuration::ServiceIndex;
 use crate::{WireError, WireErrorContext as _, v1};
 
-/// Results of a load balancer's checks of all servers.
+/// Results of one load balancer's health checks of all servers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HealthMessage {
     /// Results by service and server, in any order.
     pub check_results: Vec<(ServiceIndex, ServerId, ServerCheckResult)>,
 }
 
-/// Result of one load balancer's checks of one server.
+/// Result of one load balancer's health checks of one server.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ServerCheckResult {
     /// Verdict on the server, or `None` after too few checks.
     pub verdict: Option<HealthVerdict>,
-    /// Time since the verdict became the present one.
+    /// Time since the verdict changed to the current one.
     pub verdict_duration: Duration,
-    /// Error of the newest check, or empty if the check passed or none has ended.
+    /// Error of the newest check. It is empty if that check passed, or if no check has ended yet.
     pub error: String,
-    /// Latency of the newest answer, or zero if there was no answer.
+    /// Latency of the newest answer to a check, or zero if there was no answer.
     pub latency: Duration,
-    /// Number of completed checks.
-    pub completed_checks: u64,
-    /// Number of failed checks.
-    pub failed_checks: u64,
+    /// Number of checks that have ended.
+    pub completed_check_count: u64,
+    /// Number of checks that have failed.
+    pub failed_check_count: u64,
 }
 
 const MAX_ERROR_CHARS: usize = 200;
@@ -61,8 +61,8 @@ impl From<&ServerCheckResult> for v1::ServerHealth {
             since_ms: check_result.verdict_duration.as_millis() as u64,
             error: check_result.error.chars().take(MAX_ERROR_CHARS).collect(),
             latency_us: u32::try_from(check_result.latency.as_micros()).unwrap_or(u32::MAX),
-            checks: check_result.completed_checks,
-            failures: check_result.failed_checks,
+            checks: check_result.completed_check_count,
+            failures: check_result.failed_check_count,
         }
     }
 }
@@ -74,9 +74,9 @@ impl TryFrom<&v1::LoadBalancerHealth> for HealthMessage {
         let mut servers = Vec::new();
         for (position, service) in message.services.iter().enumerate() {
             let service_path = format!("services[{position}]");
-            let index = ServiceIndex::parse("service_index", service.service_index).within(&service_path)?;
+            let index = ServiceIndex::parse("service_index", service.service_index).with_field_prefix(&service_path)?;
             for server in &service.servers {
-                let id = parse_server_id("server_id", server.server_id).within(&service_path)?;
+                let id = parse_server_id("server_id", server.server_id).with_field_prefix(&service_path)?;
                 servers.push((index, id, server.into()));
             }
         }
@@ -92,8 +92,8 @@ impl From<&v1::ServerHealth> for ServerCheckResult {
             verdict_duration: Duration::from_millis(message.since_ms),
             error: message.error.chars().filter(|c| !c.is_control()).take(MAX_ERROR_CHARS).collect(),
             latency: Duration::from_micros(message.latency_us.into()),
-            completed_checks: message.checks,
-            failed_checks: message.failures,
+            completed_check_count: message.checks,
+            failed_check_count: message.failures,
         }
     }
 }
@@ -221,35 +221,35 @@ mod tests {
             assert_eq!(HealthCheck::try_from(&v1::HealthCheck::from(&check)), Ok(check));
         }
         let valid_message = v1::HealthCheck::from(&health_check(Probe::Http(http_probe())));
-        let error = |message: v1::HealthCheck| HealthCheck::try_from(&message).unwrap_err().to_string();
+        let parse_error = |message: v1::HealthCheck| HealthCheck::try_from(&message).unwrap_err().to_string();
         assert_eq!(
-            error(v1::HealthCheck { probe: "icmp".to_owned(), ..valid_message.clone() }),
+            parse_error(v1::HealthCheck { probe: "icmp".to_owned(), ..valid_message.clone() }),
             "probe: \"icmp\": expected \"tcp\", \"http\" or \"https\""
         );
         assert_eq!(
-            error(v1::HealthCheck { interval_ms: 0, ..valid_message.clone() }),
+            parse_error(v1::HealthCheck { interval_ms: 0, ..valid_message.clone() }),
             "interval_ms: 0: expected at least 1"
         );
-        assert_eq!(error(v1::HealthCheck { jitter: 2.0, ..valid_message }), "jitter: 2: expected 0 to 1");
+        assert_eq!(parse_error(v1::HealthCheck { jitter: 2.0, ..valid_message }), "jitter: 2: expected 0 to 1");
     }
 
     #[test]
     fn health_message_round_trips() {
-        let server_result = |index: u32, id: u64, verdict: Option<HealthVerdict>| {
+        let sample_server_result = |index: u32, id: u64, verdict: Option<HealthVerdict>| {
             let check_result = ServerCheckResult {
                 verdict,
                 verdict_duration: Duration::from_millis(1500),
                 error: "connection refused".to_owned(),
                 latency: Duration::from_micros(250),
-                completed_checks: 7,
-                failed_checks: 3,
+                completed_check_count: 7,
+                failed_check_count: 3,
             };
             (ServiceIndex::new(index).unwrap(), ServerId::try_from(id).unwrap(), check_result)
         };
         let servers = vec![
-            server_result(3, 7, Some(HealthVerdict::Up)),
-            server_result(3, 8, Some(HealthVerdict::Down)),
-            server_result(5, 7, None),
+            sample_server_result(3, 7, Some(HealthVerdict::Up)),
+            sample_server_result(3, 8, Some(HealthVerdict::Down)),
+            sample_server_result(5, 7, None),
         ];
         let message = HealthMessage { check_results: servers };
         let encoded_message = v1::LoadBalancerHealth::from(&message);

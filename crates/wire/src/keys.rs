@@ -19,7 +19,7 @@ impl From<v1::CookieKey> for CookieKey {
 impl From<&FleetCookieKeys> for v1::FleetKeys {
     fn from(keys: &FleetCookieKeys) -> Self {
         let key = keys.keys.map(Into::into).to_vec();
-        Self { key, current: keys.current.get() as u32 }
+        Self { key, current: keys.current_key_index.get() as u32 }
     }
 }
 
@@ -30,12 +30,12 @@ impl TryFrom<&v1::FleetKeys> for FleetCookieKeys {
         let [first, second] = message.key.as_slice() else {
             return Err(WireError::new("key", format!("{} cookie keys: expected 2", message.key.len())));
         };
-        let current = match message.current {
+        let current_key_index = match message.current {
             0 => KeyIndex::First,
             1 => KeyIndex::Second,
             other => return Err(WireError::new("current", format!("key {other} is to stamp: expected 0 or 1"))),
         };
-        Ok(Self { keys: [first, second].map(|key| (*key).into()), current })
+        Ok(Self { keys: [first, second].map(|key| (*key).into()), current_key_index })
     }
 }
 
@@ -44,10 +44,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cookie_keys_round_trip_and_must_be_exactly_two() {
+    fn two_cookie_keys_round_trip_and_other_counts_are_rejected() {
         let keys = FleetCookieKeys {
             keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: u64::MAX }],
-            current: KeyIndex::Second,
+            current_key_index: KeyIndex::Second,
         };
         let mut message = v1::FleetKeys::from(&keys);
         assert_eq!(FleetCookieKeys::try_from(&message), Ok(keys));

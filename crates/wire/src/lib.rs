@@ -44,20 +44,21 @@ pub use error::{WireError, WireErrorContext};
 pub use health::{HealthMessage, ServerCheckResult};
 pub use rack::{RackConfiguration, RackMember, RackServer, RackService};
 pub use report::{
-    AgentReport, CountedConnections, MAX_AGENT_MESSAGE_BYTES, ReportDetails, ReportError, reduce_oversized_report,
+    AgentReport, CountedConnections, MAX_AGENT_MESSAGE_BYTES, ReportDetails, ReportError,
+    remove_displayed_lists_if_oversized,
 };
 pub use rss::ReportedRss;
 pub use sockets::{SocketAnswer, SocketQuery};
 pub use traffic::{ServerTraffic, TrafficMessage};
 
-/// Metadata key of an UNAVAILABLE status. The value is the leading controller's address and port, as in daemons' files.
+/// Metadata key of a status UNAVAILABLE. Its value is the leading controller's address and port, as in daemons' files.
 pub const LEADER_HEADER: &str = "coreward-leader";
 
-/// Metadata key at a stream's beginning. The value is the answering controller's term in decimal, which grows with
-/// every leader. It is absent if the controller has a store of its own.
+/// Metadata key at the beginning of a stream. Its value is the answering controller's term in decimal, which grows with
+/// every leader. The key is absent if the controller has a store of its own.
 pub const TERM_HEADER: &str = "coreward-term";
 
-/// Types generated from `proto/*.proto`, whose comments are the documentation.
+/// Types generated from `proto/*.proto`. The comments there are the documentation.
 #[allow(missing_docs, clippy::all)]
 pub mod v1 {
     include!(concat!(env!("OUT_DIR"), "/coreward.v1.rs"));

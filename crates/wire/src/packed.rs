@@ -6,24 +6,25 @@ use prost::encoding::{decode_varint, encode_varint};
 
 use crate::WireError;
 
-/// Encodes integers as a packed `repeated uint64` (or `uint32`) field.
+/// Encodes integers as a packed `repeated uint64` (or `repeated uint32`) field.
 pub fn encode_integers(numbers: impl Iterator<Item = u64>) -> Bytes {
     let mut bytes = BytesMut::with_capacity(numbers.size_hint().0);
     numbers.for_each(|number| encode_varint(number, &mut bytes));
     bytes.freeze()
 }
 
-/// Encodes numbers as a packed `repeated double` field.
+/// Encodes floating-point numbers as a packed `repeated double` field.
 pub fn encode_doubles(numbers: impl Iterator<Item = f64>) -> Bytes {
     numbers.flat_map(f64::to_le_bytes).collect::<Vec<u8>>().into()
 }
 
-/// Returns the number of integers in a list, each of which has one byte without the continuation bit.
+/// Returns the number of integers in an encoded list. Each integer has one byte without the continuation bit.
 pub fn count_integers(bytes: &[u8]) -> usize {
     bytes.iter().filter(|byte| **byte < 0x80).count()
 }
 
-/// Returns the integers of a list. An incomplete or too large integer gives `None`, after which the list ends.
+/// Decodes the integers of an encoded list. An incomplete or too large integer gives `None`, after which the iterator
+/// ends.
 pub fn decode_integers(bytes: &[u8]) -> impl Iterator<Item = Option<u64>> + '_ {
     let mut remaining_bytes = bytes;
     std::iter::from_fn(move || match remaining_bytes.split_first()? {
@@ -41,18 +42,18 @@ pub fn decode_integers(bytes: &[u8]) -> impl Iterator<Item = Option<u64>> + '_ {
     })
 }
 
-/// Returns the error for a list in which [`decode_integers`] found an invalid number.
-pub fn unreadable_number_error(field: &str) -> WireError {
+/// Returns the error for a list with an integer that [`decode_integers`] could not decode.
+pub fn invalid_integer_error(field: &str) -> WireError {
     WireError::new(field, "a number that is not whole: expected one of 64 bits in at most 10 bytes")
 }
 
-/// Returns the number of doubles in a list. Fails if the last one is incomplete.
+/// Returns the number of doubles in an encoded list. Fails if the last one is incomplete.
 pub fn count_doubles(field: &str, bytes: &[u8]) -> Result<usize, WireError> {
     let expected = || WireError::new(field, format!("{} bytes: expected 8 for each number", bytes.len()));
     bytes.len().is_multiple_of(size_of::<f64>()).then_some(bytes.len() / size_of::<f64>()).ok_or_else(expected)
 }
 
-/// Returns the doubles of a list.
+/// Decodes the doubles of an encoded list.
 pub fn decode_doubles(bytes: &[u8]) -> impl Iterator<Item = f64> + '_ {
     bytes.as_chunks().0.iter().map(|number| f64::from_le_bytes(*number))
 }
@@ -63,7 +64,7 @@ mod tests {
 
     use super::*;
 
-    /// Message of a version that has `repeated` fields.
+    /// Message as in a version whose generated code has `repeated` fields.
     #[derive(Clone, PartialEq, prost::Message)]
     struct RepeatedNumbers {
         #[prost(uint64, repeated, tag = "3")]
@@ -82,7 +83,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn packed_and_plain_encoding_are_equal(
+        fn packed_bytes_and_repeated_fields_are_encoded_alike(
             numbers in prop::collection::vec(prop_oneof![0u64..200, any::<u64>()], 0..50),
             doubles in prop::collection::vec(any::<f64>().prop_filter("compared below", |load| !load.is_nan()), 0..50),
         ) {
@@ -101,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn truncated_message_is_rejected() {
+    fn truncated_list_is_rejected() {
         let numbers: Vec<_> = decode_integers(&[7, 0x80]).collect();
         assert!(numbers == [Some(7), None], "{numbers:?}");
     }

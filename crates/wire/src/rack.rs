@@ -17,17 +17,17 @@ use crate::report::MAX_CORES;
 use crate::rss::parse_key;
 use crate::{ServiceIndex, WireError, WireErrorContext as _, packed, v1};
 
-/// Maximum number of cores in a histogram bin, which is more than any rack has. Because no load is above 16 (the
-/// model's `MAX_LOAD`), sums over a thousand racks then stay below 2^64 and can be subtracted again.
+/// Maximum number of cores in a histogram bin, which is more than any rack has. No load is above 16 (the model's
+/// `MAX_LOAD`). So sums over a thousand racks stay below 2^64 and can be subtracted.
 const MAX_CORES_PER_BIN: u64 = 1 << 18;
-/// Maximum load of a core, in 2^-32 cores, which is the unit of load sums.
+/// Maximum load of a core in units of 2^-32 cores, as in load sums.
 const MAX_CORE_LOAD_FIXED_POINT: u64 = (MAX_LOAD as u64) << 32;
 
-/// Maximum size of a message in bytes, which is half of a controller's limit. A single summary is smaller, with 200 kB
-/// for 2,048 buckets, 8 candidates each and one RSS key.
+/// Maximum size in bytes of a rack message, which is half of a controller's limit. A single summary is smaller, with
+/// 200 kB for 2,048 buckets with 8 candidates each and one RSS key.
 const MAX_MESSAGE_BYTES: usize = 2 << 20;
 
-/// Configuration of a rack, with its servers and their services.
+/// Configuration of a rack controller, with the rack's servers and their services.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RackConfiguration {
     /// Time between two summaries of the rack.
@@ -36,16 +36,16 @@ pub struct RackConfiguration {
     pub detail_interval: Duration,
     /// Weight of the newest report in a core's smoothed load.
     pub load_ewma_alpha: SmoothingWeight,
-    /// Servers whose agents are connected through the rack.
+    /// Servers whose agents are connected through the rack controller.
     pub servers: Vec<RackServer>,
-    /// Services that have at least one of these servers.
+    /// Services to which at least one of these servers belongs.
     pub services: Vec<RackService>,
 }
 
-/// A server whose agent is connected through the rack.
+/// Server whose agent is connected through a rack controller.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RackServer {
-    /// Number of the agent's stream.
+    /// Number of the agent's stream, by which rack messages identify the agent.
     pub stream_number: u64,
     /// Id of the server.
     pub id: ServerId,
@@ -55,29 +55,29 @@ pub struct RackServer {
     pub capacity: Option<ServerCapacity>,
 }
 
-/// A service in a rack's configuration.
+/// Service in a rack controller's configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RackService {
     /// Index of the service.
     pub index: ServiceIndex,
-    /// Name of the policy, which a rack of an older version may not know.
-    pub policy: String,
-    /// Number of the service's buckets.
+    /// Name of the service's placement policy, which may be unknown to a rack controller of an older version.
+    pub policy_name: String,
+    /// Number of buckets in the service's placement tables.
     pub bucket_count: BucketCount,
-    /// Whether each datagram to the service is placed on its own.
+    /// Whether each datagram to the service is placed independently.
     pub places_each_datagram: bool,
     /// Servers of the rack that belong to the service.
     pub members: Vec<RackMember>,
 }
 
-/// A server of the rack as a member of a service.
+/// Server of the rack as a member of a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RackMember {
     /// Id of the server.
     pub id: ServerId,
     /// Whether the server takes new connections.
     pub is_eligible: bool,
-    /// Whether the server gets its full share, because its slow start has ended.
+    /// Whether the server gets its full share, because it is not in slow start.
     pub has_full_share: bool,
 }
 
@@ -91,7 +91,7 @@ impl From<&RackConfiguration> for v1::RackConfiguration {
         };
         let to_service = |service: &RackService| v1::RackService {
             index: service.index.get().into(),
-            policy: service.policy.clone(),
+            policy: service.policy_name.clone(),
             bucket_count: service.bucket_count.get(),
             places_requests: service.places_each_datagram,
             server_id: service.members.iter().map(|member| member.id.get().into()).collect(),
@@ -119,20 +119,26 @@ impl TryFrom<&v1::RackConfiguration> for RackConfiguration {
             report_interval: Duration::from_millis(message.report_interval_ms.into()),
             detail_interval: Duration::from_millis(message.detail_interval_ms.into()),
             load_ewma_alpha: SmoothingWeight::new(message.alpha).map_err(|error| WireError::new("alpha", error))?,
-            servers: message.servers.iter().map(parse_server).collect::<Result<_, _>>().within("servers")?,
-            services: message.services.iter().map(parse_service).collect::<Result<_, _>>().within("services")?,
+            servers: message.servers.iter().map(parse_server).collect::<Result<_, _>>().with_field_prefix("servers")?,
+            services: message
+                .services
+                .iter()
+                .map(parse_service)
+                .collect::<Result<_, _>>()
+                .with_field_prefix("services")?,
         })
     }
 }
 
-/// Packs agents' messages and summaries into rack messages of limited size. Returns at least one, as a sign of life.
-pub fn pack_rack_messages(agents: Vec<v1::FromAgent>, summaries: Vec<v1::RackSummary>) -> Vec<v1::RackMessage> {
+/// Packs agents' messages and summaries into rack messages of limited size. Returns at least one message, as a sign of
+/// life.
+pub fn pack_into_rack_messages(agents: Vec<v1::FromAgent>, summaries: Vec<v1::RackSummary>) -> Vec<v1::RackMessage> {
     let mut packed_messages = PackedMessages { last_message_bytes: 0, messages: vec![v1::RackMessage::default()] };
     for agent in agents {
-        packed_messages.message_with_room(agent.encoded_len()).agents.push(agent);
+        packed_messages.message_with_room_for(agent.encoded_len()).agents.push(agent);
     }
     for summary in summaries {
-        packed_messages.message_with_room(summary.encoded_len()).summaries.push(summary);
+        packed_messages.message_with_room_for(summary.encoded_len()).summaries.push(summary);
     }
     packed_messages.messages
 }
@@ -143,12 +149,12 @@ struct PackedMessages {
 }
 
 impl PackedMessages {
-    fn message_with_room(&mut self, bytes: usize) -> &mut v1::RackMessage {
-        if self.last_message_bytes > 0 && self.last_message_bytes + bytes > MAX_MESSAGE_BYTES {
+    fn message_with_room_for(&mut self, added_bytes: usize) -> &mut v1::RackMessage {
+        if self.last_message_bytes > 0 && self.last_message_bytes + added_bytes > MAX_MESSAGE_BYTES {
             self.messages.push(v1::RackMessage::default());
             self.last_message_bytes = 0;
         }
-        self.last_message_bytes += bytes;
+        self.last_message_bytes += added_bytes;
         self.messages.last_mut().expect("there is at least one")
     }
 }
@@ -180,7 +186,7 @@ fn parse_service(message: &v1::RackService) -> Result<RackService, WireError> {
     };
     Ok(RackService {
         index: ServiceIndex::parse("index", message.index)?,
-        policy: message.policy.clone(),
+        policy_name: message.policy.clone(),
         bucket_count: BucketCount::new(message.bucket_count.into())
             .map_err(|error| WireError::new("bucket_count", error))?,
         places_each_datagram: message.places_requests,
@@ -188,10 +194,10 @@ fn parse_service(message: &v1::RackService) -> Result<RackService, WireError> {
     })
 }
 
-/// Converts the summary of a service to a message.
-pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::RackSummary {
+/// Returns the message for the rack summary of a service.
+pub fn encode_summary(service: ServiceIndex, summary: &RackSummary) -> v1::RackSummary {
     let mut message = v1::RackSummary { service_index: service.get().into(), ..Default::default() };
-    let position_of =
+    let position_of_server =
         |id: ServerId| summary.servers.binary_search_by_key(&id, |server| server.id).expect("a server of the summary");
     for server in &summary.servers {
         let id = u32::from(server.id.get());
@@ -202,19 +208,19 @@ pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::Rack
             message.slow_start.push(v1::CoreLoads { server_id: id, load: cores.to_vec() });
         }
     }
-    let to_spread = |(class, bins): &(ServerClass, HistogramBins)| v1::LoadSpread {
+    let to_load_spread = |(class, bins): &(ServerClass, HistogramBins)| v1::LoadSpread {
         weight: class.weight.get(),
         speed: class.speed,
         bin: packed::encode_integers(bins.iter().map(|(bin, _)| u64::from(*bin))),
         cores: packed::encode_integers(bins.iter().map(|(_, bin)| bin.core_count)),
         sum: packed::encode_integers(bins.iter().map(|(_, bin)| bin.load_sum)),
     };
-    message.spreads = summary.histograms_by_class.iter().map(to_spread).collect();
+    message.spreads = summary.histograms_by_class.iter().map(to_load_spread).collect();
     let to_candidate_list = |list: &CandidateList| v1::CandidateList {
         key: list.key.bytes().to_vec().into(),
         input_transform: list.key.input_transform().ethtool_number().into(),
         per_bucket: list.candidates_per_bucket as u32,
-        server: packed::encode_integers(list.candidates.iter().map(|(core, _)| position_of(core.server) as u64)),
+        server: packed::encode_integers(list.candidates.iter().map(|(core, _)| position_of_server(core.server) as u64)),
         core: packed::encode_integers(list.candidates.iter().map(|(core, _)| u64::from(core.core))),
         load: packed::encode_doubles(list.candidates.iter().map(|(_, load)| *load)),
     };
@@ -222,8 +228,8 @@ pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::Rack
     message
 }
 
-/// Parses a summary and the index of its service. The error names the invalid field and the expected values.
-pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSummary), WireError> {
+/// Parses a rack summary and the index of its service. An error has the invalid field and the expected values.
+pub fn parse_rack_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSummary), WireError> {
     let service = ServiceIndex::parse("service_index", message.service_index)?;
     let mut servers = parse_servers(message)?;
     for loads in &message.slow_start {
@@ -235,14 +241,14 @@ pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSum
         servers[position].loads = ServerLoads::Relayed(loads.load.clone().into());
     }
     let histograms_by_class: Vec<_> =
-        message.spreads.iter().map(parse_spread).collect::<Result<_, _>>().within("spreads")?;
-    let mut known_classes = HashSet::new();
-    if !histograms_by_class.iter().all(|(class, _)| known_classes.insert((class.weight.get(), class.speed.to_bits()))) {
+        message.spreads.iter().map(parse_spread).collect::<Result<_, _>>().with_field_prefix("spreads")?;
+    let mut used_classes = HashSet::new();
+    if !histograms_by_class.iter().all(|(class, _)| used_classes.insert((class.weight.get(), class.speed.to_bits()))) {
         return Err(WireError::new("spreads", "two of one weight and speed: expected one"));
     }
     let server_ids: Vec<ServerId> = servers.iter().map(|server| server.id).collect();
     let parse_list = |list: &v1::CandidateList| parse_candidate_list(list, &server_ids);
-    let candidate_lists = message.lists.iter().map(parse_list).collect::<Result<_, _>>().within("lists")?;
+    let candidate_lists = message.lists.iter().map(parse_list).collect::<Result<_, _>>().with_field_prefix("lists")?;
     Ok((service, RackSummary { servers, histograms_by_class, candidate_lists }))
 }
 
@@ -254,7 +260,7 @@ fn parse_servers(message: &v1::RackSummary) -> Result<Vec<SummarizedServer>, Wir
         return Err(WireError::new("server_id", "not in ascending order"));
     }
     let server_fields = message.server_id.iter().zip(&message.cores).zip(&message.load_sum);
-    let parse_reduced_server = |((id, cores), sum): ((&u32, &u32), &f64)| {
+    let parse_summarized_server = |((id, cores), sum): ((&u32, &u32), &f64)| {
         if !(1..=MAX_CORES as u32).contains(cores) {
             return Err(WireError::new("cores", format!("{cores}: expected 1 to {MAX_CORES}")));
         }
@@ -262,7 +268,7 @@ fn parse_servers(message: &v1::RackSummary) -> Result<Vec<SummarizedServer>, Wir
         let loads = ServerLoads::Aggregated { sum: *sum, core_count: *cores };
         Ok(SummarizedServer { id: parse_server_id("server_id", *id)?, loads })
     };
-    server_fields.map(parse_reduced_server).collect()
+    server_fields.map(parse_summarized_server).collect()
 }
 
 fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, HistogramBins), WireError> {
@@ -279,14 +285,14 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, HistogramBins)
         .zip(packed::decode_integers(&message.sum));
     for ((bin, core_count), sum) in bin_fields {
         let (Some(bin), Some(core_count), Some(sum)) = (bin, core_count, sum) else {
-            return Err(packed::unreadable_number_error("bin, cores, sum"));
+            return Err(packed::invalid_integer_error("bin, cores, sum"));
         };
         let out_of_range = || WireError::new("bin", format!("{bin}: expected 0 to {}", LoadHistogram::BIN_COUNT - 1));
         let bin = u16::try_from(bin).ok().filter(|bin| *bin < LoadHistogram::BIN_COUNT).ok_or_else(out_of_range)?;
-        let max_sum = core_count.saturating_mul(MAX_CORE_LOAD_FIXED_POINT);
-        if core_count > MAX_CORES_PER_BIN || sum > max_sum {
+        let max_load_sum = core_count.saturating_mul(MAX_CORE_LOAD_FIXED_POINT);
+        if core_count > MAX_CORES_PER_BIN || sum > max_load_sum {
             let problem = format!(
-                "{core_count} cores with a sum of {sum}: expected at most {MAX_CORES_PER_BIN}, and of {max_sum}"
+                "{core_count} cores with a sum of {sum}: expected at most {MAX_CORES_PER_BIN}, and of {max_load_sum}"
             );
             return Err(WireError::new("cores", problem));
         }
@@ -298,8 +304,9 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, HistogramBins)
     Ok((class, bins))
 }
 
-/// Parses a candidate list of servers with these `ids`. It is a hot path, as each message has thousands of candidates.
-fn parse_candidate_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result<CandidateList, WireError> {
+/// Parses a candidate list whose servers are `server_ids`. This is a hot path, because each message has thousands of
+/// candidates.
+fn parse_candidate_list(message: &v1::CandidateList, server_ids: &[ServerId]) -> Result<CandidateList, WireError> {
     let candidate_count = packed::count_integers(&message.server);
     check_length("core", packed::count_integers(&message.core), candidate_count)?;
     check_length("load", packed::count_doubles("load", &message.load)?, candidate_count)?;
@@ -312,10 +319,10 @@ fn parse_candidate_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result
     let mut candidates = Vec::with_capacity(candidate_count);
     for ((server, core), load) in server_cores.zip(packed::decode_doubles(&message.load)) {
         let (Some(server), Some(core)) = (server, core) else {
-            return Err(packed::unreadable_number_error("server, core"));
+            return Err(packed::invalid_integer_error("server, core"));
         };
-        let Some(id) = usize::try_from(server).ok().and_then(|position| ids.get(position)) else {
-            return Err(WireError::new("server", format!("{server}: expected a position below {}", ids.len())));
+        let Some(id) = usize::try_from(server).ok().and_then(|position| server_ids.get(position)) else {
+            return Err(WireError::new("server", format!("{server}: expected a position below {}", server_ids.len())));
         };
         let Ok(core) = u16::try_from(core) else {
             return Err(WireError::new("core", format!("{core}: expected below 65536")));
@@ -339,11 +346,11 @@ fn check_total_load(field: &str, load: f64, cores: u32) -> Result<(), WireError>
     Err(WireError::new(field, format!("{load}: expected a number from 0 to {max_load}")))
 }
 
-fn check_length(field: &str, length: usize, expected: usize) -> Result<(), WireError> {
-    if length == expected {
+fn check_length(field: &str, length: usize, expected_length: usize) -> Result<(), WireError> {
+    if length == expected_length {
         return Ok(());
     }
-    Err(WireError::new(field, format!("{length} entries: expected {expected}")))
+    Err(WireError::new(field, format!("{length} entries: expected {expected_length}")))
 }
 
 #[cfg(test)]
@@ -360,14 +367,14 @@ mod tests {
         let server = |n: u64| PoolServer {
             loads: Some(vec![n as f64 / 10.0; 4].into()),
             rss: Some(RssConfig {
-                key: RssKey::microsoft(),
+                key: RssKey::microsoft_verification_key(),
                 indirection_table: IndirectionTable::balanced(n, 128, 4).unwrap(),
             }),
             slow_start_fraction: if n == 2 { 0.5 } else { 1.0 },
             ..PoolServer::new((n * 31).try_into().unwrap())
         };
         let pool = Pool::new((0..5).map(server).collect(), 1);
-        RackSummary::of(&pool, policy_by_name("crossrss-plus", 1).unwrap().as_mut(), BucketCount::PAPER_VALUE, 8)
+        RackSummary::from_pool(&pool, policy_by_name("crossrss-plus", 1).unwrap().as_mut(), BucketCount::PAPER_VALUE, 8)
     }
 
     #[test]
@@ -375,15 +382,15 @@ mod tests {
         let service = ServiceIndex::new(3).unwrap();
         let summary = sample_summary();
         assert_eq!(summary.candidate_lists[0].candidates_per_bucket, 4);
-        assert_eq!(parse_summary(&summary_message(service, &summary)), Ok((service, summary)));
+        assert_eq!(parse_rack_summary(&encode_summary(service, &summary)), Ok((service, summary)));
     }
 
     #[test]
     fn large_summary_is_split_into_messages() {
-        let message = summary_message(ServiceIndex::new(3).unwrap(), &sample_summary());
+        let message = encode_summary(ServiceIndex::new(3).unwrap(), &sample_summary());
         let (bytes, count) = (message.encoded_len(), 3 * MAX_MESSAGE_BYTES / message.encoded_len());
         let agent = v1::FromAgent { stream: 7, message: None };
-        let messages = pack_rack_messages(vec![agent.clone()], vec![message.clone(); count]);
+        let messages = pack_into_rack_messages(vec![agent.clone()], vec![message.clone(); count]);
         assert!((3..=4).contains(&messages.len()), "{} of {bytes} bytes in {}", count, messages.len());
         assert!(messages.iter().all(|message| message.encoded_len() < 2 * MAX_MESSAGE_BYTES));
         assert_eq!(messages[0].agents, [agent]);
@@ -391,7 +398,7 @@ mod tests {
             messages.into_iter().flat_map(|message| message.summaries).collect::<Vec<_>>(),
             vec![message; count]
         );
-        assert_eq!(pack_rack_messages(vec![], vec![]), [v1::RackMessage::default()]);
+        assert_eq!(pack_into_rack_messages(vec![], vec![]), [v1::RackMessage::default()]);
     }
 
     fn replace_number(numbers: &mut Bytes, position: usize, number: u64) {
@@ -402,43 +409,55 @@ mod tests {
 
     #[test]
     fn invalid_summaries_are_rejected() {
-        let error = |change: fn(&mut v1::RackSummary)| {
-            let mut message = summary_message(ServiceIndex::new(0).unwrap(), &sample_summary());
+        let error_after_change = |change: fn(&mut v1::RackSummary)| {
+            let mut message = encode_summary(ServiceIndex::new(0).unwrap(), &sample_summary());
             change(&mut message);
-            parse_summary(&message).unwrap_err().to_string()
+            parse_rack_summary(&message).unwrap_err().to_string()
         };
-        assert_eq!(error(|m| m.server_id[1] = 500), "server_id: not in ascending order");
-        assert_eq!(error(|m| m.load_sum[0] = f64::NAN), "load_sum: NaN: expected a number from 0 to 64");
-        assert_eq!(error(|m| m.load_sum[0] = 65.0), "load_sum: 65: expected a number from 0 to 64");
-        assert_eq!(error(|m| m.cores[0] = 4097), "cores: 4097: expected 1 to 4096");
-        assert_eq!(error(|m| m.slow_start[0].server_id = 7), "slow_start.server_id: 7: expected one of `server_id`");
-        assert_eq!(error(|m| m.slow_start[0].load.truncate(3)), "slow_start.load: 3 entries: expected 4");
+        assert_eq!(error_after_change(|m| m.server_id[1] = 500), "server_id: not in ascending order");
+        assert_eq!(error_after_change(|m| m.load_sum[0] = f64::NAN), "load_sum: NaN: expected a number from 0 to 64");
+        assert_eq!(error_after_change(|m| m.load_sum[0] = 65.0), "load_sum: 65: expected a number from 0 to 64");
+        assert_eq!(error_after_change(|m| m.cores[0] = 4097), "cores: 4097: expected 1 to 4096");
         assert_eq!(
-            error(|m| replace_number(&mut m.lists[0].server, 9, 5)),
+            error_after_change(|m| m.slow_start[0].server_id = 7),
+            "slow_start.server_id: 7: expected one of `server_id`"
+        );
+        assert_eq!(error_after_change(|m| m.slow_start[0].load.truncate(3)), "slow_start.load: 3 entries: expected 4");
+        assert_eq!(
+            error_after_change(|m| replace_number(&mut m.lists[0].server, 9, 5)),
             "lists.server: 5: expected a position below 5"
         );
-        assert_eq!(error(|m| m.lists[0].load.truncate(9)), "lists.load: 9 bytes: expected 8 for each number");
-        assert_eq!(error(|m| m.lists[0].core.truncate(4)), "lists.core: 4 entries: expected 512");
         assert_eq!(
-            error(|m| m.lists[0].load = vec![0xff; 512 * 8].into()),
+            error_after_change(|m| m.lists[0].load.truncate(9)),
+            "lists.load: 9 bytes: expected 8 for each number"
+        );
+        assert_eq!(error_after_change(|m| m.lists[0].core.truncate(4)), "lists.core: 4 entries: expected 512");
+        assert_eq!(
+            error_after_change(|m| m.lists[0].load = vec![0xff; 512 * 8].into()),
             "lists.load: NaN: expected a number from 0 to 16"
         );
-        assert_eq!(error(|m| m.lists[0].per_bucket = 9), "lists.per_bucket: 9: expected 1 to 8");
-        assert_eq!(error(|m| replace_number(&mut m.spreads[0].bin, 0, 5_000)), "spreads.bin: 5000: expected 0 to 2049");
-        assert_eq!(error(|m| replace_number(&mut m.spreads[0].bin, 1, 0)), "spreads.bin: not in ascending order");
+        assert_eq!(error_after_change(|m| m.lists[0].per_bucket = 9), "lists.per_bucket: 9: expected 1 to 8");
         assert_eq!(
-            error(|m| m.spreads.push(m.spreads[0].clone())),
+            error_after_change(|m| replace_number(&mut m.spreads[0].bin, 0, 5_000)),
+            "spreads.bin: 5000: expected 0 to 2049"
+        );
+        assert_eq!(
+            error_after_change(|m| replace_number(&mut m.spreads[0].bin, 1, 0)),
+            "spreads.bin: not in ascending order"
+        );
+        assert_eq!(
+            error_after_change(|m| m.spreads.push(m.spreads[0].clone())),
             "spreads: two of one weight and speed: expected one"
         );
         assert_eq!(
-            error(|m| replace_number(&mut m.spreads[0].sum, 0, u64::MAX)).split(": expected").next(),
+            error_after_change(|m| replace_number(&mut m.spreads[0].sum, 0, u64::MAX)).split(": expected").next(),
             Some("spreads.cores: 4 cores with a sum of 18446744073709551615")
         );
         assert!(
-            error(|m| replace_number(&mut m.spreads[0].cores, 0, 1 << 40))
+            error_after_change(|m| replace_number(&mut m.spreads[0].cores, 0, 1 << 40))
                 .starts_with("spreads.cores: 1099511627776 cores")
         );
-        assert_eq!(error(|m| m.spreads[0].speed = 0.0), "spreads.speed: 0: expected a number above 0");
+        assert_eq!(error_after_change(|m| m.spreads[0].speed = 0.0), "spreads.speed: 0: expected a number above 0");
     }
 
     #[test]
@@ -457,7 +476,7 @@ mod tests {
             }],
             services: vec![RackService {
                 index: ServiceIndex::new(1).unwrap(),
-                policy: "crossrss".to_owned(),
+                policy_name: "crossrss".to_owned(),
                 bucket_count: BucketCount::PAPER_VALUE,
                 places_each_datagram: false,
                 members: vec![member(9, true), member(11, false)],

@@ -8,66 +8,68 @@ use coreward_intf as intf;
 use coreward_model::load::CoreReadings;
 use prost::Message as _;
 
-use crate::sanitize::{retain_known_counters, sanitize, sanitize_dispatched, sanitize_refused};
+use crate::sanitize::{retain_known_counters, sanitize, sanitize_dispatched_service, sanitize_refused_updates};
 use crate::{ReportedRss, WireError, WireErrorContext as _, v1};
 
-/// Report of an agent. Counters are totals, not differences.
+/// Report of an agent about its server. Its counters are totals, not differences between reports.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AgentReport {
-    /// Time at which the report was sent, by the server's wall clock (since 1970).
+    /// Time at which the report was sent, by the server's wall clock (time since 1970).
     pub sent_at: Duration,
-    /// Time after which the server counts with the mean load unless a newer report arrives.
+    /// Time after which the report expires. The server then counts with the mean load until the next report.
     pub time_to_live: Duration,
-    /// Sequence number, time of measurement and busy times of the cores.
+    /// Sequence number of the report, time of measurement, and busy times of the cores.
     pub readings: CoreReadings,
-    /// Number of open TCP connections.
-    pub open_connections: u32,
-    /// Generation of the RSS configuration, which grows when it changes.
+    /// Number of the server's open TCP connections.
+    pub open_connection_count: u32,
+    /// Generation of the RSS configuration, which grows when the RSS configuration changes.
     pub rss_generation: u64,
     /// RSS configuration of the NIC, or `None` if it has not changed since an earlier report.
     pub rss: Option<ReportedRss>,
-    /// Number of SYNs that arrived on the predicted receive queue.
-    pub rss_matched: u64,
-    /// Number of SYNs that arrived on another receive queue than predicted.
-    pub rss_mismatched: u64,
-    /// Generation of the newest active configuration from this stream, or 0 if there is none yet.
+    /// Number of SYNs that arrived at the predicted receive queue.
+    pub rss_matched_syn_count: u64,
+    /// Number of SYNs that arrived at another receive queue than predicted.
+    pub rss_mismatched_syn_count: u64,
+    /// Generation of the newest active configuration that this stream delivered, or 0 if there is none yet.
     pub configuration_generation: u64,
-    /// Details of the server, or `None` if they have not changed since the stream's previous report.
+    /// Details of the server, or `None` if they have not changed since the previous report of the stream.
     pub details: Option<ReportDetails>,
 }
 
 const AGENT_COUNTER_NAMES: [&[&str]; 3] =
     [&intf::SERVER_COUNTER_NAMES, &intf::STEER_COUNTER_NAMES, &intf::DECAP_COUNTER_NAMES];
 
-/// Returns whether the service's `listen` is an address. Other text must not become a label of metrics.
+/// Returns whether the service's field `listen` is an address. Other text must not become a label of metrics.
 fn has_listen_address(service: &v1::DispatchedService) -> bool {
     service.listen.parse::<SocketAddr>().is_ok()
 }
 
-/// Parts of a report that tables do not need. Agents send them less often because they cause most of a report's cost.
+/// Parts of a report that placement tables do not need. Agents send them less often, because they cause most of a
+/// report's cost.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ReportDetails {
     /// Counters of the server's BPF programs by name.
     pub counters: Vec<(String, u64)>,
-    /// Warnings about the server, for the operator.
+    /// Warnings about the server, which are displayed to the operator.
     pub warnings: Vec<String>,
     /// UDP services whose requests `coreward dispatch` distributes at the server. They are only displayed.
-    pub dispatch: Vec<v1::DispatchedService>,
-    /// The newest count of connections, or `None` if there is none yet or the agent does not count.
-    pub connections: Option<CountedConnections>,
+    pub dispatched_services: Vec<v1::DispatchedService>,
+    /// Newest count of connections, or `None` if there is none yet or the agent does not count connections.
+    pub counted_connections: Option<CountedConnections>,
     /// Parts of the newest configuration that the agent cannot use.
     pub refused_updates: Vec<v1::RefusedUpdate>,
 }
 
-/// Counts of a server's TCP connections, from half-open to closing ones, without listening and TIME-WAIT sockets.
+/// Numbers of a server's TCP connections, from half-open to closing ones. Listening and TIME-WAIT sockets do not count.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CountedConnections {
-    /// Time from the start of the count until the report was sent (whole ms, up to 49 days).
+    /// Time from the start of the count to the sending of the report (whole ms, up to 49 days).
     pub age: Duration,
     /// Generation of the agent's configuration that was active when the count began.
     pub configuration_generation: u64,
-    /// Number of connections by service name, for all TCP services of that configuration, including those without any.
-    pub services: BTreeMap<String, u32>,
+    /// Number of connections by service name. All TCP services of that configuration are included, even without
+    /// connections.
+    pub connection_count_by_service: BTreeMap<String, u32>,
 }
 
 impl From<v1::CountedConnections> for CountedConnections {
@@ -75,7 +77,11 @@ impl From<v1::CountedConnections> for CountedConnections {
         Self {
             age: Duration::from_millis(message.age_ms.into()),
             configuration_generation: message.configuration_generation,
-            services: message.services.into_iter().map(|(name, count)| (sanitize(name), count)).collect(),
+            connection_count_by_service: message
+                .services
+                .into_iter()
+                .map(|(name, count)| (sanitize(name), count))
+                .collect(),
         }
     }
 }
@@ -85,22 +91,22 @@ impl From<CountedConnections> for v1::CountedConnections {
         Self {
             age_ms: u32::try_from(counted_connections.age.as_millis()).unwrap_or(u32::MAX),
             configuration_generation: counted_connections.configuration_generation,
-            services: counted_connections.services.into_iter().collect(),
+            services: counted_connections.connection_count_by_service.into_iter().collect(),
         }
     }
 }
 
-/// Reason why a report is unusable.
+/// Reason for which a report is unusable.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ReportError {
     /// The RSS configuration is invalid. Other parts may be valid, but the announced RSS generation is unusable.
     #[error("{0}")]
     InvalidRss(WireError),
-    /// The time to live is out of range. With 0, every report would be too old. With a long time, a dead agent would
-    /// block others.
+    /// The time to live is out of range. With 0, every report would be expired. With a long time, a dead agent's stream
+    /// would block the server's next agent.
     #[error("time_to_live_ms: {0}: expected 1 to {MAX_TIME_TO_LIVE_MS}")]
     TimeToLiveMsOutOfRange(u32),
-    /// A list in the report has more elements than one server may report.
+    /// A list in the report has more elements than a server may report.
     #[error("{field}: {count}: expected at most {limit}")]
     TooLarge {
         /// Name of the list's field.
@@ -112,22 +118,22 @@ pub enum ReportError {
     },
 }
 
-/// Maximum time to live of a report (ms). Agents report at least every second, and send full reports through a rack at
-/// least once a minute.
+/// Maximum time to live of a report (ms). Agents report at least once a second. Through a rack controller, they send
+/// full reports at least once a minute.
 pub const MAX_TIME_TO_LIVE_MS: u32 = 180_000;
-/// Maximum size in bytes of a message that a controller or a rack reads from an agent.
+/// Maximum size in bytes of a message that a controller or a rack controller reads from an agent.
 pub const MAX_AGENT_MESSAGE_BYTES: usize = 256 << 10;
 /// Maximum number of cores in a report.
 pub(crate) const MAX_CORES: usize = 4096;
 const MAX_COUNTERS: usize = 256;
 const MAX_WARNINGS: usize = 64;
 const MAX_DISPATCHED_SERVICES: usize = 1024;
-/// Maximum number of services in a report's count of connections, one per service index.
+/// Maximum number of services in a report's count of connections. It is one per service index.
 const MAX_COUNTED_SERVICES: usize = 1024;
-/// Maximum number of workers of all UDP services in a report, which allows one worker per core.
+/// Maximum number of workers of all UDP services in a report. It allows one worker per core.
 const MAX_WORKERS: usize = 4096;
 
-/// Checks that no list in the report is longer than one server may report.
+/// Checks that no list in the report is longer than a server may report.
 fn check_list_lengths(message: &v1::Report) -> Result<(), ReportError> {
     for (field_name, count, max_count) in [
         ("core_busy_ns", message.core_busy_ns.len(), MAX_CORES),
@@ -161,14 +167,19 @@ impl TryFrom<v1::Report> for AgentReport {
             .as_ref()
             .map(ReportedRss::try_from)
             .transpose()
-            .within("rss")
+            .with_field_prefix("rss")
             .map_err(ReportError::InvalidRss)?;
         let details = (!message.without_details).then(|| ReportDetails {
             counters: retain_known_counters(message.counters, &AGENT_COUNTER_NAMES).into_iter().collect(),
             warnings: message.warnings.into_iter().map(sanitize).collect(),
-            dispatch: message.dispatch.into_iter().filter(has_listen_address).map(sanitize_dispatched).collect(),
-            connections: message.connections.map(CountedConnections::from),
-            refused_updates: sanitize_refused(message.refused),
+            dispatched_services: message
+                .dispatch
+                .into_iter()
+                .filter(has_listen_address)
+                .map(sanitize_dispatched_service)
+                .collect(),
+            counted_connections: message.connections.map(CountedConnections::from),
+            refused_updates: sanitize_refused_updates(message.refused),
         });
         Ok(Self {
             sent_at: Duration::from_nanos(message.sent_unix_ns),
@@ -178,19 +189,20 @@ impl TryFrom<v1::Report> for AgentReport {
                 measured_ns: message.measured_ns,
                 busy_ns: message.core_busy_ns,
             },
-            open_connections: message.open_connections,
+            open_connection_count: message.open_connections,
             rss_generation: message.rss_generation,
             rss,
-            rss_matched: message.rss_matched,
-            rss_mismatched: message.rss_mismatched,
+            rss_matched_syn_count: message.rss_matched,
+            rss_mismatched_syn_count: message.rss_mismatched,
             configuration_generation: message.configuration_generation,
             details,
         })
     }
 }
 
-/// Removes lists that are only displayed, such as tables of 4,096 workers, from a report that is too large.
-pub fn reduce_oversized_report(mut report: v1::Report) -> v1::Report {
+/// Removes lists that are only displayed, such as tables of 4,096 workers, from a report that is too large for one
+/// message.
+pub fn remove_displayed_lists_if_oversized(mut report: v1::Report) -> v1::Report {
     // Room for the other parts of the message, and for the warning.
     const ENVELOPE_BYTES: usize = 256;
     if report.encoded_len() > MAX_AGENT_MESSAGE_BYTES - ENVELOPE_BYTES {
@@ -207,19 +219,24 @@ pub fn reduce_oversized_report(mut report: v1::Report) -> v1::Report {
 impl From<AgentReport> for v1::Report {
     fn from(report: AgentReport) -> Self {
         let without_details = report.details.is_none();
-        let ReportDetails { counters, warnings, dispatch, connections, refused_updates: refused } =
-            report.details.unwrap_or_default();
+        let ReportDetails {
+            counters,
+            warnings,
+            dispatched_services: dispatch,
+            counted_connections: connections,
+            refused_updates: refused,
+        } = report.details.unwrap_or_default();
         Self {
             sequence: report.readings.report_sequence,
             sent_unix_ns: report.sent_at.as_nanos() as u64,
             time_to_live_ms: report.time_to_live.as_millis() as u32,
             measured_ns: report.readings.measured_ns,
             core_busy_ns: report.readings.busy_ns,
-            open_connections: report.open_connections,
+            open_connections: report.open_connection_count,
             rss_generation: report.rss_generation,
             rss: report.rss.as_ref().map(v1::Rss::from),
-            rss_matched: report.rss_matched,
-            rss_mismatched: report.rss_mismatched,
+            rss_matched: report.rss_matched_syn_count,
+            rss_mismatched: report.rss_mismatched_syn_count,
             counters: counters.into_iter().collect(),
             warnings,
             dispatch,
@@ -235,7 +252,7 @@ impl From<AgentReport> for v1::Report {
 mod tests {
     use super::*;
 
-    /// Counter names are labels of metrics, so a sender must not invent them.
+    /// Counter names are labels of metrics, so a sender must not be able to add names.
     #[test]
     fn unknown_counter_names_are_dropped() {
         let unknown_counters = (0..255).map(|n| (format!("mine{n}"), n)).chain([("stamped".to_owned(), 12)]);
@@ -246,11 +263,11 @@ mod tests {
                 .unwrap();
         let details = report.details.unwrap();
         assert_eq!(details.counters, [("stamped".to_owned(), 12)]);
-        assert_eq!(details.dispatch.len(), 1);
+        assert_eq!(details.dispatched_services.len(), 1);
     }
 
     #[test]
-    fn counters_of_all_agent_programs_are_known() {
+    fn counters_of_all_bpf_programs_of_the_agent_are_known() {
         let counter_names =
             [&intf::SERVER_COUNTER_NAMES[..], &intf::STEER_COUNTER_NAMES, &intf::DECAP_COUNTER_NAMES].concat();
         let counters = counter_names.iter().map(|name| ((*name).to_owned(), 1)).collect();
@@ -312,8 +329,8 @@ mod tests {
     }
 
     #[test]
-    fn oversized_report_is_sent_without_dispatch_and_connections() {
-        assert_eq!(reduce_oversized_report(sample_report()), sample_report());
+    fn oversized_report_loses_dispatched_services_and_connection_counts() {
+        assert_eq!(remove_displayed_lists_if_oversized(sample_report()), sample_report());
         let worker = v1::DispatchedWorker {
             worker: u32::MAX,
             pid: u32::MAX,
@@ -329,7 +346,7 @@ mod tests {
         let busy_ns = vec![u64::MAX; MAX_CORES];
         let report = v1::Report { dispatch: vec![service], warnings, core_busy_ns: busy_ns.clone(), ..sample_report() };
         assert!(report.encoded_len() > MAX_AGENT_MESSAGE_BYTES);
-        let report = reduce_oversized_report(report);
+        let report = remove_displayed_lists_if_oversized(report);
         assert!(report.encoded_len() < MAX_AGENT_MESSAGE_BYTES - 100, "{}", report.encoded_len());
         assert_eq!((report.core_busy_ns, report.warnings.len()), (busy_ns, MAX_WARNINGS));
     }
@@ -359,6 +376,6 @@ mod tests {
         let policy = "\u{1b}[2J".into();
         let dispatch = vec![v1::DispatchedService { listen: "0.0.0.0:53".into(), policy, ..Default::default() }];
         let report = AgentReport::try_from(v1::Report { dispatch, ..sample_report() }).unwrap();
-        assert_eq!(report.details.unwrap().dispatch[0].policy, "\u{fffd}[2J");
+        assert_eq!(report.details.unwrap().dispatched_services[0].policy, "\u{fffd}[2J");
     }
 }

@@ -5,12 +5,12 @@ use coreward_model::rss::{IndirectionTable, InputTransform, RssConfig, RssKey};
 use crate::sanitize::sanitize_str;
 use crate::{WireError, v1};
 
-/// RSS configuration of an agent's NIC, as reported.
+/// RSS configuration of a server's NIC, as its agent reports it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReportedRss {
     /// Source of the RSS configuration: "ethtool" or "testbed emulation".
     pub source: String,
-    /// RSS key and indirection table, or `None` if the NIC does not show them.
+    /// RSS key and indirection table, or `None` if the NIC does not reveal them.
     pub rss: Option<RssConfig>,
 }
 
@@ -22,7 +22,12 @@ impl From<&ReportedRss> for v1::Rss {
             Some(rss) => Self {
                 source,
                 key: rss.key.bytes().to_vec(),
-                indirection_table: rss.indirection_table.queues().iter().map(|queue| u32::from(*queue)).collect(),
+                indirection_table: rss
+                    .indirection_table
+                    .queue_by_entry()
+                    .iter()
+                    .map(|queue| u32::from(*queue))
+                    .collect(),
                 input_transform: rss.key.input_transform().ethtool_number().into(),
             },
         }
@@ -44,7 +49,7 @@ impl TryFrom<&v1::Rss> for ReportedRss {
     }
 }
 
-/// Parses an RSS key and the transform of its input. Fails if the length is wrong or the transform is unknown.
+/// Parses an RSS key and its input transform. Fails if the key's length is wrong or the transform is unknown.
 pub(crate) fn parse_key(bytes: &[u8], input_transform: u32) -> Result<RssKey, WireError> {
     let key = RssKey::new(bytes).map_err(|error| WireError::new("key", error))?;
     let transform =
@@ -56,9 +61,9 @@ pub(crate) fn parse_key(bytes: &[u8], input_transform: u32) -> Result<RssKey, Wi
 mod tests {
     use super::*;
 
-    fn rss_message(key: usize, entries: usize) -> v1::Rss {
-        let indirection_table = (0..entries as u32).collect();
-        v1::Rss { source: "ethtool".into(), key: vec![7; key], indirection_table, input_transform: 0 }
+    fn rss_message(key_bytes: usize, entry_count: usize) -> v1::Rss {
+        let indirection_table = (0..entry_count as u32).collect();
+        v1::Rss { source: "ethtool".into(), key: vec![7; key_bytes], indirection_table, input_transform: 0 }
     }
 
     #[test]
@@ -71,15 +76,15 @@ mod tests {
 
     #[test]
     fn malformed_rss_is_rejected() {
-        let error = |message| ReportedRss::try_from(&message).unwrap_err().to_string();
+        let parse_error = |message| ReportedRss::try_from(&message).unwrap_err().to_string();
         assert_eq!(
-            error(rss_message(40, 100)),
+            parse_error(rss_message(40, 100)),
             "indirection_table: an indirection table of 100 entries: expected a power of two from 1 to 2048"
         );
-        assert_eq!(error(rss_message(39, 128)), "key: an RSS key of 39 bytes: expected 40 to 52");
-        assert_eq!(error(rss_message(0, 128)), "key: an RSS key of 0 bytes: expected 40 to 52");
+        assert_eq!(parse_error(rss_message(39, 128)), "key: an RSS key of 39 bytes: expected 40 to 52");
+        assert_eq!(parse_error(rss_message(0, 128)), "key: an RSS key of 0 bytes: expected 40 to 52");
         assert_eq!(
-            error(v1::Rss { input_transform: 3, ..rss_message(40, 128) }),
+            parse_error(v1::Rss { input_transform: 3, ..rss_message(40, 128) }),
             "input_transform: input transform 3 of RSS: expected 0 (none), 1 (symmetric-xor) or 2 (symmetric-or-xor)"
         );
     }

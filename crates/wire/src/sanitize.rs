@@ -8,17 +8,17 @@ use coreward_intf as intf;
 use crate::v1;
 
 const MAX_TEXT_CHARS: usize = 512;
-/// Maximum number of services, one per service index. The same limit applies to each kind of counters.
-const MAX_COUNTS: usize = 1024;
+/// Maximum number of services, which is one per service index. The same limit applies to each kind of counter.
+const MAX_COUNTERS: usize = 1024;
 /// Maximum number of servers, which is the number of server ids.
 const MAX_SERVERS: usize = 16_384;
 
-/// Returns the text with control characters replaced, and cut to 512 characters.
+/// Returns the text with control characters replaced and its length limited to 512 characters.
 pub fn sanitize_str(text: &str) -> String {
     text.chars().take(MAX_TEXT_CHARS).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
-/// Returns the same text as [`sanitize_str`], without a copy if nothing changes.
+/// Returns the same text as [`sanitize_str`]. If the text needs no change, it is not copied.
 pub fn sanitize(text: String) -> String {
     let needs_no_change = text.len() <= MAX_TEXT_CHARS && !text.chars().any(char::is_control);
     if needs_no_change { text } else { sanitize_str(&text) }
@@ -28,20 +28,20 @@ fn sanitize_texts(texts: Vec<String>) -> Vec<String> {
     texts.into_iter().take(MAX_SERVERS).map(sanitize).collect()
 }
 
-/// Returns the counts with sanitized names.
+/// Returns the counts, with sanitized names.
 pub fn sanitize_counts(counts: HashMap<String, u64>) -> HashMap<String, u64> {
-    counts.into_iter().take(MAX_COUNTS).map(|(name, count)| (sanitize(name), count)).collect()
+    counts.into_iter().take(MAX_COUNTERS).map(|(name, count)| (sanitize(name), count)).collect()
 }
 
-/// Returns the counters with known names. Unknown ones could create endless metrics series, because names become
+/// Returns the counters that have known names. Unknown names could create endless metrics series, because names become
 /// labels.
 pub fn retain_known_counters(counts: HashMap<String, u64>, known_names: &[&[&str]]) -> HashMap<String, u64> {
     let is_known = |name: &String| known_names.iter().any(|names| names.contains(&name.as_str()));
     counts.into_iter().filter(|(name, _)| is_known(name)).collect()
 }
 
-/// Sanitizes an agent's state of a UDP service.
-pub fn sanitize_dispatched(service: v1::DispatchedService) -> v1::DispatchedService {
+/// Sanitizes the texts in an agent's state of a UDP service.
+pub fn sanitize_dispatched_service(service: v1::DispatchedService) -> v1::DispatchedService {
     v1::DispatchedService {
         listen: sanitize(service.listen),
         policy: sanitize(service.policy),
@@ -50,18 +50,18 @@ pub fn sanitize_dispatched(service: v1::DispatchedService) -> v1::DispatchedServ
     }
 }
 
-/// Sanitizes rejected updates.
-pub fn sanitize_refused(refused_updates: Vec<v1::RefusedUpdate>) -> Vec<v1::RefusedUpdate> {
+/// Sanitizes the texts in rejected updates.
+pub fn sanitize_refused_updates(refused_updates: Vec<v1::RefusedUpdate>) -> Vec<v1::RefusedUpdate> {
     let sanitize_update = |refused_update: v1::RefusedUpdate| v1::RefusedUpdate {
         service: sanitize(refused_update.service),
         reason: sanitize(refused_update.reason),
         ..refused_update
     };
-    refused_updates.into_iter().take(MAX_COUNTS).map(sanitize_update).collect()
+    refused_updates.into_iter().take(MAX_COUNTERS).map(sanitize_update).collect()
 }
 
-/// Sanitizes a load balancer's state.
-pub fn sanitize_state(state: v1::LoadBalancerState) -> v1::LoadBalancerState {
+/// Sanitizes the texts in a load balancer's state.
+pub fn sanitize_load_balancer_state(state: v1::LoadBalancerState) -> v1::LoadBalancerState {
     let sanitize_clock = |clock: v1::ServerClock| v1::ServerClock {
         service: sanitize(clock.service),
         server: sanitize(clock.server),
@@ -69,7 +69,7 @@ pub fn sanitize_state(state: v1::LoadBalancerState) -> v1::LoadBalancerState {
         problem: sanitize(clock.problem),
         ..clock
     };
-    let sanitize_packets = |stamped_packets: v1::StampedPackets| v1::StampedPackets {
+    let sanitize_stamped_packets = |stamped_packets: v1::StampedPackets| v1::StampedPackets {
         service: sanitize(stamped_packets.service),
         ..stamped_packets
     };
@@ -82,8 +82,8 @@ pub fn sanitize_state(state: v1::LoadBalancerState) -> v1::LoadBalancerState {
         unresolved_load_balancers: sanitize_texts(state.unresolved_load_balancers),
         server_clocks: state.server_clocks.into_iter().take(MAX_SERVERS).map(sanitize_clock).collect(),
         warnings: sanitize_texts(state.warnings),
-        refused: sanitize_refused(state.refused),
-        stamped_services: state.stamped_services.into_iter().take(MAX_COUNTS).map(sanitize_packets).collect(),
+        refused: sanitize_refused_updates(state.refused),
+        stamped_services: state.stamped_services.into_iter().take(MAX_COUNTERS).map(sanitize_stamped_packets).collect(),
         ..state
     }
 }
@@ -93,12 +93,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn control_characters_are_removed() {
+    fn control_characters_are_replaced() {
         let escape_sequence = || "\u{1b}[2Jgone".to_owned();
         assert_eq!(sanitize("s1".into()), "s1");
         assert_eq!(sanitize(escape_sequence()), "\u{fffd}[2Jgone");
         assert_eq!(sanitize("ä".repeat(600)).chars().count(), MAX_TEXT_CHARS);
-        let state = sanitize_state(v1::LoadBalancerState {
+        let state = sanitize_load_balancer_state(v1::LoadBalancerState {
             xdp_mode: escape_sequence(),
             counters: (0..5000).map(|n| (format!("\n{n}"), n)).chain([("new_connection".to_owned(), 1)]).collect(),
             table_generations: (0..5000).map(|n| (format!("\n{n}"), n)).collect(),
@@ -109,7 +109,7 @@ mod tests {
             ..Default::default()
         });
         // Only known counter names remain, because they are labels of metrics.
-        assert_eq!((state.counters.len(), state.table_generations.len(), state.connections), (1, MAX_COUNTS, 7));
+        assert_eq!((state.counters.len(), state.table_generations.len(), state.connections), (1, MAX_COUNTERS, 7));
         let service = &state.stamped_services[0].service;
         let displayed_texts = [&state.xdp_mode, &state.unresolved_servers[0], &state.server_clocks[0].problem, service];
         assert!(displayed_texts.into_iter().chain(state.counters.keys()).all(|text| !text.contains(char::is_control)));

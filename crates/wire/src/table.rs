@@ -12,30 +12,30 @@ use crate::configuration::ServiceIndex;
 use crate::rss::parse_key;
 use crate::{WireError, WireErrorContext as _, v1};
 
-/// Returns the encoded message, which the streams of all load balancers share.
-pub fn encode(service: ServiceIndex, table: &PlacementTable) -> Bytes {
+/// Returns the encoded message of a placement table, which the streams of all load balancers share.
+pub fn encode_table(service: ServiceIndex, table: &PlacementTable) -> Bytes {
     to_message(service, table).encode_to_vec().into()
 }
 
-/// Parses a table. Fails if `bytes` are not a table that the data plane could hold.
-pub fn decode(bytes: Bytes) -> Result<(ServiceIndex, PlacementTable), WireError> {
+/// Parses a placement table. Fails if `bytes` are not a table that the data plane can hold.
+pub fn decode_table(bytes: Bytes) -> Result<(ServiceIndex, PlacementTable), WireError> {
     let message = v1::PlacementTable::decode(bytes).map_err(|error| WireError::new("table", error))?;
     parse_table(&message)
 }
 
 fn to_message(service: ServiceIndex, table: &PlacementTable) -> v1::PlacementTable {
-    let map_candidates = |field: fn(&CandidateCore) -> u32| table.candidates.iter().map(field).collect();
+    let candidate_field_values = |field: fn(&CandidateCore) -> u32| table.candidates.iter().map(field).collect();
     v1::PlacementTable {
         service_index: service.get().into(),
         generation: table.generation,
         rule: table.rule.name().to_owned(),
         bucket_count: table.bucket_count.get(),
         candidates_per_bucket: table.candidates_per_bucket,
-        group_keys: table.groups.iter().map(|key| key.bytes().to_vec()).collect(),
-        group_inputs: table.groups.iter().map(|key| key.input_transform().ethtool_number().into()).collect(),
-        candidate_load: map_candidates(|candidate| candidate.fixed_point_load),
-        candidate_server_id: map_candidates(|candidate| candidate.server.get().into()),
-        candidate_core_slot: map_candidates(|candidate| candidate.core_slot.into()),
+        group_keys: table.rss_key_by_group.iter().map(|key| key.bytes().to_vec()).collect(),
+        group_inputs: table.rss_key_by_group.iter().map(|key| key.input_transform().ethtool_number().into()).collect(),
+        candidate_load: candidate_field_values(|candidate| candidate.fixed_point_load),
+        candidate_server_id: candidate_field_values(|candidate| candidate.server.get().into()),
+        candidate_core_slot: candidate_field_values(|candidate| candidate.core_slot.into()),
         assignment_cost: table.assignment_cost,
         member_server_id: table.members.iter().map(|member| member.server.get().into()).collect(),
         member_load: table.members.iter().map(|member| member.fixed_point_load).collect(),
@@ -59,11 +59,11 @@ fn parse_table(message: &v1::PlacementTable) -> Result<(ServiceIndex, PlacementT
     let service = ServiceIndex::parse("service_index", message.service_index)?;
     let table = PlacementTable {
         generation: message.generation,
-        rule: parse_rule(&message.rule)?,
+        rule: parse_placement_rule(&message.rule)?,
         bucket_count: BucketCount::new(message.bucket_count.into())
             .map_err(|error| WireError::new("bucket_count", error))?,
-        groups: parse_groups(&message.group_keys, &message.group_inputs)?,
-        candidates_per_bucket: check_maximum(
+        rss_key_by_group: parse_rss_keys(&message.group_keys, &message.group_inputs)?,
+        candidates_per_bucket: check_max_value(
             "candidates_per_bucket",
             message.candidates_per_bucket,
             intf::MAX_CANDIDATES,
@@ -77,16 +77,16 @@ fn parse_table(message: &v1::PlacementTable) -> Result<(ServiceIndex, PlacementT
         down_servers: parse_server_ids("down_server_id", &message.down_server_id)?,
         core_slot_ages: message.core_slot_age.clone(),
     };
-    check_lengths(&table)?;
+    check_list_lengths(&table)?;
     Ok((service, table))
 }
 
-fn parse_rule(name: &str) -> Result<PlacementRule, WireError> {
+fn parse_placement_rule(name: &str) -> Result<PlacementRule, WireError> {
     let expected = || format!("rule {name:?} is not known: expected one of {}", intf::PLACEMENT_RULE_NAMES.join(", "));
     PlacementRule::from_name(name).ok_or_else(|| WireError::new("rule", expected()))
 }
 
-fn check_maximum(field: &str, value: u32, max_value: u32) -> Result<u32, WireError> {
+fn check_max_value(field: &str, value: u32, max_value: u32) -> Result<u32, WireError> {
     if value <= max_value {
         Ok(value)
     } else {
@@ -101,23 +101,23 @@ fn check_max_length(field: &str, length: usize, max_length: u32) -> Result<(), W
     Err(WireError::new(field, format!("{length} entries: expected at most {max_length}")))
 }
 
-fn check_length(field: &str, length: usize, expected: usize) -> Result<(), WireError> {
-    if length == expected {
+fn check_length(field: &str, length: usize, expected_length: usize) -> Result<(), WireError> {
+    if length == expected_length {
         return Ok(());
     }
-    Err(WireError::new(field, format!("{length} entries: expected {expected}")))
+    Err(WireError::new(field, format!("{length} entries: expected {expected_length}")))
 }
 
-fn parse_groups(keys: &[Vec<u8>], inputs: &[u32]) -> Result<Vec<RssKey>, WireError> {
+fn parse_rss_keys(keys: &[Vec<u8>], input_transforms: &[u32]) -> Result<Vec<RssKey>, WireError> {
     check_max_length("group_keys", keys.len(), intf::MAX_RSS_GROUPS)?;
-    if !inputs.is_empty() {
-        check_length("group_inputs", inputs.len(), keys.len())?;
+    if !input_transforms.is_empty() {
+        check_length("group_inputs", input_transforms.len(), keys.len())?;
     }
-    let inputs = inputs.iter().copied().chain(std::iter::repeat(0));
+    let inputs = input_transforms.iter().copied().chain(std::iter::repeat(0));
     keys.iter()
         .zip(inputs)
         .enumerate()
-        .map(|(group, (key, input))| parse_key(key, input).within(format!("groups[{group}]")))
+        .map(|(group, (key, input))| parse_key(key, input).with_field_prefix(format!("groups[{group}]")))
         .collect()
 }
 
@@ -174,14 +174,19 @@ fn parse_members(message: &v1::PlacementTable) -> Result<Vec<TableMember>, WireE
         .collect()
 }
 
-/// Checks that the lists have consistent lengths, so that every position that the data plane computes exists.
-fn check_lengths(table: &PlacementTable) -> Result<(), WireError> {
+/// Checks that the lists of the table have consistent lengths, so that every position that the data plane computes
+/// exists.
+fn check_list_lengths(table: &PlacementTable) -> Result<(), WireError> {
     let bucket_count = table.bucket_count.get() as usize;
     let candidates_per_bucket = table.candidates_per_bucket as usize;
     if !table.core_slot_ages.is_empty() {
         check_length("core_slot_age", table.core_slot_ages.len(), table.core_slots.len())?;
     }
-    check_length("candidate_load", table.candidates.len(), table.groups.len() * bucket_count * candidates_per_bucket)?;
+    check_length(
+        "candidate_load",
+        table.candidates.len(),
+        table.rss_key_by_group.len() * bucket_count * candidates_per_bucket,
+    )?;
     if table.members.is_empty() {
         return check_length("consistent_server_id", table.consistent_servers.len(), 0);
     }
@@ -189,7 +194,7 @@ fn check_lengths(table: &PlacementTable) -> Result<(), WireError> {
     if !table.previous_consistent_servers.is_empty() {
         check_length("previous_consistent_id", table.previous_consistent_servers.len(), bucket_count)?;
     }
-    if table.groups.is_empty() {
+    if table.rss_key_by_group.is_empty() {
         return Err(WireError::new("group_keys", "0 entries: expected at least 1, as there are members"));
     }
     if candidates_per_bucket == 0 && matches!(table.rule, PlacementRule::Table | PlacementRule::LeastAssigned) {
@@ -207,29 +212,29 @@ mod tests {
 
     use super::*;
 
-    fn sample_pool(servers: u64) -> Pool {
+    fn sample_pool(server_count: u64) -> Pool {
         let server = |n: u64| PoolServer {
             loads: Some(vec![n as f64 / 10.0; 4].into()),
             rss: Some(RssConfig {
-                key: RssKey::microsoft(),
+                key: RssKey::microsoft_verification_key(),
                 indirection_table: IndirectionTable::balanced(n, 128, 4).unwrap(),
             }),
-            open_connections: 3,
+            open_connection_count: 3,
             ..PoolServer::new((n * 31).try_into().unwrap())
         };
-        Pool::new((0..servers).map(server).collect(), 1)
+        Pool::new((0..server_count).map(server).collect(), 1)
     }
 
     proptest! {
         #[test]
-        fn tables_of_every_policy_round_trip(servers in 0u64..20, bits in 0u32..9, index in 0u32..1024) {
+        fn tables_of_every_policy_round_trip(server_count in 0u64..20, bits in 0u32..9, index in 0u32..1024) {
             for name in policy::policy_names() {
                 let bucket_count = BucketCount::new(1 << bits).unwrap();
                 let mut table = policy::policy_by_name(name, 5).unwrap()
-                    .compute_table(&sample_pool(servers), bucket_count, 9);
-                table.down_servers = (0..servers % 3).map(|n| (n * 31).try_into().unwrap()).collect();
+                    .compute_table(&sample_pool(server_count), bucket_count, 9);
+                table.down_servers = (0..server_count % 3).map(|n| (n * 31).try_into().unwrap()).collect();
                 let service = ServiceIndex::new(index).unwrap();
-                prop_assert_eq!(decode(encode(service, &table)), Ok((service, table)));
+                prop_assert_eq!(decode_table(encode_table(service, &table)), Ok((service, table)));
             }
         }
     }
@@ -239,13 +244,13 @@ mod tests {
         let table =
             policy::policy_by_name("crossrss", 5).unwrap().compute_table(&sample_pool(3), BucketCount::PAPER_VALUE, 9);
         let service = ServiceIndex::new(0).unwrap();
-        let decoded_message = v1::PlacementTable::decode(encode(service, &table)).unwrap();
+        let decoded_message = v1::PlacementTable::decode(encode_table(service, &table)).unwrap();
         assert_eq!((decoded_message.bucket_count, decoded_message.member_server_id), (128, vec![0, 31, 62]));
     }
 
     #[test]
-    fn table_beyond_the_limits_of_the_data_plane_is_rejected() {
-        let error = |change: fn(&mut v1::PlacementTable)| {
+    fn table_that_exceeds_data_plane_limits_is_rejected() {
+        let error_after_change = |change: fn(&mut v1::PlacementTable)| {
             let table = policy::policy_by_name("crossrss", 5).unwrap().compute_table(
                 &sample_pool(3),
                 BucketCount::PAPER_VALUE,
@@ -256,25 +261,28 @@ mod tests {
             parse_table(&message).unwrap_err().to_string()
         };
         assert_eq!(
-            error(|m| m.bucket_count = 100),
+            error_after_change(|m| m.bucket_count = 100),
             "bucket_count: 100 buckets: expected a power of two from 1 to 2048"
         );
-        assert_eq!(error(|m| m.bucket_count = 64), "candidate_load: 128 entries: expected 64");
-        assert_eq!(error(|m| m.candidates_per_bucket = 9), "candidates_per_bucket: 9: expected 0 to 8");
+        assert_eq!(error_after_change(|m| m.bucket_count = 64), "candidate_load: 128 entries: expected 64");
+        assert_eq!(error_after_change(|m| m.candidates_per_bucket = 9), "candidates_per_bucket: 9: expected 0 to 8");
         assert_eq!(
-            error(|m| m.candidate_core_slot[5] = 5_000),
+            error_after_change(|m| m.candidate_core_slot[5] = 5_000),
             "candidate_core_slot: slot 5000: expected one of the table's 4 core slots"
         );
         assert_eq!(
-            error(|m| m.member_server_id[0] = 20_000),
+            error_after_change(|m| m.member_server_id[0] = 20_000),
             "member_server_id: server id 20000 is out of range: expected 0 to 16383, the 14 bits that a cookie holds"
         );
         assert_eq!(
-            error(|m| m.rule = "best".into()),
+            error_after_change(|m| m.rule = "best".into()),
             "rule: rule \"best\" is not known: expected one of table, least_assigned, round_robin, power_of_two"
         );
-        assert_eq!(error(|m| m.consistent_server_id.clear()), "consistent_server_id: 0 entries: expected 128");
-        assert_eq!(error(|m| m.member_load.clear()), "member_load: 0 entries: expected 3");
-        assert!(decode(Bytes::from_static(&[0xff; 3])).is_err());
+        assert_eq!(
+            error_after_change(|m| m.consistent_server_id.clear()),
+            "consistent_server_id: 0 entries: expected 128"
+        );
+        assert_eq!(error_after_change(|m| m.member_load.clear()), "member_load: 0 entries: expected 3");
+        assert!(decode_table(Bytes::from_static(&[0xff; 3])).is_err());
     }
 }

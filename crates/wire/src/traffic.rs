@@ -9,13 +9,13 @@ use crate::address::parse_server_id;
 use crate::configuration::ServiceIndex;
 use crate::{WireError, WireErrorContext as _, v1};
 
-/// Traffic counts in one message from a load balancer.
+/// Traffic counts that one message of a load balancer has.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TrafficMessage {
-    /// Number of opened connections (first packets) by service.
-    pub opened_connections: BTreeMap<ServiceIndex, u64>,
-    /// Traffic to each server, summed over all services.
-    pub servers: BTreeMap<ServerId, ServerTraffic>,
+    /// Number of opened connections by service. A connection counts at its first packet.
+    pub opened_connection_count_by_service: BTreeMap<ServiceIndex, u64>,
+    /// Traffic to each server, as the sum over all services.
+    pub traffic_by_server: BTreeMap<ServerId, ServerTraffic>,
 }
 
 impl From<&TrafficMessage> for v1::LoadBalancerTraffic {
@@ -33,8 +33,8 @@ impl From<&TrafficMessage> for v1::LoadBalancerTraffic {
             bytes: traffic.frame_bytes,
         };
         Self {
-            services: message.opened_connections.iter().map(to_service_traffic).collect(),
-            servers: message.servers.iter().map(to_server_traffic).collect(),
+            services: message.opened_connection_count_by_service.iter().map(to_service_traffic).collect(),
+            servers: message.traffic_by_server.iter().map(to_server_traffic).collect(),
         }
     }
 }
@@ -46,10 +46,11 @@ impl TryFrom<&v1::LoadBalancerTraffic> for TrafficMessage {
         let mut traffic_message = Self::default();
         for (position, service) in message.services.iter().enumerate() {
             let service_path = format!("services[{position}]");
-            let index = ServiceIndex::parse("service_index", service.service_index).within(&service_path)?;
+            let index = ServiceIndex::parse("service_index", service.service_index).with_field_prefix(&service_path)?;
             // A load balancer of the previous version counts the service's servers, but not the service itself.
-            let sum_of_servers = service.servers.iter().fold(0, |sum: u64, server| sum.saturating_add(server.opened));
-            traffic_message.opened_connections.insert(index, service.opened.max(sum_of_servers));
+            let opened_sum_of_servers =
+                service.servers.iter().fold(0, |sum: u64, server| sum.saturating_add(server.opened));
+            traffic_message.opened_connection_count_by_service.insert(index, service.opened.max(opened_sum_of_servers));
             traffic_message.add_server_traffic(&service.servers, &service_path)?;
         }
         traffic_message.add_server_traffic(&message.servers, "servers")?;
@@ -58,10 +59,10 @@ impl TryFrom<&v1::LoadBalancerTraffic> for TrafficMessage {
 }
 
 impl TrafficMessage {
-    fn add_server_traffic(&mut self, servers: &[v1::ServerTraffic], field_path: &str) -> Result<(), WireError> {
+    fn add_server_traffic(&mut self, servers: &[v1::ServerTraffic], list_path: &str) -> Result<(), WireError> {
         for server in servers {
-            let id = parse_server_id("server_id", server.server_id).within(field_path)?;
-            let server_total = self.servers.entry(id).or_default();
+            let id = parse_server_id("server_id", server.server_id).with_field_prefix(list_path)?;
+            let server_total = self.traffic_by_server.entry(id).or_default();
             // The additions saturate, because forged counters may have any value.
             server_total.opened_connection_count = server_total.opened_connection_count.saturating_add(server.opened);
             server_total.closed_connection_count = server_total.closed_connection_count.saturating_add(server.closed);
@@ -82,15 +83,15 @@ mod tests {
 
     #[test]
     fn connection_counts_round_trip() {
-        let traffic = |opened: u64| ServerTraffic {
+        let traffic_with_opened_count = |opened: u64| ServerTraffic {
             opened_connection_count: opened,
             closed_connection_count: 1,
             packet_count: 2,
             frame_bytes: 3,
         };
         let message = TrafficMessage {
-            opened_connections: [(ServiceIndex::new(3).unwrap(), 21), (ServiceIndex::FIRST, 12)].into(),
-            servers: [(id(7), traffic(22)), (id(8), traffic(11))].into(),
+            opened_connection_count_by_service: [(ServiceIndex::new(3).unwrap(), 21), (ServiceIndex::FIRST, 12)].into(),
+            traffic_by_server: [(id(7), traffic_with_opened_count(22)), (id(8), traffic_with_opened_count(11))].into(),
         };
         let mut encoded_message = v1::LoadBalancerTraffic::from(&message);
         assert_eq!(TrafficMessage::try_from(&encoded_message), Ok(message));
@@ -101,23 +102,26 @@ mod tests {
         );
     }
 
-    /// False counts of a load balancer do not crash the controller.
+    /// False counts from a load balancer must not crash the controller.
     #[test]
-    fn forged_counts_saturate() {
+    fn forged_counts_saturate_without_overflow() {
         let max_traffic = v1::ServerTraffic { server_id: 7, opened: u64::MAX, packets: u64::MAX, ..Default::default() };
         let services = vec![v1::ServiceTraffic { service_index: 0, servers: vec![max_traffic; 2], opened: 1 }];
         let message = v1::LoadBalancerTraffic { services, servers: vec![max_traffic] };
         let parsed_message = TrafficMessage::try_from(&message).unwrap();
-        assert_eq!(parsed_message.opened_connections[&ServiceIndex::FIRST], u64::MAX);
+        assert_eq!(parsed_message.opened_connection_count_by_service[&ServiceIndex::FIRST], u64::MAX);
         assert_eq!(
-            (parsed_message.servers[&id(7)].opened_connection_count, parsed_message.servers[&id(7)].packet_count),
+            (
+                parsed_message.traffic_by_server[&id(7)].opened_connection_count,
+                parsed_message.traffic_by_server[&id(7)].packet_count
+            ),
             (u64::MAX, u64::MAX)
         );
     }
 
-    /// A load balancer of the previous version counts by service and server.
+    /// A load balancer of the previous version counts connections by service and server.
     #[test]
-    fn counts_by_service_and_server_are_added_up() {
+    fn connection_counts_by_service_and_server_are_summed() {
         let server =
             |server_id: u32, opened: u64| v1::ServerTraffic { server_id, opened, closed: 1, ..Default::default() };
         let service = |service_index: u32, servers: Vec<v1::ServerTraffic>| v1::ServiceTraffic {
@@ -128,13 +132,13 @@ mod tests {
         let services = vec![service(0, vec![server(7, 5), server(8, 6)]), service(3, vec![server(7, 1)])];
         let parsed_message =
             TrafficMessage::try_from(&v1::LoadBalancerTraffic { services, servers: Vec::new() }).unwrap();
-        assert_eq!(parsed_message.opened_connections.values().copied().collect::<Vec<_>>(), [11, 1]);
-        let server_counts = |n: u64| {
+        assert_eq!(parsed_message.opened_connection_count_by_service.values().copied().collect::<Vec<_>>(), [11, 1]);
+        let expected_server_traffic = |n: u64| {
             (
-                parsed_message.servers[&id(n)].opened_connection_count,
-                parsed_message.servers[&id(n)].closed_connection_count,
+                parsed_message.traffic_by_server[&id(n)].opened_connection_count,
+                parsed_message.traffic_by_server[&id(n)].closed_connection_count,
             )
         };
-        assert_eq!((server_counts(7), server_counts(8)), ((6, 2), (6, 1)));
+        assert_eq!((expected_server_traffic(7), expected_server_traffic(8)), ((6, 2), (6, 1)));
     }
 }

@@ -1,5 +1,5 @@
-//! Cost of the agent. A real agent, whose programs are attached to a virtual device with many queues, reports to a real
-//! controller in another process. All run in a network namespace that ends with this process.
+//! Measures the cost of the agent. A real agent, whose programs are attached to a virtual device with many queues,
+//! reports to a real controller in another process. All run in a network namespace that ends with this process.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -62,7 +62,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let windows = runtime.block_on(async {
         tokio::select! {
-            never = daemon::serve(&mut agent) => match never? {},
+            never = daemon::keep_agent_connected(&mut agent) => match never? {},
             windows = measure_windows(args, &mut controller) => windows,
         }
     })?;
@@ -81,8 +81,8 @@ fn agent_config(
     let rss_map_path = pin_directory.join("emulated_rss");
     let map_options =
         libbpf_sys::bpf_map_create_opts { sz: size_of::<libbpf_sys::bpf_map_create_opts>() as _, ..Default::default() };
-    let value_bytes = size_of::<intf::emulated_rss>() as u32;
-    MapHandle::create(MapType::Array, Some("registers"), 4, value_bytes, 1, &map_options)?.pin(&rss_map_path)?;
+    let map_value_bytes = size_of::<intf::emulated_rss>() as u32;
+    MapHandle::create(MapType::Array, Some("registers"), 4, map_value_bytes, 1, &map_options)?.pin(&rss_map_path)?;
     Ok(Config {
         server: "s0".to_owned(),
         controllers: controller.grpc_address.into(),

@@ -69,7 +69,8 @@ enum Command {
     },
 }
 
-/// Runs a bench, and prints or writes its report. Fails when the bench cannot measure here or a file cannot be written.
+/// Runs a bench, and prints or writes its report. Fails when the bench cannot run on this machine, or a file cannot be
+/// written.
 pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
     match &arguments.command {
         Command::Placement(args) => {

@@ -1,4 +1,5 @@
-//! Cost of the agent's connection count, measured with real sockets in a network namespace that ends with this process.
+//! Measures the cost of the agent's connection count, with real sockets in a network namespace that ends with this
+//! process.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Instant;
@@ -7,7 +8,7 @@ use crate::cpus::thread_cpu_time;
 use crate::default_args::parse_default_args;
 use crate::namespace::{self, run_ip_command};
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::sockets::counts::connection_counts;
+use coreward_dataplane::sockets::counts::count_connections;
 use coreward_model::statistics::median;
 
 use crate::report::{Report, Table};
@@ -50,7 +51,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         Table::new(&["connections", "one port, ms", "CPU of it, ms", "of 4 services, ms", "CPU of these, ms"]);
     let mut server = ConnectionSink::start()?;
     for connection_count in &args.connections {
-        server.open_up_to(*connection_count)?;
+        server.open_connections_up_to(*connection_count)?;
         let one_port_times_ms = server.measure_median_count_times_ms(args.rounds, &[server.address])?;
         let unused_service = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let four_services_times_ms = server.measure_median_count_times_ms(
@@ -95,7 +96,7 @@ impl ConnectionSink {
     }
 
     /// Opens connections until the server has `target_count` of them. The clients close their ends at once.
-    fn open_up_to(&mut self, target_count: u32) -> anyhow::Result<()> {
+    fn open_connections_up_to(&mut self, target_count: u32) -> anyhow::Result<()> {
         for connection_index in self.open_connection_count..target_count {
             let client = new_tcp_socket()?;
             let client_address =
@@ -114,7 +115,7 @@ impl ConnectionSink {
         let (mut elapsed_ms, mut cpu_ms) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
             let (start, cpu_time_before) = (Instant::now(), thread_cpu_time());
-            let counted_connections = connection_counts(services)?;
+            let counted_connections = count_connections(services)?;
             elapsed_ms.push(start.elapsed().as_secs_f64() * 1e3);
             cpu_ms.push((thread_cpu_time() - cpu_time_before).as_secs_f64() * 1e3);
             ensure!(

@@ -1,5 +1,5 @@
-//! Cost of the controller. Emulated agents, each with its own TCP connection and gRPC stream, report to a real
-//! controller in another process.
+//! Measures the cost of the controller. Emulated agents, each with its own TCP connection and gRPC stream, report to a
+//! real controller in another process.
 
 use std::time::Duration;
 
@@ -49,7 +49,7 @@ impl Default for Args {
 
 /// Runs the bench of the controller. Fails when the controller does not start, or an agent cannot connect.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    coreward_control_server::server::raise_file_limit();
+    coreward_control_server::server::raise_open_file_limit();
     let scratch_directory = ScratchDirectory::new()?;
     let mut controller = ControllerProcess::start(&fleet_document(args), None, &scratch_directory.0)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -61,12 +61,12 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 pub(crate) fn fleet_document(args: &Args) -> String {
     let mut document = format!("report_interval = \"{}ms\"\n", args.report_interval_ms);
     for agent in 0..args.agents {
-        let octets = agent.to_be_bytes();
+        let address_octets = agent.to_be_bytes();
         document += &format!(
             "[[server]]\nname = \"{}\"\naddress = \"10.2.{}.{}\"\n",
             server_name_of_agent(agent),
-            octets[2],
-            octets[3]
+            address_octets[2],
+            address_octets[3]
         );
     }
     for service in 0..args.services {
@@ -83,8 +83,8 @@ pub(crate) fn fleet_document(args: &Args) -> String {
 }
 
 pub(crate) fn service_vip(service: u32) -> std::net::SocketAddrV4 {
-    let octets = service.to_be_bytes();
-    std::net::SocketAddrV4::new([10, 200, octets[2], octets[3]].into(), 80)
+    let address_octets = service.to_be_bytes();
+    std::net::SocketAddrV4::new([10, 200, address_octets[2], address_octets[3]].into(), 80)
 }
 
 /// The controller's CPU use and its rate of accepted reports in one measured window.
@@ -98,7 +98,8 @@ pub(crate) struct ControllerWindow {
 struct ControllerResults {
     windows: Vec<ControllerWindow>,
     resident_mib: u64,
-    /// Absolute difference between the report interval and the time from each table to the next one.
+    /// Absolute differences between the report interval and the times from one table to the next, at all load
+    /// balancers.
     table_jitter_ms: Vec<f64>,
     table_bytes: usize,
 }
@@ -108,8 +109,8 @@ async fn measure(args: &Args, controller: &mut ControllerProcess) -> anyhow::Res
     for balancer in 0..args.load_balancers {
         table_tasks.push(tokio::spawn(receive_tables(subscribe_to_tables(controller, balancer).await?)));
     }
-    let interval = Duration::from_millis(args.report_interval_ms);
-    fake_agent::start_agents(controller, args.agents, args.cores, interval).await?;
+    let report_interval = Duration::from_millis(args.report_interval_ms);
+    fake_agent::start_agents(controller, args.agents, args.cores, report_interval).await?;
     // The first reports are not measured, because they also carry RSS keys and tables.
     sleep(Duration::from_secs(2)).await;
     let mut windows = Vec::new();
@@ -118,19 +119,23 @@ async fn measure(args: &Args, controller: &mut ControllerProcess) -> anyhow::Res
     }
     let resident_mib = controller.resident_mib()?;
     let status = controller.fetch_status().await?;
-    let reporting_count = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
-    ensure!(reporting_count == args.agents as usize, "{reporting_count} of {} agents report", args.agents);
+    let reporting_server_count = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
+    ensure!(
+        reporting_server_count == args.agents as usize,
+        "{reporting_server_count} of {} agents report",
+        args.agents
+    );
     let refused_report_count: u64 = status.refused_reports.values().sum();
     ensure!(refused_report_count == 0, "{refused_report_count} reports were refused: {:?}", status.refused_reports);
     controller.child.kill()?;
     let mut results = ControllerResults { windows, resident_mib, table_jitter_ms: Vec::new(), table_bytes: 0 };
     for table_task in table_tasks {
         let (arrival_times, table_bytes) = table_task.await?;
-        let expected_gap_ms = args.report_interval_ms as f64;
-        let gap_errors_ms = arrival_times.windows(2).skip(20).map(|adjacent_arrivals| {
-            (adjacent_arrivals[1] - adjacent_arrivals[0]).as_secs_f64() * 1e3 - expected_gap_ms
+        let expected_table_gap_ms = args.report_interval_ms as f64;
+        let table_gap_errors_ms = arrival_times.windows(2).skip(20).map(|adjacent_arrivals| {
+            (adjacent_arrivals[1] - adjacent_arrivals[0]).as_secs_f64() * 1e3 - expected_table_gap_ms
         });
-        results.table_jitter_ms.extend(gap_errors_ms.map(f64::abs));
+        results.table_jitter_ms.extend(table_gap_errors_ms.map(f64::abs));
         results.table_bytes = table_bytes;
     }
     Ok(results)

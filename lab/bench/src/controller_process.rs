@@ -30,7 +30,7 @@ pub struct ProcessArgs {
     config: std::path::PathBuf,
 }
 
-/// Runs the controller in this process, as `coreward controller` does. Fails as the controller does.
+/// Runs the controller in this process, as `coreward controller` does. Fails in the same cases.
 pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
     coreward_control_server::server::run(&args.config)
 }
@@ -183,9 +183,9 @@ impl ControllerProcess {
     /// Returns the value (MiB) in the line with this prefix of the controller's /proc/PID/status (proc(5)).
     pub(crate) fn memory_mib(&self, prefix: &str) -> anyhow::Result<u64> {
         let proc_status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
-        let line =
+        let status_line =
             proc_status.lines().find_map(|line| line.strip_prefix(prefix)).with_context(|| format!("no {prefix}"))?;
-        Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? / 1024)
+        Ok(status_line.trim().trim_end_matches(" kB").parse::<u64>()? / 1024)
     }
 }
 
@@ -221,7 +221,7 @@ pub(crate) async fn receive_tables(mut updates: Streaming<v1::DataplaneUpdate>) 
     while let Ok(Some(update)) = updates.message().await {
         if let Some(dataplane_update::Update::Table(bytes)) = update.update {
             table_bytes = bytes.len();
-            table::decode(bytes).expect("the controller sends tables that can be read");
+            table::decode_table(bytes).expect("the controller sends tables that can be read");
             arrival_times.push(Instant::now());
         }
     }

@@ -45,7 +45,7 @@ const SENDER_CPU: usize = 0;
 const RECEIVER_CPU: usize = 1;
 const UNREAD_DESTINATION: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
 
-/// Way in which packets reach the receiving CPU, and their rate.
+/// Way in which packets reach the receiving CPU, with the rate of the packets.
 struct ReceiveCase {
     name: &'static str,
     uses_threaded_napi: bool,
@@ -127,8 +127,8 @@ struct LoadWindow {
     measured_load_pct: f64,
     kernel_load: KernelLoad,
     events_per_second: f64,
-    program_ns: f64,
-    empty_ns: f64,
+    program_ns_per_event: f64,
+    empty_program_ns_per_event: f64,
 }
 
 impl LoadWindow {
@@ -156,16 +156,23 @@ fn load_row(case_name: &str, windows: &[LoadWindow]) -> [Cell; 8] {
         median_of_windows(windows, |window| window.kernel_load.stolen_pct).into(),
         median_of_rounds(&distances_pct).into(),
         quartile_range(&distances_pct).into(),
-        median_of_windows(windows, |window| window.kernel_load.sum_pct).into(),
+        median_of_windows(windows, |window| window.kernel_load.all_states_pct).into(),
         (median_of_windows(windows, |window| window.events_per_second) as u64).into(),
     ]
 }
 
 fn cost_row(case_name: &str, windows: &[LoadWindow]) -> [Cell; 5] {
-    let program_ns = median_of_windows(windows, |window| window.program_ns);
-    let empty_ns = median_of_windows(windows, |window| window.empty_ns);
-    let cpu_pct = median_of_windows(windows, |window| window.events_per_second * window.program_ns / 1e7);
-    [case_name.into(), program_ns.into(), empty_ns.into(), (program_ns - empty_ns).into(), cpu_pct.into()]
+    let program_ns_per_event = median_of_windows(windows, |window| window.program_ns_per_event);
+    let empty_program_ns_per_event = median_of_windows(windows, |window| window.empty_program_ns_per_event);
+    let program_cpu_pct =
+        median_of_windows(windows, |window| window.events_per_second * window.program_ns_per_event / 1e7);
+    [
+        case_name.into(),
+        program_ns_per_event.into(),
+        empty_program_ns_per_event.into(),
+        (program_ns_per_event - empty_program_ns_per_event).into(),
+        program_cpu_pct.into(),
+    ]
 }
 
 fn measure_case(case: &ReceiveCase, args: &Args) -> anyhow::Result<Vec<LoadWindow>> {
@@ -191,17 +198,18 @@ fn measure_case(case: &ReceiveCase, args: &Args) -> anyhow::Result<Vec<LoadWindo
 
 fn measure_window(busy_time_counter: &CpuBusyTimeCounter, length: Duration) -> anyhow::Result<LoadWindow> {
     let (start, kernel_ticks_before, busy_ns_before, run_times_before) =
-        (Instant::now(), CpuTicks::read()?, busy_time_counter.busy_ns(RECEIVER_CPU), run_times_by_program_id());
+        (Instant::now(), CpuTicks::read()?, busy_time_counter.cpu_busy_ns(RECEIVER_CPU), run_times_by_program_id());
     std::thread::sleep(length);
-    let busy_ns = busy_time_counter.busy_ns(RECEIVER_CPU) - busy_ns_before;
+    let receiver_busy_ns = busy_time_counter.cpu_busy_ns(RECEIVER_CPU) - busy_ns_before;
     let (seconds, kernel_ticks) =
         (start.elapsed().as_secs_f64(), CpuTicks::read()?.elapsed_since(&kernel_ticks_before));
     let (mut event_count, mut run_ns_sum, mut empty_ns) = (0, 0, 0.0);
     for (id, program) in run_times_by_program_id() {
-        let runs_and_ns_before = run_times_before
+        let run_count_and_ns_before = run_times_before
             .get(&id)
-            .map_or((0, 0), |run_time_before| (run_time_before.run_count, run_time_before.total_ns));
-        let (run_count, run_ns) = (program.run_count - runs_and_ns_before.0, program.total_ns - runs_and_ns_before.1);
+            .map_or((0, 0), |run_time_before| (run_time_before.run_count, run_time_before.total_run_ns));
+        let (run_count, run_ns) =
+            (program.run_count - run_count_and_ns_before.0, program.total_run_ns - run_count_and_ns_before.1);
         if program.name == "empty_softirq" {
             empty_ns = run_ns as f64 / run_count.max(1) as f64;
         } else {
@@ -210,18 +218,18 @@ fn measure_window(busy_time_counter: &CpuBusyTimeCounter, length: Duration) -> a
     }
     ensure!(event_count > 0, "no events in {length:?}");
     Ok(LoadWindow {
-        measured_load_pct: busy_ns as f64 / seconds / 1e7,
+        measured_load_pct: receiver_busy_ns as f64 / seconds / 1e7,
         kernel_load: KernelLoad::of(kernel_ticks, seconds),
         events_per_second: event_count as f64 / seconds,
-        program_ns: run_ns_sum as f64 / event_count as f64,
-        empty_ns,
+        program_ns_per_event: run_ns_sum as f64 / event_count as f64,
+        empty_program_ns_per_event: empty_ns,
     })
 }
 
 struct ProgramRunTime {
     name: String,
     run_count: u64,
-    total_ns: u64,
+    total_run_ns: u64,
 }
 
 /// Returns the run times of the measured BPF programs by program ID. If an agent runs on this machine, its programs are
@@ -234,7 +242,7 @@ fn run_times_by_program_id() -> HashMap<u32, ProgramRunTime> {
         // The kernel keeps only 15 characters of a name.
         PROGRAM_NAMES
             .contains(&&name[..])
-            .then_some((info.id, ProgramRunTime { name, run_count: info.run_cnt, total_ns: info.run_time_ns }))
+            .then_some((info.id, ProgramRunTime { name, run_count: info.run_cnt, total_run_ns: info.run_time_ns }))
     };
     ProgInfoIter::default().filter_map(run_time_if_measured).collect()
 }
@@ -294,13 +302,13 @@ struct KernelLoad {
     not_idle_pct: f64,
     stolen_pct: f64,
     /// Sum of the times in all states, including idle, in % of the elapsed time.
-    sum_pct: f64,
+    all_states_pct: f64,
 }
 
 impl KernelLoad {
     fn of(CpuTicks(ticks): CpuTicks, seconds: f64) -> Self {
         let [.., idle, iowait, _irq, _softirq, stolen_pct] = ticks.map(|ticks| ticks as f64 / seconds);
-        let sum_pct = ticks.iter().sum::<u64>() as f64 / seconds;
-        Self { not_idle_pct: 100.0 - (idle + iowait).min(100.0), stolen_pct, sum_pct }
+        let all_states_pct = ticks.iter().sum::<u64>() as f64 / seconds;
+        Self { not_idle_pct: 100.0 - (idle + iowait).min(100.0), stolen_pct, all_states_pct }
     }
 }

@@ -54,7 +54,8 @@ fn goal_for_policy(policy: &str, worker_count: usize) -> Option<Goal> {
     (policy == Policy::ShortestQueue.name() && worker_count == WORKER_COUNTS[0]).then_some(Goal::AtMost(90.0))
 }
 
-/// Measures the dispatch in a new thread, which enters its own network namespace. Fails without root.
+/// Measures the cost of the dispatch programs in a new thread, which enters its own network namespace. Fails without
+/// root.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("dispatch", args, measure)
 }
@@ -68,11 +69,11 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         Table::new(&["policy", "workers", "above empty, ns", "fastest rounds", "goal", "verdict", "empty, ns"]);
     for worker_count in WORKER_COUNTS {
         let services = start_services(worker_count)?;
-        let ns_by_service_and_round = measure_services(&services, args)?;
+        let run_ns_by_service_and_round = measure_services(&services, args)?;
         if worker_count == WORKER_COUNTS[0] {
             add_egress_rows(args, &services, &mut egress_table)?;
         }
-        add_policy_rows(worker_count, &ns_by_service_and_round, &mut dispatch_table);
+        add_policy_rows(worker_count, &run_ns_by_service_and_round, &mut dispatch_table);
     }
     let Args { rounds, requests } = args;
     Ok(Report {
@@ -100,33 +101,33 @@ fn start_services(worker_count: usize) -> anyhow::Result<Vec<DispatchedService>>
     Ok(services)
 }
 
-/// Measures all services one after the other in each round. Returns the times per request (ns), sorted by service, then
-/// by round.
+/// Measures all services one after the other in each round. Returns the selecting program's run times per request (ns),
+/// sorted by service, then by round.
 fn measure_services(services: &[DispatchedService], args: &Args) -> anyhow::Result<Vec<Vec<f64>>> {
-    let mut ns_by_service_and_round = vec![Vec::new(); services.len()];
+    let mut run_ns_by_service_and_round = vec![Vec::new(); services.len()];
     for _ in 0..args.rounds {
-        for (ns_by_round, service) in ns_by_service_and_round.iter_mut().zip(services) {
+        for (ns_by_round, service) in run_ns_by_service_and_round.iter_mut().zip(services) {
             ns_by_round.push(service.measure_ns_per_request(args.requests)?);
         }
     }
-    Ok(ns_by_service_and_round)
+    Ok(run_ns_by_service_and_round)
 }
 
-/// Adds a row for each service of [`start_services`] except the first one, above whose times the others are shown.
-fn add_policy_rows(worker_count: usize, ns_by_service_and_round: &[Vec<f64>], table: &mut Table) {
-    let empty_ns = &ns_by_service_and_round[0];
+/// Adds a row for each service of [`start_services`] except the first one, whose times are subtracted from the others.
+fn add_policy_rows(worker_count: usize, run_ns_by_service_and_round: &[Vec<f64>], table: &mut Table) {
+    let empty_program_ns = &run_ns_by_service_and_round[0];
     let policy_names = std::iter::once("(always the same)").chain(Policy::all().map(|policy| policy.name()));
-    for (policy_name, ns_by_round) in policy_names.zip(&ns_by_service_and_round[1..]) {
-        let fastest_difference_ns = difference_of_fastest_rounds(ns_by_round, empty_ns);
+    for (policy_name, ns_by_round) in policy_names.zip(&run_ns_by_service_and_round[1..]) {
+        let fastest_difference_ns = difference_of_fastest_rounds(ns_by_round, empty_program_ns);
         let [goal, verdict] = goal_cells(goal_for_policy(policy_name, worker_count), fastest_difference_ns);
         table.add_row([
             policy_name.into(),
             (worker_count as u64).into(),
-            median_of_rounds(&differences_by_round(ns_by_round, empty_ns)).into(),
+            median_of_rounds(&differences_by_round(ns_by_round, empty_program_ns)).into(),
             fastest_difference_ns.into(),
             goal,
             verdict,
-            median_of_rounds(empty_ns).into(),
+            median_of_rounds(empty_program_ns).into(),
         ]);
     }
 }
@@ -140,17 +141,19 @@ fn add_egress_rows(args: &Args, services: &[DispatchedService], table: &mut Tabl
     let programs = [0, jsq_index, BASELINE_SERVICE_COUNT].map(|service_index| &services[service_index].egress_program);
     let (mut own_response_ns, mut other_datagram_ns, mut empty_program_ns) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..args.rounds {
-        let ns_and_runs = run_times_during(&programs, || services[jsq_index].measure_ns_per_request(args.requests))?;
-        let ns_per_run: Vec<f64> = ns_and_runs.iter().map(|(total_ns, run_count)| total_ns / run_count).collect();
+        let run_ns_and_counts =
+            run_times_during(&programs, || services[jsq_index].measure_ns_per_request(args.requests))?;
+        let ns_per_run: Vec<f64> = run_ns_and_counts.iter().map(|(total_ns, run_count)| total_ns / run_count).collect();
         // The sockets sent both the requests and the responses, but only the responses belong to the service.
         let response_count = f64::from(args.requests);
         ensure!(
-            ns_and_runs[1].1 > response_count * 1.5,
+            run_ns_and_counts[1].1 > response_count * 1.5,
             "{} datagrams for {response_count} requests",
-            ns_and_runs[1].1
+            run_ns_and_counts[1].1
         );
         own_response_ns.push(
-            (ns_and_runs[1].0 - (ns_and_runs[1].1 - response_count) * ns_per_run[2]) / response_count - ns_per_run[0],
+            (run_ns_and_counts[1].0 - (run_ns_and_counts[1].1 - response_count) * ns_per_run[2]) / response_count
+                - ns_per_run[0],
         );
         other_datagram_ns.push(ns_per_run[2] - ns_per_run[0]);
         empty_program_ns.push(ns_per_run[0]);
@@ -242,7 +245,7 @@ impl DispatchedService {
             }
         };
         let select_program = program.try_clone_to_owned()?;
-        reuseport::attach(select_program.as_fd(), worker_sockets[0].as_fd())?;
+        reuseport::attach_to_group(select_program.as_fd(), worker_sockets[0].as_fd())?;
         let egress_program = baseline_programs.progs.empty_egress.as_fd().try_clone_to_owned()?;
         let cgroup_directory = File::open(dispatch::cgroup2_mount_point()?)?;
         let egress_link = Some(baseline_programs.progs.empty_egress.attach_cgroup(cgroup_directory.as_raw_fd())?);
@@ -260,14 +263,15 @@ impl DispatchedService {
     fn with_policy(worker_count: usize, policy: Policy) -> anyhow::Result<Self> {
         let (address, worker_sockets) = Self::bind_worker_sockets(worker_count)?;
         let uses_request_types = matches!(policy, Policy::LightestQueue | Policy::RankedQueue);
-        let long_request_type = RequestType { value: *b"l\0\0\0\0\0\0\0", mask: *b"\xff\0\0\0\0\0\0\0", class: 1 };
+        let long_request_type =
+            RequestType { value: *b"l\0\0\0\0\0\0\0", mask: *b"\xff\0\0\0\0\0\0\0", priority_class: 1 };
         let options = Options {
-            service: address,
+            service_address: address,
             policy,
             request_id_position: None,
             type_offset: 0,
-            types: if uses_request_types { vec![long_request_type] } else { Vec::new() },
-            default_class: 0,
+            request_types: if uses_request_types { vec![long_request_type] } else { Vec::new() },
+            default_priority_class: 0,
             measures_service_times: false,
         };
         let pin_directory_name = format!("coreward-bench-dispatch-{}-{}", std::process::id(), address.port());
@@ -276,7 +280,7 @@ impl DispatchedService {
         for socket in &worker_sockets {
             dispatch_programs.add_worker(socket.as_fd(), std::process::id())?;
         }
-        dispatch_programs.attach(worker_sockets[0].as_fd())?;
+        dispatch_programs.attach_to_socket_group(worker_sockets[0].as_fd())?;
         dispatch_programs.set_request_limits(|workers| ClassBounds::with_reserved_cores(workers, 2, 1, 4, 0));
         let select_program = dispatch_programs.select_program().try_clone_to_owned()?;
         let egress_program = dispatch_programs.response_program().try_clone_to_owned()?;
@@ -292,11 +296,12 @@ impl DispatchedService {
         })
     }
 
-    /// Sends and answers `requests` requests. Returns the selecting program's mean run time (ns).
-    fn measure_ns_per_request(&self, requests: u32) -> anyhow::Result<f64> {
+    /// Sends and answers `request_count` requests. Returns the mean run time of the program that selects the socket
+    /// (ns).
+    fn measure_ns_per_request(&self, request_count: u32) -> anyhow::Result<f64> {
         let run_time_before = run_ns_and_count(self.select_program.as_fd())?;
-        for burst_start in (0..requests).step_by(MAX_OUTSTANDING_REQUESTS as usize) {
-            for request_index in burst_start..requests.min(burst_start + MAX_OUTSTANDING_REQUESTS) {
+        for burst_start in (0..request_count).step_by(MAX_OUTSTANDING_REQUESTS as usize) {
+            for request_index in burst_start..request_count.min(burst_start + MAX_OUTSTANDING_REQUESTS) {
                 let payload = if request_index % 4 == 0 { b"long request" } else { b"a short one " };
                 self.client_sockets[request_index as usize % CLIENT_COUNT].send(payload)?;
             }
@@ -304,7 +309,11 @@ impl DispatchedService {
         }
         let run_time_after = run_ns_and_count(self.select_program.as_fd())?;
         let run_count = run_time_after.1 - run_time_before.1;
-        ensure!(run_count >= u64::from(requests) / 2, "{}: {requests} requests, {run_count} runs", self.address);
+        ensure!(
+            run_count >= u64::from(request_count) / 2,
+            "{}: {request_count} requests, {run_count} runs",
+            self.address
+        );
         if let Some((dispatch_programs, _)) = &self.programs_and_pin_directory {
             let used_worker_count = dispatch_programs
                 .ledger()

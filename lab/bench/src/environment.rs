@@ -24,7 +24,7 @@ pub fn describe_measurement() -> String {
     )
 }
 
-/// Measures the load that other processes and other guests put on the machine during a run.
+/// Meter of the load that other processes and other guests put on the machine during a run.
 pub struct BackgroundLoadMeter {
     /// Load average of the last minute before the run, as in /proc/loadavg.
     load_average: String,

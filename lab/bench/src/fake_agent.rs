@@ -38,20 +38,20 @@ pub(crate) async fn start_agents(
     let (start, sent_count) = (Instant::now(), Arc::new(AtomicU64::new(0)));
     for (agent, client) in (0..).zip(clients) {
         // The reports are spread evenly over the interval, as those of independent agents are.
-        let phase = interval * agent / agent_count;
-        tokio::spawn(run_agent(client, agent, core_count, start + phase, interval, sent_count.clone()));
+        let report_phase = interval * agent / agent_count;
+        tokio::spawn(run_agent(client, agent, core_count, start + report_phase, interval, sent_count.clone()));
     }
     Ok(sent_count)
 }
 
-/// Sends an agent's reports until the controller ends. `sent_count` counts the reports of all agents.
+/// Sends an agent's reports until the controller ends. `sent_report_count` counts the reports of all agents.
 async fn run_agent(
     mut client: ControlClient<Channel>,
     agent_index: u32,
     core_count: u16,
     start: Instant,
     interval: Duration,
-    sent_count: Arc<AtomicU64>,
+    sent_report_count: Arc<AtomicU64>,
 ) {
     let (sender, receiver) = mpsc::channel(2);
     let registration = v1::AgentRegistration { server: server_name_of_agent(agent_index), version: "bench".into() };
@@ -63,16 +63,16 @@ async fn run_agent(
     let mut response_stream = response.into_inner();
     tokio::spawn(async move { while let Ok(Some(_)) = response_stream.message().await {} });
     let mut fake_agent = FakeAgent::new(agent_index, core_count, interval);
-    let mut due_time = start;
+    let mut next_report_time = start;
     loop {
-        sleep_until(due_time).await;
+        sleep_until(next_report_time).await;
         // An agent that is late skips reports.
-        due_time = (due_time + interval).max(Instant::now());
+        next_report_time = (next_report_time + interval).max(Instant::now());
         let report = agent_message::Message::Report(fake_agent.next_report());
         if sender.send(v1::AgentMessage { message: Some(report) }).await.is_err() {
             return;
         }
-        sent_count.fetch_add(1, Ordering::Relaxed);
+        sent_report_count.fetch_add(1, Ordering::Relaxed);
     }
 }
 
@@ -91,7 +91,7 @@ pub(crate) struct FakeAgent {
 impl FakeAgent {
     pub(crate) fn new(agent: u32, cores: u16, report_interval: Duration) -> Self {
         let balanced_table = IndirectionTable::balanced(agent.into(), 128, cores).expect("128 is a power of two");
-        let indirection_table = balanced_table.queues().iter().map(|queue| u32::from(*queue)).collect();
+        let indirection_table = balanced_table.queue_by_entry().iter().map(|queue| u32::from(*queue)).collect();
         let rss_settings =
             v1::Rss { source: "ethtool".into(), key: vec![0x6d; 40], indirection_table, input_transform: 0 };
         let core_busy_ns = vec![1_000_000_000_000_000; usize::from(cores)];

@@ -5,15 +5,15 @@ use coreward_sim::figure::scenario::Scenario;
 
 use crate::xdp::{self, Args};
 
-/// Measures all points of the figure, in the same way as the bench `xdp`. In each run (round), the program in all modes
-/// and the empty program process packets of the same connections, one after the other. Fails without the capabilities
-/// to load BPF programs, or when a program misbehaves.
+/// Measures all points of the figure `cheetah-5-live`, in the same way as the bench `xdp`. In each run (round), the
+/// program in all modes and the empty program process packets of the same connections, one after the other. Fails
+/// without the capabilities to load BPF programs, or when a program returns an unexpected result.
 pub fn measure_cheetah_5(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
     let args = Args::for_rounds(*scenario.seeds.get_ref() as u32);
     let panel_title = scenario.panel[0].title.get_ref();
     let connection_costs = xdp::measure_connection_costs(&args, progress)?;
     let samples = connection_costs.iter().flat_map(|cost| {
-        (1..).zip(&cost.ns_above_empty).map(|(run, y)| Sample {
+        (1..).zip(&cost.ns_above_empty_program).map(|(run, y)| Sample {
             panel_title: panel_title.clone(),
             series_label: cost.series_label.clone(),
             x: cost.connection_count as f64,

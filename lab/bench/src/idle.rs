@@ -53,7 +53,7 @@ const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
 /// Number of open files that are not connections, such as maps, programs and the listener.
 const OTHER_OPEN_FILE_COUNT: u64 = 100;
 
-/// Sockets at both ends of a connection, with the client's first.
+/// Client's socket and server's socket of a connection.
 struct ConnectionEnds(TcpStream, TcpStream);
 
 impl ConnectionEnds {
@@ -79,9 +79,11 @@ impl AttachedServerPrograms {
         let options =
             ServerOptions { interface_index: LOOPBACK_INTERFACE_INDEX, pin_directory, sample_every_syn: false };
         let server_programs = programs.0.insert(ServerPrograms::attach(options)?);
-        let keys = [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }];
-        server_programs
-            .set_keys(&FleetCookieKeys { keys, current: KeyIndex::First }, monotonic_now_ms()?.wrapping_sub(1_000));
+        let cookie_keys = [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }];
+        server_programs.set_cookie_keys(
+            &FleetCookieKeys { keys: cookie_keys, current_key_index: KeyIndex::First },
+            monotonic_now_ms()?.wrapping_sub(1_000),
+        );
         let address = ServiceAddress { vip_and_port: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp };
         server_programs.set_services(&[(address, ServerId::try_from(1)?, ServiceSettings::default())])?;
         Ok(programs)
@@ -97,8 +99,8 @@ impl AttachedServerPrograms {
 
     /// Returns the total run times of the ingress and the egress program so far (ns).
     fn ingress_and_egress_run_ns(&self) -> anyhow::Result<[u64; 2]> {
-        let [ingress_program, egress_program] =
-            [Direction::Ingress, Direction::Egress].map(|direction| self.server_programs().program(direction));
+        let [ingress_program, egress_program] = [Direction::Ingress, Direction::Egress]
+            .map(|direction| self.server_programs().program_for_direction(direction));
         Ok([run_ns_and_count(ingress_program)?.0, run_ns_and_count(egress_program)?.0])
     }
 }
@@ -114,11 +116,11 @@ impl Drop for AttachedServerPrograms {
 
 /// Returns the time of CLOCK_MONOTONIC (ms), from which the kernel derives its TSvals with `tcp_timestamps=2`.
 fn monotonic_now_ms() -> anyhow::Result<u32> {
-    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC)?;
-    Ok((now.tv_sec() as u64 * 1_000 + now.tv_nsec() as u64 / 1_000_000) as u32)
+    let monotonic_time = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC)?;
+    Ok((monotonic_time.tv_sec() as u64 * 1_000 + monotonic_time.tv_nsec() as u64 / 1_000_000) as u32)
 }
 
-/// Runs the bench in a new thread, which enters its own network namespace. Fails without root.
+/// Runs the bench of idle connections in a new thread, which enters its own network namespace. Fails without root.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("idle", args, measure)
 }
@@ -130,11 +132,11 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let programs = AttachedServerPrograms::attach()?;
     let _run_time_statistics = enable_run_time_statistics()?;
     let connections = open_connections(args.connections)?;
-    let idle_count = connections.len() / CONNECTIONS_PER_IDLE_CONNECTION;
+    let idle_connection_count = connections.len() / CONNECTIONS_PER_IDLE_CONNECTION;
     let mut table =
         Table::new(&["idle", "ingress, ns per request", "quartiles", "egress, ns per request", "quartiles "]);
     let idle_start = Instant::now();
-    let (idle_connections, busy_connections) = connections.split_at(idle_count);
+    let (idle_connections, busy_connections) = connections.split_at(idle_connection_count);
     measure_case("none", &programs, busy_connections, args.rounds, &mut table)?;
     while idle_start.elapsed() < IDLE_TIME {
         std::thread::sleep(BUSY_INTERVAL.min(IDLE_TIME.saturating_sub(idle_start.elapsed())));
@@ -144,7 +146,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     measure_case("1 %", &programs, busy_connections, args.rounds, &mut table)?;
     std::thread::sleep(IDLE_TIME);
     wake_idle_connections(&programs, &connections)?;
-    measure_case("all", &programs, &connections[idle_count..], args.rounds, &mut table)?;
+    measure_case("all", &programs, &connections[idle_connection_count..], args.rounds, &mut table)?;
     Ok(Report {
         name: "idle",
         heading: "Idle connections",
@@ -163,13 +165,13 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
 }
 
 /// Raises the limit of open files. Fails when the hard limit is too low for both sockets of each connection.
-fn require_open_files(connections: u32) -> anyhow::Result<()> {
-    coreward_control_server::server::raise_file_limit();
+fn require_open_files(connection_count: u32) -> anyhow::Result<()> {
+    coreward_control_server::server::raise_open_file_limit();
     let (file_limit, needed_file_count) =
-        (getrlimit(Resource::RLIMIT_NOFILE)?.0, 2 * u64::from(connections) + OTHER_OPEN_FILE_COUNT);
+        (getrlimit(Resource::RLIMIT_NOFILE)?.0, 2 * u64::from(connection_count) + OTHER_OPEN_FILE_COUNT);
     ensure!(
         needed_file_count <= file_limit,
-        "{connections} connections need {needed_file_count} open files, but the limit is {file_limit}: raise the hard \
+        "{connection_count} connections need {needed_file_count} open files, but the limit is {file_limit}: raise the hard \
          limit (`ulimit -Hn`), or measure fewer with --connections"
     );
     Ok(())
@@ -181,7 +183,7 @@ fn configure_loopback() -> anyhow::Result<()> {
     std::fs::write("/proc/sys/net/ipv4/tcp_timestamps", "2").context("net.ipv4.tcp_timestamps")
 }
 
-fn open_connections(count: u32) -> anyhow::Result<Vec<ConnectionEnds>> {
+fn open_connections(connection_count: u32) -> anyhow::Result<Vec<ConnectionEnds>> {
     let address = SocketAddr::from(SERVICE_ADDRESS);
     let listener = TcpListener::bind(address)?;
     let open_connection = |_| {
@@ -195,17 +197,18 @@ fn open_connections(count: u32) -> anyhow::Result<Vec<ConnectionEnds>> {
         connection.exchange_request()?;
         Ok(connection)
     };
-    (0..count).map(open_connection).collect()
+    (0..connection_count).map(open_connection).collect()
 }
 
-/// Sends a request on each idle connection. Fails unless the PAWS clamp then applied to at least as many packets.
+/// Sends a request on each idle connection. Fails unless the PAWS clamp then applied to at least as many packets as
+/// connections.
 fn wake_idle_connections(programs: &AttachedServerPrograms, idle_connections: &[ConnectionEnds]) -> anyhow::Result<()> {
-    let clamped_count_before = programs.clamped_packet_count();
+    let clamped_packet_count_before = programs.clamped_packet_count();
     idle_connections.iter().try_for_each(ConnectionEnds::exchange_request)?;
-    let clamped_count = programs.clamped_packet_count() - clamped_count_before;
+    let clamped_packet_count = programs.clamped_packet_count() - clamped_packet_count_before;
     ensure!(
-        clamped_count >= idle_connections.len() as u64,
-        "{} connections were idle, {clamped_count} packets are held",
+        clamped_packet_count >= idle_connections.len() as u64,
+        "{} connections were idle, {clamped_packet_count} packets are held",
         idle_connections.len()
     );
     Ok(())
@@ -218,18 +221,18 @@ fn measure_case(
     rounds: u32,
     table: &mut Table,
 ) -> anyhow::Result<()> {
-    let mut ns_by_direction = [Vec::new(), Vec::new()];
+    let mut run_ns_by_direction = [Vec::new(), Vec::new()];
     for _ in 0..rounds {
         let run_ns_before = programs.ingress_and_egress_run_ns()?;
         busy_connections.iter().try_for_each(ConnectionEnds::exchange_request)?;
         let run_ns_after = programs.ingress_and_egress_run_ns()?;
         for (ns_by_round, (ns_before, ns_after)) in
-            ns_by_direction.iter_mut().zip(run_ns_before.into_iter().zip(run_ns_after))
+            run_ns_by_direction.iter_mut().zip(run_ns_before.into_iter().zip(run_ns_after))
         {
             ns_by_round.push((ns_after - ns_before) as f64 / busy_connections.len() as f64);
         }
     }
-    let [ingress_ns_by_round, egress_ns_by_round] = ns_by_direction;
+    let [ingress_ns_by_round, egress_ns_by_round] = run_ns_by_direction;
     table.add_row([
         name.into(),
         median_of_rounds(&ingress_ns_by_round).into(),

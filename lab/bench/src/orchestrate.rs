@@ -1,4 +1,4 @@
-//! Cost of `coreward orchestrate`, for its decisions, round trips through shared memory, messages and sockets.
+//! Measures the cost of `coreward orchestrate`: its decisions, round trips through shared memory, messages and sockets.
 
 mod sockets;
 mod veth;
@@ -49,7 +49,8 @@ const MAX_OUTSTANDING_PER_CORE: NonZeroU16 = NonZeroU16::new(4).unwrap();
 const REQUEST_PAYLOAD: [u8; 16] = [7; 16];
 const ORCHESTRATOR_AND_WORKER_CPU: [usize; 2] = [0, 1];
 
-/// Runs the bench in a new thread. Fails with fewer than two CPUs, or when the shared memory cannot be created.
+/// Runs the bench of the orchestrator in a new thread. Fails with fewer than two CPUs, or when the shared memory cannot
+/// be created.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     // A new thread is used, because the caller must not stay bound to one CPU.
     std::thread::scope(|scope| scope.spawn(|| measure(args)).join().expect("the measuring thread"))
@@ -102,7 +103,7 @@ fn measure_rates(args: &Args) -> anyhow::Result<Table> {
     Ok(table)
 }
 
-/// Function that measures a number of round trips. Returns their median and 99th percentile (ns).
+/// Function that measures this number of round trips. Returns their median and 99th percentile (ns).
 type MeasureRoundTrips = fn(u64) -> anyhow::Result<[f64; 2]>;
 
 const ROUND_TRIP_CASES: [(&str, Option<Goal>, MeasureRoundTrips); 4] = [
@@ -139,7 +140,7 @@ fn measure_round_trips(args: &Args) -> anyhow::Result<Table> {
     Ok(table)
 }
 
-/// Function that measures one UDP server with a number of requests. Returns the mean times of one request.
+/// Function that measures one UDP server with this number of requests. Returns the mean times of one request.
 type MeasureUdpServer = fn(u64) -> anyhow::Result<sockets::RequestTimes>;
 
 const LOOPBACK_SERVERS: [(&str, MeasureUdpServer); 3] = [
@@ -185,16 +186,16 @@ fn rate_median_and_cells(rates: &[f64], rate_unit_ns: f64) -> (f64, [Cell; 4]) {
     (median_rate, [median_rate.into(), min_rate.into(), max_rate.into(), (rate_unit_ns / median_rate).into()])
 }
 
-fn millions_per_second(operations: u64, start: Instant) -> f64 {
-    operations as f64 / 1e6 / start.elapsed().as_secs_f64()
+fn millions_per_second(operation_count: u64, start: Instant) -> f64 {
+    operation_count as f64 / 1e6 / start.elapsed().as_secs_f64()
 }
 
-/// Simulates decisions for requests of alternating services, with two requests per core on average. Each decision
-/// completes the oldest request. Returns millions of decisions per second.
-fn measure_decision_rate(cores: u16, decisions: u64) -> f64 {
+/// Simulates decisions for requests of alternating services. Once more than two requests per core are outstanding, each
+/// further decision completes the oldest one. Returns millions of decisions per second.
+fn measure_decision_rate(core_count: u16, decision_count: u64) -> f64 {
     let ranked_services: Vec<_> =
         (0..SERVICE_COUNT).map(|priority| RankedService { priority, lambda: Lambda::PAPER_VALUE }).collect();
-    let rank_arrays = RankArrays::new(cores, &ranked_services, RankRule::Ranked, MAX_OUTSTANDING_PER_CORE);
+    let rank_arrays = RankArrays::new(core_count, &ranked_services, RankRule::Ranked, MAX_OUTSTANDING_PER_CORE);
     let mut balancer = JoinBoundedShortestRankedQueue::with_ranks(
         rank_arrays,
         &FirstEligibleOutConfig::strict_priority(0..SERVICE_COUNT),
@@ -202,18 +203,18 @@ fn measure_decision_rate(cores: u16, decisions: u64) -> f64 {
     .expect("a valid configuration");
     let mut outstanding_requests = VecDeque::new();
     let start = Instant::now();
-    for request_number in 0..decisions {
+    for request_number in 0..decision_count {
         let sent_requests = balancer
             .submit(request_number, (request_number % u64::from(SERVICE_COUNT)) as u8, request_number as u32)
             .sent_request;
         outstanding_requests.extend(sent_requests.map(|(release, _)| release));
-        if outstanding_requests.len() > 2 * usize::from(cores)
+        if outstanding_requests.len() > 2 * usize::from(core_count)
             && let Some(oldest) = outstanding_requests.pop_front()
         {
             balancer.record_feedback(oldest.service, oldest.core, 1).expect("it is outstanding");
         }
     }
-    millions_per_second(decisions, start)
+    millions_per_second(decision_count, start)
 }
 
 fn service_address() -> SocketAddrV4 {
@@ -246,35 +247,36 @@ fn engine_config(core_count: u16, address: SocketAddrV4) -> EngineConfig {
     }
 }
 
-fn create_engine(cores: u16) -> anyhow::Result<(tempfile::TempDir, PathBuf, Engine)> {
+fn create_engine(core_count: u16) -> anyhow::Result<(tempfile::TempDir, PathBuf, Engine)> {
     let directory = tempfile::tempdir_in("/dev/shm")?;
     let memory_path = directory.path().join("cores");
-    let engine = Engine::new(&memory_path, &engine_config(cores, service_address()))?;
+    let engine = Engine::new(&memory_path, &engine_config(core_count, service_address()))?;
     Ok((directory, memory_path, engine))
 }
 
-fn submit_request(engine: &mut Engine, now: u64, service: u8) {
-    engine.submit_request(now, service, service_address(), &REQUEST_PAYLOAD);
+fn submit_request(engine: &mut Engine, now_ns: u64, service: u8) {
+    engine.submit_request(now_ns, service, service_address(), &REQUEST_PAYLOAD);
 }
 
 /// Connects one worker per core and enables all services for it. Meanwhile another thread must poll the orchestrator.
-fn connect_workers(runtime: &Runtime, cores: u16, address: SocketAddrV4) -> Result<Vec<Worker<'_>>, RuntimeError> {
+fn connect_workers(runtime: &Runtime, core_count: u16, address: SocketAddrV4) -> Result<Vec<Worker<'_>>, RuntimeError> {
     (0..SERVICE_COUNT).try_for_each(|service| runtime.register_service(service, address, service))?;
-    let mut workers = (0..cores).map(|core| runtime.attach_worker(core)).collect::<Result<Vec<_>, _>>()?;
+    let mut workers = (0..core_count).map(|core| runtime.attach_worker(core)).collect::<Result<Vec<_>, _>>()?;
     for worker in &mut workers {
         (0..SERVICE_COUNT).try_for_each(|service| worker.enable_service(service, worker.core()))?;
     }
     Ok(workers)
 }
 
-/// Sends requests to all cores, whose workers complete them without a response. Returns millions per second.
-fn measure_request_rate(cores: u16, requests: u64) -> anyhow::Result<f64> {
-    let (_directory, memory_path, mut engine) = create_engine(cores)?;
+/// Sends requests to all cores, whose workers complete them without a response. Returns millions of requests per
+/// second.
+fn measure_request_rate(core_count: u16, request_count: u64) -> anyhow::Result<f64> {
+    let (_directory, memory_path, mut engine) = create_engine(core_count)?;
     let runtime = Runtime::connect(&memory_path)?;
     let should_stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let worker_thread = scope.spawn(|| complete_requests(&runtime, cores, &should_stop));
-        while engine.core_counters().accepted_workers < cores.into() {
+        let worker_thread = scope.spawn(|| complete_requests(&runtime, core_count, &should_stop));
+        while engine.core_counters().accepted_workers < core_count.into() {
             ensure!(!worker_thread.is_finished(), "the workers ended early");
             engine.poll(0, &mut |_, _, _| ());
             // Lets the workers' thread start, which is still on this CPU.
@@ -282,17 +284,19 @@ fn measure_request_rate(cores: u16, requests: u64) -> anyhow::Result<f64> {
         }
         let completed_request_count =
             |engine: &Engine| engine.service_counters().iter().map(|count| count.completed_requests).sum::<u64>();
-        let mut sent_count = 0;
+        let mut sent_request_count = 0;
         let start = Instant::now();
-        while completed_request_count(&engine) < requests {
+        while completed_request_count(&engine) < request_count {
             // The limit is the number of requests that one loop of the daemon receives.
-            while sent_count < requests && sent_count - completed_request_count(&engine) < 2 * u64::from(cores) {
-                submit_request(&mut engine, sent_count, (sent_count % u64::from(SERVICE_COUNT)) as u8);
-                sent_count += 1;
+            while sent_request_count < request_count
+                && sent_request_count - completed_request_count(&engine) < 2 * u64::from(core_count)
+            {
+                submit_request(&mut engine, sent_request_count, (sent_request_count % u64::from(SERVICE_COUNT)) as u8);
+                sent_request_count += 1;
             }
-            engine.poll(sent_count, &mut |_, _, _| ());
+            engine.poll(sent_request_count, &mut |_, _, _| ());
         }
-        let request_rate = millions_per_second(requests, start);
+        let request_rate = millions_per_second(request_count, start);
         should_stop.store(true, Relaxed);
         worker_thread.join().expect("the workers' thread")?;
         Ok(request_rate)
@@ -300,9 +304,9 @@ fn measure_request_rate(cores: u16, requests: u64) -> anyhow::Result<f64> {
 }
 
 /// Runs the workers of all cores in the calling thread, which is bound to the workers' CPU, until `should_stop` is set.
-fn complete_requests(runtime: &Runtime, cores: u16, should_stop: &AtomicBool) -> anyhow::Result<()> {
+fn complete_requests(runtime: &Runtime, core_count: u16, should_stop: &AtomicBool) -> anyhow::Result<()> {
     bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
-    let mut workers = connect_workers(runtime, cores, service_address())?;
+    let mut workers = connect_workers(runtime, core_count, service_address())?;
     while !should_stop.load(Relaxed) {
         for worker in &mut workers {
             while let Some(request) = worker.take_request()? {
@@ -313,7 +317,7 @@ fn complete_requests(runtime: &Runtime, cores: u16, should_stop: &AtomicBool) ->
     Ok(())
 }
 
-/// How the core handles low-priority requests while the round trips of other requests are measured.
+/// Way in which the core handles low-priority requests while the round trips of other requests are measured.
 #[derive(Clone, Copy, PartialEq)]
 enum LowPriorityHandling {
     Yielding,
@@ -347,8 +351,8 @@ impl Handler for EchoHandler {
     }
 }
 
-/// Submits a low-priority request unless one is outstanding. Then polls for a fraction of its handling time, which
-/// varies by trip.
+/// Submits a low-priority request unless one is outstanding. Then polls the engine for a fraction of that request's
+/// handling time, which depends on `trip_number`.
 fn keep_low_priority_busy(engine: &mut Engine, trip_number: u64) {
     let low_priority_counters = engine.service_counters()[1];
     if low_priority_counters.completed_requests == low_priority_counters.received_requests {
@@ -517,18 +521,18 @@ fn measure_hint_rate(message_count: u64) -> anyhow::Result<f64> {
         let worker_thread = scope.spawn(|| -> anyhow::Result<()> {
             bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
             let mut worker = runtime.attach_worker(0)?;
-            let mut received_count = 0;
-            while received_count < message_count {
-                received_count += u64::from(worker.next_hint().is_some());
+            let mut received_hint_count = 0;
+            while received_hint_count < message_count {
+                received_hint_count += u64::from(worker.next_hint().is_some());
             }
             Ok(())
         });
         accept_worker(&mut queues, &worker_thread)?;
         let (start, hint) = (Instant::now(), HintMessage { service: 0, hint: LoadHint::ScaleUp, waiting_services: 0 });
-        let mut sent_count = 0;
-        while sent_count < message_count {
+        let mut sent_hint_count = 0;
+        while sent_hint_count < message_count {
             match queues.send_hint(0, hint) {
-                Ok(()) => sent_count += 1,
+                Ok(()) => sent_hint_count += 1,
                 Err(RuntimeError::RingFull { .. }) => std::hint::spin_loop(),
                 Err(error) => return Err(error.into()),
             }

@@ -25,7 +25,7 @@ fn compared_workloads() -> [(&'static str, Workload); 4] {
     };
     let long_lived_workload = Workload {
         elephant_work_permille: 700,
-        elephant_rate_permille: 60,
+        elephant_load_permille: 60,
         elephant_lifetime_range_us: (2_000_000, 20_000_000),
         mouse_request_count_range: (1, 4),
         mouse_request_interval_us: 30_000,
@@ -45,8 +45,8 @@ fn compared_workloads() -> [(&'static str, Workload); 4] {
     ]
 }
 
-/// Name of a table row, and the function that creates its policy from a seed. The function returns `None` for the
-/// oracle.
+/// Name of a policy's table row, and the function that creates the policy from a seed. The function returns `None` for
+/// the oracle.
 type PolicyRow = (String, Box<dyn Fn(u64) -> Option<Box<dyn Policy>>>);
 
 fn policy_rows() -> Vec<PolicyRow> {
@@ -59,7 +59,7 @@ fn policy_rows() -> Vec<PolicyRow> {
     }
     for share in [0.1, 0.25, 0.5, 1.0, 2.0] {
         let make_policy =
-            move |seed| Some(Box::new(CrossRssPlusPolicy::with_fixed_cost_share(seed, share)) as Box<dyn Policy>);
+            move |seed| Some(Box::new(CrossRssPlusPolicy::with_fixed_cost_fraction(seed, share)) as Box<dyn Policy>);
         rows.push((format!("crossrss-plus, counting {share}"), Box::new(make_policy)));
     }
     rows.push(("noise floor (perfect placement)".to_string(), Box::new(|_| None)));

@@ -46,8 +46,8 @@ pub struct Args {
     scale: ScaleArgs,
 }
 
-/// Runs the bench. Fails without root, when the controller or the load balancer does not start, or when a rack cannot
-/// connect.
+/// Runs the bench of a controller behind rack controllers. Fails without root, when the controller or the load balancer
+/// does not start, or when a rack cannot connect.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     ensure!(args.racks <= args.agents, "{} racks: expected at most one per agent", args.racks);
     let args = args.clone();
@@ -60,19 +60,30 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 async fn measure(args: &Args, controller: &mut ControllerProcess, interval: Duration) -> anyhow::Result<Report> {
     let mut racks = Vec::new();
     for rack in 0..args.racks {
-        let first_agent = |rack: u32| (u64::from(rack) * u64::from(args.agents) / u64::from(args.racks)) as u32;
+        let first_agent_of_rack = |rack: u32| (u64::from(rack) * u64::from(args.agents) / u64::from(args.racks)) as u32;
         racks.push(
-            EmulatedRack::connect(args, controller, rack, first_agent(rack)..first_agent(rack + 1), interval).await?,
+            EmulatedRack::connect(
+                args,
+                controller,
+                rack,
+                first_agent_of_rack(rack)..first_agent_of_rack(rack + 1),
+                interval,
+            )
+            .await?,
         );
     }
     let rack_cpu_us: Vec<f64> = racks.iter().map(|rack| rack.cpu_us_per_interval).collect();
     let summary_bytes: Vec<f64> = racks.iter().map(|rack| rack.summary_messages[0].encoded_len() as f64).collect();
-    let (start, sent_count) = (Instant::now(), Arc::new(AtomicU64::new(0)));
+    let (start, sent_message_count) = (Instant::now(), Arc::new(AtomicU64::new(0)));
     for (rack_index, rack) in (0..).zip(racks) {
-        tokio::spawn(rack.send_summaries(start + interval * rack_index / args.racks, interval, sent_count.clone()));
+        tokio::spawn(rack.send_summaries(
+            start + interval * rack_index / args.racks,
+            interval,
+            sent_message_count.clone(),
+        ));
     }
     sleep(3 * MIN_DETAIL_INTERVAL).await;
-    let windows = measure_windows(&args.scale, controller, &sent_count).await?;
+    let windows = measure_windows(&args.scale, controller, &sent_message_count).await?;
     let status = controller.fetch_status().await?;
     let rack_server_count: usize = status.racks.iter().map(|rack| rack.servers.len()).sum();
     ensure!(
@@ -80,8 +91,11 @@ async fn measure(args: &Args, controller: &mut ControllerProcess, interval: Dura
         "{rack_server_count} of {} agents are behind racks",
         args.agents
     );
-    let reporting_count = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
-    ensure!(reporting_count == rack_server_count, "{reporting_count} of {rack_server_count} servers report");
+    let reporting_server_count = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
+    ensure!(
+        reporting_server_count == rack_server_count,
+        "{reporting_server_count} of {rack_server_count} servers report"
+    );
     Ok(build_report(args, &windows, rack_cpu_us, summary_bytes))
 }
 
@@ -132,18 +146,20 @@ impl EmulatedRack {
 
     /// Sends one summary per interval until the controller ends. Once per detail interval, adds each agent's detailed
     /// report.
-    async fn send_summaries(mut self, start: Instant, interval: Duration, sent_count: Arc<AtomicU64>) {
-        let mut due_time = start;
+    async fn send_summaries(mut self, start: Instant, interval: Duration, sent_message_count: Arc<AtomicU64>) {
+        let mut next_summary_time = start;
         for round in 0.. {
-            sleep_until(due_time).await;
-            due_time = (due_time + interval).max(Instant::now());
+            sleep_until(next_summary_time).await;
+            next_summary_time = (next_summary_time + interval).max(Instant::now());
             let mut message = self.summary_messages[round % DISTINCT_SUMMARY_COUNT].clone();
-            let requested_interval = Duration::from_millis(self.detail_interval_ms.load(Ordering::Relaxed).into());
-            let rounds_per_detail =
-                (MIN_DETAIL_INTERVAL.max(requested_interval).as_secs_f64() / interval.as_secs_f64()).round() as usize;
+            let requested_detail_interval =
+                Duration::from_millis(self.detail_interval_ms.load(Ordering::Relaxed).into());
+            let rounds_per_detailed_report = (MIN_DETAIL_INTERVAL.max(requested_detail_interval).as_secs_f64()
+                / interval.as_secs_f64())
+            .round() as usize;
             // The first report of each agent has its RSS configuration and is sent immediately.
             let (first_agent, agent_step) =
-                if round == 0 { (0, 1) } else { (round % rounds_per_detail, rounds_per_detail) };
+                if round == 0 { (0, 1) } else { (round % rounds_per_detailed_report, rounds_per_detailed_report) };
             for (agent, server) in self.agents_by_number.iter_mut().skip(first_agent).step_by(agent_step) {
                 message
                     .agents
@@ -152,7 +168,7 @@ impl EmulatedRack {
             if self.message_sender.send(message).await.is_err() {
                 return;
             }
-            sent_count.fetch_add(1, Ordering::Relaxed);
+            sent_message_count.fetch_add(1, Ordering::Relaxed);
         }
     }
 }
@@ -174,7 +190,8 @@ fn registration_messages(rack_name: &str, agents: std::ops::Range<u32>) -> [v1::
     ]
 }
 
-/// Returns the first configuration with `agent_count` servers. Fails when the stream ends.
+/// Reads updates until a configuration has `agent_count` servers, and returns that configuration. Fails when the stream
+/// ends.
 async fn receive_configuration(
     updates: &mut Streaming<v1::RackUpdate>,
     agent_count: usize,
@@ -215,7 +232,7 @@ fn make_summaries(
         let reports: Vec<(u32, v1::Report)> =
             agents_by_number.iter_mut().map(|(number, agent)| (*number, agent.next_report())).collect();
         let unix_time = wall_clock_time();
-        let report_time = Now { monotonic: interval * round as u32, wall: unix_time, record: unix_time };
+        let report_time = Now { monotonic: interval * round as u32, wall: unix_time, record_time: unix_time };
         let cpu_time_before = thread_cpu_time();
         for (agent, report) in reports {
             let (_, outcome) = report_reducer.record_report(agent.into(), report, report_time);

@@ -55,10 +55,10 @@ impl fmt::Display for Cell {
 
 /// Returns the median, minimum and maximum of `values`, or NaN for each if there are no values.
 pub fn median_min_max(values: impl IntoIterator<Item = f64>) -> [f64; 3] {
-    let mut values: Vec<f64> = values.into_iter().collect();
-    values.sort_by(f64::total_cmp);
-    let min_max = [values.first(), values.last()].map(Option::<&f64>::copied);
-    [median(&values), min_max[0], min_max[1]].map(|value| value.unwrap_or(f64::NAN))
+    let mut sorted_values: Vec<f64> = values.into_iter().collect();
+    sorted_values.sort_by(f64::total_cmp);
+    let min_max = [sorted_values.first(), sorted_values.last()].map(Option::<&f64>::copied);
+    [median(&sorted_values), min_max[0], min_max[1]].map(|value| value.unwrap_or(f64::NAN))
 }
 
 /// Upper or lower limit for a measured value.
@@ -124,15 +124,15 @@ impl Table {
     }
 
     fn to_json(&self) -> serde_json::Value {
-        let cell_value = |cell: &Cell| match cell {
+        let cell_to_json = |cell: &Cell| match cell {
             Cell::Text(text) => json!(text),
             Cell::Decimal(number) => json!(number),
             Cell::Count(count) => json!(count),
         };
-        let row_object = |cells: &Vec<Cell>| -> serde_json::Map<String, serde_json::Value> {
-            self.column_names.iter().cloned().zip(cells.iter().map(cell_value)).collect()
+        let row_to_json = |cells: &Vec<Cell>| -> serde_json::Map<String, serde_json::Value> {
+            self.column_names.iter().cloned().zip(cells.iter().map(cell_to_json)).collect()
         };
-        self.rows.iter().map(row_object).collect()
+        self.rows.iter().map(row_to_json).collect()
     }
 
     /// Returns the table as Markdown that is readable as text. The first column is aligned left, the others right.
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn goal_is_met_on_the_right_side_of_its_limit_or_at_it() {
+    fn goal_is_met_at_or_within_its_limit() {
         let verdicts_for_1_2_3 = |goal| [1.0, 2.0, 3.0].map(|value| goal_cells(Some(goal), value)[1].to_string());
         assert_eq!(verdicts_for_1_2_3(Goal::AtMost(2.0)), ["met", "met", "missed"]);
         assert_eq!(verdicts_for_1_2_3(Goal::AtLeast(2.0)), ["missed", "met", "met"]);

@@ -16,11 +16,16 @@ pub fn enable_run_time_statistics() -> anyhow::Result<OwnedFd> {
 
 /// Returns a BPF program's total run time (ns), and how often the program ran.
 pub fn run_ns_and_count(program: BorrowedFd<'_>) -> anyhow::Result<(u64, u64)> {
-    let mut info = libbpf_sys::bpf_prog_info::default();
-    let mut info_bytes = size_of_val(&info) as u32;
+    let mut program_info = libbpf_sys::bpf_prog_info::default();
+    let mut program_info_bytes = size_of_val(&program_info) as u32;
     // SAFETY: the pointer is of a struct of that length, which lives until the call returns.
-    let result =
-        unsafe { libbpf_sys::bpf_obj_get_info_by_fd(program.as_raw_fd(), (&raw mut info).cast(), &raw mut info_bytes) };
+    let result = unsafe {
+        libbpf_sys::bpf_obj_get_info_by_fd(
+            program.as_raw_fd(),
+            (&raw mut program_info).cast(),
+            &raw mut program_info_bytes,
+        )
+    };
     ensure!(result == 0, "BPF_OBJ_GET_INFO_BY_FD: {}", std::io::Error::from_raw_os_error(-result));
-    Ok((info.run_time_ns, info.run_cnt))
+    Ok((program_info.run_time_ns, program_info.run_cnt))
 }

@@ -37,10 +37,10 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 }
 
 async fn measure(args: &Args, controller: &mut ControllerProcess, interval: Duration) -> anyhow::Result<Report> {
-    let sent_count = fake_agent::start_agents(controller, args.agents, args.scale.cores, interval).await?;
+    let sent_report_count = fake_agent::start_agents(controller, args.agents, args.scale.cores, interval).await?;
     // The first reports are not measured, because they also carry RSS keys and tables.
     sleep(Duration::from_secs(3)).await;
-    let windows = measure_windows(&args.scale, controller, &sent_count).await?;
+    let windows = measure_windows(&args.scale, controller, &sent_report_count).await?;
     Ok(build_report(args, &windows))
 }
 
@@ -52,24 +52,27 @@ pub struct ScaleWindow {
     tables_per_second: f64,
     resident_mib: f64,
     max_resident_mib: f64,
-    /// Cumulative distribution of the time from a report's receipt to its table, as pairs of upper bound (s) and share.
-    report_to_table_shares: Vec<(f64, f64)>,
-    /// Cumulative distribution of the time from a report's receipt until its table is in the kernel.
-    report_to_kernel_shares: Vec<(f64, f64)>,
-    /// Cumulative distribution of the time from a report's sending until its table is in the kernel.
-    sent_to_kernel_shares: Vec<(f64, f64)>,
+    /// Cumulative distribution of the time from a report's receipt to its table, as pairs of upper bound (s) and
+    /// fraction of the reports.
+    report_to_table_cdf: Vec<(f64, f64)>,
+    /// Cumulative distribution of the time from a report's receipt until its table is in the kernel, as pairs of upper
+    /// bound (s) and fraction.
+    report_to_kernel_cdf: Vec<(f64, f64)>,
+    /// Cumulative distribution of the time from a report's sending until its table is in the kernel, as pairs of upper
+    /// bound (s) and fraction.
+    sent_to_kernel_cdf: Vec<(f64, f64)>,
 }
 
-/// Measures all windows. `sent_count` counts the reports sent to the controller. Fails when the controller does not
-/// answer.
+/// Measures all windows. `sent_message_count` counts the messages sent to the controller. Fails when the controller
+/// does not answer.
 pub async fn measure_windows(
     args: &ScaleArgs,
     controller: &mut ControllerProcess,
-    sent_count: &AtomicU64,
+    sent_message_count: &AtomicU64,
 ) -> anyhow::Result<Vec<ScaleWindow>> {
     let mut windows = Vec::new();
     for _ in 0..args.windows {
-        windows.push(measure_window(Duration::from_secs(args.window_seconds), controller, sent_count).await?);
+        windows.push(measure_window(Duration::from_secs(args.window_seconds), controller, sent_message_count).await?);
     }
     Ok(windows)
 }
@@ -77,7 +80,7 @@ pub async fn measure_windows(
 async fn measure_window(
     length: Duration,
     controller: &mut ControllerProcess,
-    sent_count: &AtomicU64,
+    sent_message_count: &AtomicU64,
 ) -> anyhow::Result<ScaleWindow> {
     let api_client = controller.operator_client().await?;
     let counts_and_time = async || {
@@ -91,10 +94,10 @@ async fn measure_window(
     let metrics_before = fetch_metrics(controller.metrics_address)?;
     sleep(PAUSE_AFTER_STATUS_QUERY).await;
     let (start, sent_before, cpu_before) =
-        (Instant::now(), sent_count.load(Ordering::Relaxed), controller.user_and_system_cpu_seconds()?);
+        (Instant::now(), sent_message_count.load(Ordering::Relaxed), controller.user_and_system_cpu_seconds()?);
     sleep(length).await;
     let (cpu_after, elapsed_seconds) = (controller.user_and_system_cpu_seconds()?, start.elapsed().as_secs_f64());
-    let sent_messages_per_second = (sent_count.load(Ordering::Relaxed) - sent_before) as f64 / elapsed_seconds;
+    let sent_messages_per_second = (sent_message_count.load(Ordering::Relaxed) - sent_before) as f64 / elapsed_seconds;
     let metrics_after = fetch_metrics(controller.metrics_address)?;
     let last_counts = counts_and_time().await?;
     let query_interval_s = (last_counts.2 - first_counts.2).as_secs_f64();
@@ -105,17 +108,17 @@ async fn measure_window(
         tables_per_second: (last_counts.1 - first_counts.1) / query_interval_s,
         resident_mib: controller.memory_mib("VmRSS:")? as f64,
         max_resident_mib: controller.memory_mib("VmHWM:")? as f64,
-        report_to_table_shares: cumulative_shares(
+        report_to_table_cdf: cumulative_distribution(
             &metrics_before,
             &metrics_after,
             "coreward_table_build_delay_seconds",
         ),
-        report_to_kernel_shares: cumulative_shares(
+        report_to_kernel_cdf: cumulative_distribution(
             &metrics_before,
             &metrics_after,
             "coreward_table_propagation_seconds",
         ),
-        sent_to_kernel_shares: cumulative_shares(
+        sent_to_kernel_cdf: cumulative_distribution(
             &metrics_before,
             &metrics_after,
             "coreward_report_sent_to_kernel_seconds",
@@ -126,9 +129,9 @@ async fn measure_window(
 fn fetch_metrics(address: SocketAddr) -> anyhow::Result<String> {
     let mut stream = TcpStream::connect(address).context("the controller's metrics")?;
     write!(stream, "GET /metrics HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n\r\n")?;
-    let mut page = String::new();
-    stream.read_to_string(&mut page)?;
-    Ok(page)
+    let mut metrics_page = String::new();
+    stream.read_to_string(&mut metrics_page)?;
+    Ok(metrics_page)
 }
 
 /// Returns the buckets of the histogram `name` on a metrics page, as pairs of upper bound and cumulative count.
@@ -143,8 +146,8 @@ fn cumulative_buckets(metrics_page: &str, name: &str) -> Vec<(f64, f64)> {
 }
 
 /// Returns the cumulative distribution of the values that were observed between two metrics pages, as pairs of upper
-/// bound and share.
-fn cumulative_shares(metrics_before: &str, metrics_after: &str, name: &str) -> Vec<(f64, f64)> {
+/// bound and fraction of the values.
+fn cumulative_distribution(metrics_before: &str, metrics_after: &str, name: &str) -> Vec<(f64, f64)> {
     let (buckets_before, buckets_after) =
         (cumulative_buckets(metrics_before, name), cumulative_buckets(metrics_after, name));
     let new_buckets: Vec<(f64, f64)> =
@@ -153,11 +156,11 @@ fn cumulative_shares(metrics_before: &str, metrics_after: &str, name: &str) -> V
     new_buckets.into_iter().map(|(upper_bound, count)| (upper_bound, count / new_value_count)).collect()
 }
 
-/// Returns the quantile `quantile` (0 to 1) of a distribution in ms, interpolated within its bucket. The bounds are in
-/// seconds.
-fn quantile_ms(shares: &[(f64, f64)], quantile: f64) -> f64 {
+/// Returns the quantile `quantile` (0 to 1) of a cumulative distribution in ms, interpolated within its bucket. The
+/// upper bounds of the buckets are in seconds.
+fn quantile_ms(cdf: &[(f64, f64)], quantile: f64) -> f64 {
     let mut lower_bound_and_share = (0.0, 0.0);
-    for (upper_bound, share) in shares {
+    for (upper_bound, share) in cdf {
         if *share >= quantile {
             let fraction_of_bucket = (quantile - lower_bound_and_share.1) / (share - lower_bound_and_share.1);
             let finite_upper_bound = if upper_bound.is_finite() { *upper_bound } else { lower_bound_and_share.0 };
@@ -169,34 +172,34 @@ fn quantile_ms(shares: &[(f64, f64)], quantile: f64) -> f64 {
     f64::NAN
 }
 
-/// Returns the percentage of values up to `limit_seconds`, where the limit is rounded up to the next bucket bound.
-fn percent_at_most(shares: &[(f64, f64)], limit_seconds: f64) -> f64 {
-    shares.iter().find(|(upper_bound, _)| *upper_bound >= limit_seconds).map_or(f64::NAN, |(_, share)| share * 100.0)
+/// Returns the percentage of values up to `limit_seconds`. The limit is rounded up to the next bucket's upper bound.
+fn percent_at_most(cdf: &[(f64, f64)], limit_seconds: f64) -> f64 {
+    cdf.iter().find(|(upper_bound, _)| *upper_bound >= limit_seconds).map_or(f64::NAN, |(_, share)| share * 100.0)
 }
 
-/// Adds rows with the results of all windows. `messages` names the messages whose sending rate is in the first row.
-pub fn add_window_rows(table: &mut Table, messages: &str, windows: &[ScaleWindow]) {
+/// Adds rows with the results of all windows. `message_name` names the messages whose sending rate is in the first row.
+pub fn add_window_rows(table: &mut Table, message_name: &str, windows: &[ScaleWindow]) {
     let mut add_result_row = |row_name: &str, to_value: &dyn Fn(&ScaleWindow) -> f64| {
         table.add_summary_row(row_name, windows.iter().map(to_value), [])
     };
-    add_result_row(&format!("{messages} sent per second"), &|window| window.sent_messages_per_second);
+    add_result_row(&format!("{message_name} sent per second"), &|window| window.sent_messages_per_second);
     add_result_row("reports taken per second", &|window| window.accepted_messages_per_second);
     add_result_row("CPU of the controller, % of one", &|window| window.controller_cpu_pct);
     add_result_row("tables made per second", &|window| window.tables_per_second);
     add_result_row("resident memory, MiB", &|window| window.resident_mib);
     add_result_row("  at most so far", &|window| window.max_resident_mib);
-    add_result_row("report to table, p50, ms", &|window| quantile_ms(&window.report_to_table_shares, 0.5));
-    add_result_row("  p99", &|window| quantile_ms(&window.report_to_table_shares, 0.99));
+    add_result_row("report to table, p50, ms", &|window| quantile_ms(&window.report_to_table_cdf, 0.5));
+    add_result_row("  p99", &|window| quantile_ms(&window.report_to_table_cdf, 0.99));
     add_result_row("report received to table in the kernel, p50, ms", &|window| {
-        quantile_ms(&window.report_to_kernel_shares, 0.5)
+        quantile_ms(&window.report_to_kernel_cdf, 0.5)
     });
-    add_result_row("  p99", &|window| quantile_ms(&window.report_to_kernel_shares, 0.99));
-    add_result_row("  within 10 ms, %", &|window| percent_at_most(&window.report_to_kernel_shares, 0.01));
+    add_result_row("  p99", &|window| quantile_ms(&window.report_to_kernel_cdf, 0.99));
+    add_result_row("  within 10 ms, %", &|window| percent_at_most(&window.report_to_kernel_cdf, 0.01));
     add_result_row("report sent to table in the kernel, p50, ms", &|window| {
-        quantile_ms(&window.sent_to_kernel_shares, 0.5)
+        quantile_ms(&window.sent_to_kernel_cdf, 0.5)
     });
-    add_result_row("  p99", &|window| quantile_ms(&window.sent_to_kernel_shares, 0.99));
-    add_result_row("  within 10 ms, %", &|window| percent_at_most(&window.sent_to_kernel_shares, 0.01));
+    add_result_row("  p99", &|window| quantile_ms(&window.sent_to_kernel_cdf, 0.99));
+    add_result_row("  within 10 ms, %", &|window| percent_at_most(&window.sent_to_kernel_cdf, 0.01));
 }
 
 fn build_report(args: &Args, windows: &[ScaleWindow]) -> Report {

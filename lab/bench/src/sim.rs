@@ -1,4 +1,4 @@
-//! Speed of the simulator, for requests at cores and for packets of a capture.
+//! Measures the speed of the simulator, for requests at cores and for packets of a capture.
 
 use std::fs::File;
 use std::io::BufWriter;
@@ -115,7 +115,7 @@ fn measure_captures(args: &Args) -> anyhow::Result<Table> {
 fn write_capture(path: &Path, seconds: u32) -> anyhow::Result<()> {
     let mut trace = format!("campus:seconds={seconds}").parse::<TraceSource>()?.open(1, ReadOptions::default())?;
     let capture_file = File::create(path).with_context(|| path.display().to_string())?;
-    writer::write(trace.as_mut(), CAPTURED_BYTES_PER_PACKET, BufWriter::with_capacity(1 << 20, capture_file))?;
+    writer::write_capture(trace.as_mut(), CAPTURED_BYTES_PER_PACKET, BufWriter::with_capacity(1 << 20, capture_file))?;
     Ok(())
 }
 
@@ -125,7 +125,7 @@ fn simulation_cases(requests: u64) -> anyhow::Result<Vec<SimulationCase>> {
             policy: policy.parse()?,
             cores,
             service: service.parse()?,
-            latency,
+            interface_latency: latency,
             request_count: requests,
             ..rpc::Config::default()
         };

@@ -43,8 +43,8 @@ pub struct Args {
 /// Maximum time of each wait, which is reached only after a fault.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Measures starts and changes in a new thread, which enters its own network namespace. Fails without root, or when a
-/// process does not start.
+/// Measures starts of the load balancer and changes of servers in a new thread, which enters its own network namespace.
+/// Fails without root, or when a process does not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("start", args, measure)
 }
@@ -130,8 +130,8 @@ impl ServerSidePacketSocket {
         Ok(Self { socket, own_mac: device_mac("eth1")?, lb_mac: device_mac("eth0")? })
     }
 
-    /// Sends a SYN for a service's VIP from client port `port` to the load balancer.
-    fn send_syn(&self, vip: Ipv4Addr, port: u16) {
+    /// Sends a SYN for a service's VIP from client port `client_port` to the load balancer.
+    fn send_syn(&self, vip: Ipv4Addr, client_port: u16) {
         let mut frame = [0u8; FRAME_BYTES];
         frame[..6].copy_from_slice(&self.lb_mac);
         frame[6..12].copy_from_slice(&self.own_mac);
@@ -139,7 +139,7 @@ impl ServerSidePacketSocket {
         frame[14..24].copy_from_slice(&[0x45, 0, 0, 40, 0, 0, 0x40, 0, 64, 6]);
         frame[26..30].copy_from_slice(&[10, 1, 0, 7]);
         frame[30..34].copy_from_slice(&vip.octets());
-        frame[34..36].copy_from_slice(&port.to_be_bytes());
+        frame[34..36].copy_from_slice(&client_port.to_be_bytes());
         frame[36..38].copy_from_slice(&80u16.to_be_bytes());
         frame[46] = 5 << 4;
         frame[47] = 2;
@@ -161,16 +161,16 @@ impl ServerSidePacketSocket {
 }
 
 fn device_mac(device: &str) -> anyhow::Result<[u8; 6]> {
-    let is_device = |entry: &nix::ifaddrs::InterfaceAddress| entry.interface_name == device;
-    let addresses = nix::ifaddrs::getifaddrs()?.filter(is_device);
+    let is_requested_device = |entry: &nix::ifaddrs::InterfaceAddress| entry.interface_name == device;
+    let addresses = nix::ifaddrs::getifaddrs()?.filter(is_requested_device);
     let mut mac_addresses = addresses.filter_map(|entry| entry.address?.as_link_addr()?.addr());
     mac_addresses.next().with_context(|| format!("{device} has no MAC address"))
 }
 
 /// Sends SYNs to each service until the load balancer has forwarded one. Returns the times since `start`.
-fn measure_start_times(services: u32, start: Instant) -> anyhow::Result<StartTimes> {
+fn measure_start_times(service_count: u32, start: Instant) -> anyhow::Result<StartTimes> {
     let server_socket = ServerSidePacketSocket::open()?;
-    let mut waiting_vips: BTreeSet<Ipv4Addr> = (0..services).map(|service| *service_vip(service).ip()).collect();
+    let mut waiting_vips: BTreeSet<Ipv4Addr> = (0..service_count).map(|service| *service_vip(service).ip()).collect();
     let (mut until_first_packet, mut client_port) = (None, 1024);
     while !waiting_vips.is_empty() {
         ensure!(
@@ -237,26 +237,29 @@ async fn measure_draining_server(
     Ok(ChangeTimes { time_to_api_answer, time_to_kernel })
 }
 
-fn build_report(args: &Args, starts: &[StartTimes], changes: &[ChangeTimes]) -> Report {
+fn build_report(args: &Args, start_times: &[StartTimes], change_times: &[ChangeTimes]) -> Report {
     let mut table = Table::new(&["ms", "median", "least", "most"]);
     let mut add_times_row = |row_name: &str, values: Vec<f64>| table.add_summary_row(row_name, values, []);
     let to_ms = |time: Duration| time.as_secs_f64() * 1e3;
     add_times_row(
         "from exec to the first packet forwarded",
-        starts.iter().map(|start| to_ms(start.time_to_first_packet)).collect(),
+        start_times.iter().map(|start| to_ms(start.time_to_first_packet)).collect(),
     );
     add_times_row(
         "from exec to a packet of every service",
-        starts.iter().map(|start| to_ms(start.time_to_all_services)).collect(),
+        start_times.iter().map(|start| to_ms(start.time_to_all_services)).collect(),
     );
     add_times_row(
         "a server drained: from apply to its answer",
-        changes.iter().map(|change| to_ms(change.time_to_api_answer)).collect(),
+        change_times.iter().map(|change| to_ms(change.time_to_api_answer)).collect(),
     );
     let ms_after_api_answer =
         |change: &ChangeTimes| to_ms(change.time_to_kernel.saturating_sub(change.time_to_api_answer));
-    add_times_row("  from the answer to the kernel", changes.iter().map(ms_after_api_answer).collect());
-    add_times_row("  from apply to the kernel", changes.iter().map(|change| to_ms(change.time_to_kernel)).collect());
+    add_times_row("  from the answer to the kernel", change_times.iter().map(ms_after_api_answer).collect());
+    add_times_row(
+        "  from apply to the kernel",
+        change_times.iter().map(|change| to_ms(change.time_to_kernel)).collect(),
+    );
     Report {
         name: "start",
         heading: "The start of a load balancer",

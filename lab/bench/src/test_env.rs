@@ -37,7 +37,7 @@ pub struct ScaleArgs {
 }
 
 /// Runs `measure` with a controller and the report interval, in a new thread with its own network namespace.
-/// `bench_name` is the name of the bench. Fails without root, when a process does not start, or as `measure` does.
+/// `bench_name` is the name of the bench. Fails without root, when a process does not start, or when `measure` fails.
 pub fn measure_at_scale<M>(bench_name: &str, agents: u32, args: &ScaleArgs, measure: M) -> anyhow::Result<Report>
 where
     M: AsyncFnOnce(&mut ControllerProcess, Duration) -> anyhow::Result<Report> + Send + 'static,
@@ -53,7 +53,7 @@ fn set_up_and_measure<M>(fleet_args: &controller::Args, uses_tls: bool, measure:
 where
     M: AsyncFnOnce(&mut ControllerProcess, Duration) -> anyhow::Result<Report>,
 {
-    coreward_control_server::server::raise_file_limit();
+    coreward_control_server::server::raise_open_file_limit();
     make_veth_network()?;
     let (scratch_directory, pin_directory) = (ScratchDirectory::new()?, PinDirectory::new()?);
     let certificate_authority =
@@ -79,7 +79,7 @@ pub struct ProcessArgs {
     config: PathBuf,
 }
 
-/// Runs the load balancer in this process, as `coreward lb` does. Fails as the load balancer does.
+/// Runs the load balancer in this process, as `coreward lb` does. Fails in the same cases.
 pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
     coreward_lb::daemon::run(&args.config)
 }
@@ -132,8 +132,8 @@ pub fn make_veth_network() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Gives the calling thread, which emulates the agents, the lowest priority. The load balancer must come first, because
-/// real agents would run on other machines.
+/// Gives the calling thread, which emulates the agents, the lowest priority. The load balancer must have precedence,
+/// because real agents would run on other machines.
 fn set_idle_priority() -> anyhow::Result<()> {
     let scheduling_parameters = libc::sched_param { sched_priority: 0 };
     // SAFETY: 0 is the calling thread, and the kernel only reads `scheduling_parameters`.

@@ -64,35 +64,40 @@ pub struct ConnectionCost {
     /// Mode or baseline program, named by its label in cheetah-5-live.toml.
     pub series_label: String,
     pub connection_count: usize,
-    /// Cost above the empty program (ns), in the order of the rounds.
-    pub ns_above_empty: NsByRound,
+    /// Cost per packet minus that of the empty program (ns), in the order of the rounds.
+    pub ns_above_empty_program: NsByRound,
 }
 
 /// Measures the cost of packets on open connections, by program and number of connections.
 pub fn measure_connection_costs(args: &Args, progress: &dyn Fn(usize, usize)) -> anyhow::Result<Vec<ConnectionCost>> {
-    let mut costs = Vec::new();
+    let mut connection_costs = Vec::new();
     for count_costs in established::measure_connection_counts(args, progress)? {
         let connection_count = count_costs.connection_count;
         let mut add_cost = |series, above_empty| {
-            costs.push(ConnectionCost { series_label: series, connection_count, ns_above_empty: above_empty })
+            connection_costs.push(ConnectionCost {
+                series_label: series,
+                connection_count,
+                ns_above_empty_program: above_empty,
+            })
         };
         add_cost("stateless and one more line".to_owned(), count_costs.ns_with_parallel_cache_line);
         for mode_measurement in [count_costs.stateless, count_costs.stateful, count_costs.hash_table] {
-            add_cost(mode_measurement.case.consistency().name(), mode_measurement.ns_above_empty);
+            add_cost(mode_measurement.case.consistency().name(), mode_measurement.ns_above_empty_program);
         }
     }
-    Ok(costs)
+    Ok(connection_costs)
 }
 
 struct CaseMeasurement {
     case: PacketCase,
-    /// Median time of the empty program (ns).
-    empty_ns: f64,
-    /// Cost of the load balancer above the empty program (ns), in the order of the rounds.
-    ns_above_empty: NsByRound,
-    /// Difference between the fastest rounds of the load balancer and of the empty program (ns).
-    fastest_ns_above_empty: f64,
-    /// Difference between the fastest rounds of the program that parses and swaps MACs and of the empty program (ns).
+    /// Median time of the empty program per packet (ns).
+    empty_program_ns: f64,
+    /// Cost of the load balancer per packet minus that of the empty program (ns), in the order of the rounds.
+    ns_above_empty_program: NsByRound,
+    /// Time per packet in the load balancer's fastest round minus that in the empty program's fastest round (ns).
+    fastest_ns_above_empty_program: f64,
+    /// Time per packet in the fastest round of the program that parses and swaps MACs, minus that in the empty
+    /// program's fastest round (ns).
     parse_and_swap_ns: f64,
 }
 
@@ -101,16 +106,16 @@ impl CaseMeasurement {
     fn new(balancer: &CaseLoadBalancer, round_times: [&NsByRound; 3]) -> anyhow::Result<Self> {
         Ok(Self {
             case: balancer.case(),
-            empty_ns: median_of_rounds(round_times[0]),
-            ns_above_empty: differences_by_round(round_times[2], round_times[0]),
-            fastest_ns_above_empty: difference_of_fastest_rounds(round_times[2], round_times[0]),
+            empty_program_ns: median_of_rounds(round_times[0]),
+            ns_above_empty_program: differences_by_round(round_times[2], round_times[0]),
+            fastest_ns_above_empty_program: difference_of_fastest_rounds(round_times[2], round_times[0]),
             parse_and_swap_ns: difference_of_fastest_rounds(round_times[1], round_times[0]),
         })
     }
 }
 
-/// Measures all selected cases. Fails without the capabilities to load BPF programs, or when a program does not do what
-/// the case expects.
+/// Measures all selected cases of the bench. Fails without the capabilities to load BPF programs, or when a program
+/// does not do what the case expects.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let established_costs =
         if args.only.is_some() { Vec::new() } else { established::measure_connection_counts(args, &|_, _| {})? };
@@ -129,7 +134,7 @@ fn measure_separately(case: PacketCase, args: &Args) -> anyhow::Result<CaseMeasu
     let runner = PacketRunner::new(&case.frame_template(), &balancer.packets()?, 0)?;
     let programs = [
         Program::Baseline(runner.empty_program.as_fd()),
-        Program::Baseline(runner.parse_and_swap_macs.as_fd()),
+        Program::Baseline(runner.parse_and_swap_program.as_fd()),
         Program::Balancer(&balancer),
     ];
     let round_times = measure_interleaved(
@@ -183,16 +188,16 @@ fn cost_table(
         measurement_of_mode.into_iter().flat_map(|to_measurement| established_costs.iter().map(to_measurement));
     for measurement in established_cases.chain(separate_cases) {
         let [goal_cell, verdict_cell] =
-            goal_cells(goals.goal_for_case(measurement.case), measurement.fastest_ns_above_empty);
+            goal_cells(goals.goal_for_case(measurement.case), measurement.fastest_ns_above_empty_program);
         table.add_row([
             measurement.case.to_string().into(),
-            median_of_rounds(&measurement.ns_above_empty).into(),
-            quartile_range(&measurement.ns_above_empty).into(),
-            measurement.fastest_ns_above_empty.into(),
+            median_of_rounds(&measurement.ns_above_empty_program).into(),
+            quartile_range(&measurement.ns_above_empty_program).into(),
+            measurement.fastest_ns_above_empty_program.into(),
             goal_cell,
             verdict_cell,
-            (measurement.fastest_ns_above_empty / goals.parse_and_swap_ns).into(),
-            measurement.empty_ns.into(),
+            (measurement.fastest_ns_above_empty_program / goals.parse_and_swap_ns).into(),
+            measurement.empty_program_ns.into(),
         ]);
     }
     table

@@ -113,9 +113,10 @@ fn command_arguments<'a>(line: &'a str, program: &'a str) -> impl Iterator<Item 
     let code = line.split_once(" #").map_or(line, |(command, _)| command);
     let simple_commands = code.split(['|', ';', '&', '(', ')', '>']);
     simple_commands.filter_map(move |simple_command| {
-        let mut words =
+        let mut command_words =
             simple_command.split_whitespace().skip_while(|word| matches!(*word, "$" | "sudo" | "exec")).peekable();
-        (words.next()? == program).then(|| words.map(|word| word.trim_matches(['`', '"', '\''])).collect())
+        (command_words.next()? == program)
+            .then(|| command_words.map(|word| word.trim_matches(['`', '"', '\''])).collect())
     })
 }
 
@@ -240,7 +241,7 @@ fn numbers_in_the_documents_equal_the_constants() {
     let max_owners = coreward_model::connection_table::TableOwnerNumber::all().count();
     let max_document_mib = coreward_http::endpoints::MAX_FLEET_DOCUMENT_BYTES >> 20;
     let max_body_kib = coreward_http::endpoints::DEFAULT_MAX_BODY_BYTES >> 10;
-    let max_audit_entries = with_thousands_separator(audit::MAX_ENTRIES);
+    let max_audit_entries = with_thousands_separator(audit::MAX_AUDIT_ENTRIES);
     for (page, text) in [
         ("config.md", format!("`[[service]]`, at most {max_services}:")),
         ("limits.md", format!("* **{max_services} services, {max_servers} server ids of the whole fleet**:")),

@@ -14,7 +14,7 @@ pub const LIVE_FIGURES: &[LiveFigure] = &[
             toml_text: include_str!("../../scenarios/live/cheetah-5-live.toml"),
         },
         measure: |scenario, progress| {
-            capabilities::require("coreward-lab figure cheetah-5-live")?;
+            capabilities::check_capabilities("coreward-lab figure cheetah-5-live")?;
             figure::measure_cheetah_5(scenario, progress)
         },
         // No cleanup is necessary, because the kernel removes programs and maps when the process ends.

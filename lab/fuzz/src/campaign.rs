@@ -11,7 +11,7 @@ use rand::Rng as _;
 use crate::change::ModelDifference;
 use crate::epoch::{self, FuzzEpoch};
 
-/// Limit at which a campaign ends, unless it finds a difference before.
+/// Limit at which a campaign ends, unless it finds a difference earlier.
 #[derive(Debug, Clone, Copy)]
 pub enum CampaignLimit {
     PacketCount(u64),
@@ -21,7 +21,8 @@ pub enum CampaignLimit {
 
 #[derive(Debug, Clone, Copy)]
 pub struct Campaign {
-    /// Seed from which the seeds of all epochs are derived. They do not depend on the number of threads.
+    /// Seed of the campaign, from which the seeds of all epochs are derived. They do not depend on the number of
+    /// threads.
     pub seed: u64,
     pub first_epoch_number: u64,
     pub limit: CampaignLimit,
@@ -33,7 +34,7 @@ pub struct Campaign {
 #[derive(Debug)]
 pub struct EpochFailure {
     pub epoch_number: u64,
-    /// Number of the epoch's packets up to the one that shows the difference.
+    /// Number of packets in the epoch up to the one that shows the difference.
     pub packet_count: u64,
     pub difference: ModelDifference,
 }
@@ -98,8 +99,8 @@ impl Campaign {
         Ok(summary)
     }
 
-    /// Returns how many packets epoch `epoch_offset` has in this campaign, or `None` when the campaign ends before that
-    /// epoch.
+    /// Returns the number of packets in epoch `epoch_offset` of this campaign, or `None` when the campaign ends before
+    /// that epoch.
     fn epoch_packet_count(&self, epoch_offset: u64, start: Instant) -> Option<u64> {
         match self.limit {
             CampaignLimit::PacketCount(packet_total) => {

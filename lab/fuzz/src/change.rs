@@ -9,13 +9,13 @@ use coreward_model::lb::{Server, TableOwner, TokenBucketSelector};
 use coreward_model::placement::PlacementTable;
 use coreward_model::{ServerId, ServiceAddress};
 
-/// Change to the load balancer's state that no packet causes.
+/// Change to the load balancer's state that does not result from a packet.
 #[derive(Debug, Clone)]
 pub enum StateChange {
     SetKeys(FleetCookieKeys),
-    /// Replaces all services by these, which have different addresses.
+    /// Replaces all services by these services, whose addresses differ from each other.
     ReplaceServices(Vec<(ServiceAddress, ServiceSettings)>),
-    /// Adds or changes a server in the service with this slot (`Some`), or removes the server (`None`).
+    /// Adds or changes a server (`Some`) in the service with this slot, or removes the server (`None`).
     SetServer(usize, ServerId, Option<Server>),
     /// Sets whether the load balancer's own health checks consider a server of a service down.
     SetServerMasked(usize, ServerId, bool),
@@ -31,7 +31,7 @@ pub enum StateChange {
     SetClock(ClockTicks),
     /// Scans the connection table for expired entries, as user space does regularly.
     SweepExpiredEntries,
-    /// Frees these entries of the connection table, as user space does.
+    /// Frees these entries of the connection table, as user space does for ended connections.
     FreeEntries(Vec<ConnectionIndex>),
 }
 

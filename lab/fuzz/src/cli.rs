@@ -128,7 +128,7 @@ fn run_packet_campaign(arguments: &PacketsArgs) -> anyhow::Result<()> {
     })?;
     print_summary(&summary);
     match &summary.failure {
-        Some(failure) => Err(shrink_and_describe(&campaign, failure)),
+        Some(failure) => Err(report_failure(&campaign, failure)),
         None => Ok(()),
     }
 }
@@ -146,8 +146,9 @@ fn print_summary(summary: &CampaignSummary) {
     }
 }
 
-/// Prints the difference, and a shrunk sequence of steps that reproduces it. Returns an error for the command.
-fn shrink_and_describe(campaign: &Campaign, failure: &EpochFailure) -> anyhow::Error {
+/// Prints the difference and a short sequence of steps that reproduces it. Returns the error with which the command
+/// ends.
+fn report_failure(campaign: &Campaign, failure: &EpochFailure) -> anyhow::Error {
     println!("DIFFERENCE in packet {} of epoch {}: {}", failure.packet_count, failure.epoch_number, failure.difference);
     println!("again: coreward-lab fuzz packets --seed {} --epoch {} --threads 1", campaign.seed, failure.epoch_number);
     println!("shrinking ...");

@@ -30,7 +30,7 @@ use crate::harness::{Harness, HarnessSetup, OWN_MAC, TIME_KEY};
 const SERVICE_ADDRESS: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const TCP_FLAG_ACK: u8 = 0x10;
 
-/// Number of packets with forged TSecr values that reached each server.
+/// Result of sending forged TSecr values: the number of packets that reached each server.
 #[derive(Debug, Clone)]
 pub struct TsecrCoverage {
     pub tried_tsecr_count: u64,
@@ -38,9 +38,9 @@ pub struct TsecrCoverage {
 }
 
 impl TsecrCoverage {
-    /// Returns how many standard deviations Pearson's chi-square over "server 1, server 2, ..., none" is above its
-    /// mean. The mean assumes that each server gets a TSecr with probability 2^-15. (With thousands of servers,
-    /// chi-square is nearly normal.)
+    /// Returns the number of standard deviations by which Pearson's chi-square over "server 1, server 2, ..., none"
+    /// exceeds its mean. The mean assumes that each server gets a TSecr with probability 2^-15. (With thousands of
+    /// servers, chi-square is nearly normal.)
     pub fn chi_square_z_score(&self) -> f64 {
         let server_count = self.packets_by_server.len() as f64;
         let expected_per_server = self.tried_tsecr_count as f64 / f64::from(intf::COOKIE_HIDDEN_MASK + 1);
@@ -61,14 +61,14 @@ impl TsecrCoverage {
     }
 }
 
-/// Numbers of packets that reached a server although one bit of their valid cookie was flipped.
+/// Counts of packets that reached a server although one bit of their valid cookie was flipped.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BitFlipCounts {
     /// Number of valid cookies whose bits were flipped.
     pub cookie_count: u64,
-    /// Number of packets that reached another server than the cookie's, by flipped bit of TSecr.
+    /// Number of packets that reached another server than the cookie's server, indexed by the flipped bit of TSecr.
     pub other_server_counts: [u64; 32],
-    /// Number of packets that reached the cookie's server, by flipped bit of TSecr.
+    /// Number of packets that reached the cookie's server, indexed by the flipped bit of TSecr.
     pub same_server_counts: [u64; 32],
 }
 
@@ -84,13 +84,13 @@ pub struct CookieTester {
 }
 
 impl CookieTester {
-    /// Creates a service with `server_count` servers (at most 16,384), whose ids are random. If `with_program` is true,
-    /// also loads the BPF program, which fails without the necessary capabilities.
-    pub fn new(seed: u64, server_count: usize, with_program: bool) -> anyhow::Result<Self> {
+    /// Creates a service with `server_count` servers (at most 16,384), whose ids are random. If `runs_bpf_program` is
+    /// true, also loads the BPF program, which fails without the necessary capabilities.
+    pub fn new(seed: u64, server_count: usize, runs_bpf_program: bool) -> anyhow::Result<Self> {
         let mut rng = FuzzRng::new(seed, 1);
         let mut random_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
-        let cookie_keys = FleetCookieKeys { keys: [random_key(), random_key()], current: KeyIndex::First };
-        let mut harness = Harness::new(HarnessSetup::new(OWN_MAC, cookie_keys), with_program)?;
+        let cookie_keys = FleetCookieKeys { keys: [random_key(), random_key()], current_key_index: KeyIndex::First };
+        let mut harness = Harness::new(HarnessSetup::new(OWN_MAC, cookie_keys), runs_bpf_program)?;
         let service_address = ServiceAddress { vip_and_port: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp };
         let service_slot = harness
             .apply_change(&StateChange::ReplaceServices(vec![(service_address, ServiceSettings::default())]))?[0];
@@ -115,7 +115,7 @@ impl CookieTester {
     fn random_valid_cookie(&mut self, client: (Ipv4Addr, u16)) -> (ServerId, u32) {
         let server_id = self.rng.pick(&self.server_ids);
         let key_index = self.rng.pick(&[KeyIndex::First, KeyIndex::Second]);
-        let keys_with_random_current = FleetCookieKeys { current: key_index, ..self.cookie_keys };
+        let keys_with_random_current = FleetCookieKeys { current_key_index: key_index, ..self.cookie_keys };
         let tsecr = cookie::stamp_tsval(
             &keys_with_random_current,
             &TIME_KEY,

@@ -41,12 +41,12 @@ pub struct Mismatch {
 }
 
 impl FuzzEpoch {
-    /// Starts the epoch that `seed` determines. If `with_program` is true, also loads the BPF program, which needs
+    /// Starts the epoch that `seed` determines. If `runs_bpf_program` is true, also loads the BPF program, which needs
     /// capabilities.
-    pub fn new(seed: u64, with_program: bool) -> anyhow::Result<Self> {
+    pub fn new(seed: u64, runs_bpf_program: bool) -> anyhow::Result<Self> {
         let mut rng = FuzzRng::new(seed, 0);
         let mut generator_state = GeneratorState::new(&mut rng);
-        let harness = Harness::new(generator_state.harness_setup, with_program)?;
+        let harness = Harness::new(generator_state.harness_setup, runs_bpf_program)?;
         let owner_number = TableOwnerNumber::try_from(1).expect("in range");
         let due_changes = vec![
             generator_state.random_services_change(&mut rng),
@@ -96,7 +96,7 @@ impl FuzzEpoch {
         Ok(())
     }
 
-    /// Applies all due changes. If none is due, random ones may be added first. Passes each change to `record`.
+    /// Applies all due changes. If none is due, sometimes adds random ones first. Passes each change to `record`.
     fn apply_due_changes(&mut self, mut record: impl FnMut(StateChange)) -> anyhow::Result<()> {
         if self.due_changes.is_empty() {
             self.add_random_changes();
@@ -108,7 +108,7 @@ impl FuzzEpoch {
         Ok(())
     }
 
-    /// Generates the next packet, stores it in `self.packet_bytes`, and processes it in the harness.
+    /// Generates the next packet, stores it in `self.packet`, and processes it in the harness.
     fn process_next_packet(&mut self) -> anyhow::Result<(Outcome, Option<ModelDifference>)> {
         generate::write_random_packet(&self.generator_state, &mut self.rng, &mut self.packet);
         self.packet_count += 1;
@@ -139,7 +139,7 @@ impl FuzzEpoch {
         Ok(None)
     }
 
-    /// Compares the tables that are too large to be compared during the epoch.
+    /// Compares the tables that are too large for the comparisons during the epoch.
     pub fn compare_large_tables(&self) -> anyhow::Result<Option<Mismatch>> {
         let table_difference = self.harness.compare_large_tables()?;
         Ok(table_difference.map(|difference| Mismatch { packet_count: self.packet_count, difference }))

@@ -45,8 +45,9 @@ pub fn ones_complement_sum(bytes: &[u8], initial_sum: u32) -> u16 {
     carry_sum as u16
 }
 
-/// Returns the sum over the IPv4 pseudo-header and `segment`, which is 0xffff if the segment's checksum is correct.
-pub fn transport_checksum_sum(ip: &[u8], protocol: u8, segment: &[u8]) -> u16 {
+/// Returns the ones' complement sum over the IPv4 pseudo-header and `segment`. It is 0xffff if the segment's checksum
+/// is correct.
+pub fn sum_with_pseudo_header(ip: &[u8], protocol: u8, segment: &[u8]) -> u16 {
     let pseudo_header_sum = u32::from(ones_complement_sum(&ip[12..20], 0)) + u32::from(protocol) + segment.len() as u32;
     ones_complement_sum(segment, pseudo_header_sum)
 }
@@ -56,14 +57,14 @@ fn write_u16(frame: &mut [u8], offset: usize, value: u16) {
 }
 
 impl EthernetIpHeader {
-    /// Appends the Ethernet and IP headers, and then the payload that the function `append_payload` appends.
+    /// Appends the Ethernet and IP headers, followed by the payload from the function `append_payload`.
     pub fn append_frame(&self, frame: &mut Vec<u8>, append_payload: impl FnOnce(&mut Vec<u8>)) {
         frame.extend(self.destination_mac);
         frame.extend([2, 0, 0, 0, 0, 9, 8, 0]);
         self.append_datagram(frame, append_payload);
     }
 
-    /// Appends the IP header, and then the payload that the function `append_payload` appends.
+    /// Appends the IP header, followed by the payload from the function `append_payload`.
     pub fn append_datagram(&self, frame: &mut Vec<u8>, append_payload: impl FnOnce(&mut Vec<u8>)) {
         let ip_offset = frame.len();
         frame.extend([0x45 + self.option_words as u8, self.tos_and_ttl[0], 0, 0]);
@@ -97,7 +98,7 @@ impl EthernetIpHeader {
         write_u16(payload, checksum_offset, 0);
         let word_sum = match self.protocol {
             PROTOCOL_ICMP => ones_complement_sum(payload, 0),
-            _ => transport_checksum_sum(&header[ip_offset..], self.protocol, payload),
+            _ => sum_with_pseudo_header(&header[ip_offset..], self.protocol, payload),
         };
         // In UDP, a checksum of 0 means that there is none (RFC 768).
         let checksum = if self.protocol == PROTOCOL_UDP && word_sum == 0xffff { 0xffff } else { !word_sum };
@@ -137,7 +138,7 @@ pub fn timestamp_option(tsval: u32, tsecr: u32) -> [u8; 10] {
     tcp_option
 }
 
-/// Inserts an 802.1Q tag behind the MAC addresses.
+/// Inserts an 802.1Q tag after the MAC addresses.
 pub fn insert_vlan_tag(frame: &mut Vec<u8>, tag: u16) {
     let [tag_high_byte, tag_low_byte] = tag.to_be_bytes();
     frame.splice(ETHERNET_HEADER_BYTES - 2..ETHERNET_HEADER_BYTES - 2, [0x81, 0, tag_high_byte, tag_low_byte]);

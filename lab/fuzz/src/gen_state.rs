@@ -32,8 +32,8 @@ const SERVICE_VIPS: [Ipv4Addr; 5] = [
     ipv6::IPV6_PLACEHOLDERS[0],
     ipv6::IPV6_PLACEHOLDERS[1],
 ];
-/// Ports of generated services. There are few, so that a packet to another port of a VIP often belongs to another
-/// service.
+/// Ports of generated services. There are few of them, so that a packet to another port of a VIP often belongs to
+/// another service.
 const SERVICE_PORTS: [u16; 4] = [80, 443, 0x5050, 65_535];
 
 /// Consistency modes to choose from. The complicated ones are repeated, so that they are chosen more often.
@@ -58,13 +58,13 @@ pub struct TableConnection {
     pub table_index: u16,
 }
 
-/// Service with the facts that the generator needs about it.
+/// Generated service, with the data from which the generator derives its packets.
 #[derive(Debug, Clone)]
 pub struct GeneratedService {
     pub address: ServiceAddress,
     /// VIP and port, where an IPv4 placeholder represents an IPv6 VIP.
     pub ipv4_address: (Ipv4Addr, u16),
-    pub mode: ServiceSettings,
+    pub settings: ServiceSettings,
     pub service_slot: usize,
     /// Ids of the service's present and earlier servers.
     pub server_ids: Vec<ServerId>,
@@ -87,7 +87,7 @@ impl GeneratedService {
 
     /// Returns whether load balancers stamp this service's cookies themselves.
     pub fn uses_lb_stamping(&self) -> bool {
-        self.mode.timestamps == TimestampOrigin::LoadBalancer
+        self.settings.timestamps == TimestampOrigin::LoadBalancer
     }
 }
 
@@ -102,7 +102,7 @@ pub struct GeneratorState {
     pub table_connections: Vec<TableConnection>,
     /// MAC addresses of other load balancers, which own connection tables.
     pub owner_macs: Vec<MacAddress>,
-    /// Time that the program reads while it processes packets.
+    /// Time that the BPF program reads from its clock while it processes packets.
     pub clock: ClockTicks,
     /// Whether user space frees connection-table entries. Otherwise the table fills, and packets reuse expired entries.
     pub frees_connections: bool,
@@ -127,7 +127,7 @@ impl GeneratorState {
             // In a small table, sets become full. In a large one, most sets have room.
             flow_set_count: rng.pick(&[1, 24, 1 << 10, 1 << 15]),
             // The small MTU makes some frames too long.
-            outer_header: OuterHeader { mtu: rng.pick(&[1500, 90]), ..outer_header },
+            outer_header: OuterHeader { mtu_bytes: rng.pick(&[1500, 90]), ..outer_header },
             vlans: random_vlans(rng),
             ..HarnessSetup::new(OWN_MAC, random_keys(rng))
         };
@@ -153,33 +153,40 @@ impl GeneratorState {
         }
     }
 
-    /// Returns a change to a new list of services, in which some present services stay, perhaps with another mode.
+    /// Returns a change to a new list of services, in which some present services stay, perhaps with other settings.
     pub fn random_services_change(&mut self, rng: &mut FuzzRng) -> StateChange {
         let mut services: Vec<(ServiceAddress, ServiceSettings)> = Vec::new();
         for service in &self.services {
             if rng.random_bool(2, 3) {
-                let mode =
-                    if rng.random_bool(1, 4) { self.random_mode(service.address.protocol, rng) } else { service.mode };
-                services.push((service.address, mode));
+                let settings = if rng.random_bool(1, 4) {
+                    self.random_service_settings(service.address.protocol, rng)
+                } else {
+                    service.settings
+                };
+                services.push((service.address, settings));
             }
         }
         let service_count = 1 + rng.random_below(5);
         while services.len() < service_count {
-            let socket = ipv6::service_socket((rng.pick(&self.allowed_vips), rng.pick(&SERVICE_PORTS)));
+            let socket = ipv6::service_socket_address((rng.pick(&self.allowed_vips), rng.pick(&SERVICE_PORTS)));
             let address = ServiceAddress { vip_and_port: socket, protocol: rng.pick(&self.allowed_protocols) };
             if !services.iter().any(|(other_address, _)| *other_address == address) {
-                services.push((address, self.random_mode(address.protocol, rng)));
+                services.push((address, self.random_service_settings(address.protocol, rng)));
             }
         }
         StateChange::ReplaceServices(services)
     }
 
-    /// Returns a random mode that a service of this protocol may have.
-    fn random_mode(&self, protocol: Protocol, rng: &mut FuzzRng) -> ServiceSettings {
+    /// Returns random settings that a service of this protocol may have.
+    fn random_service_settings(&self, protocol: Protocol, rng: &mut FuzzRng) -> ServiceSettings {
         if protocol == Protocol::Udp {
             let consistency = rng.pick(&[Consistency::HashTable, Consistency::None]);
-            let default_mode = ServiceSettings::default_for_protocol(Protocol::Udp);
-            return ServiceSettings { consistency, forwarding: rng.pick(&self.allowed_forwardings), ..default_mode };
+            let default_settings = ServiceSettings::default_for_protocol(Protocol::Udp);
+            return ServiceSettings {
+                consistency,
+                forwarding: rng.pick(&self.allowed_forwardings),
+                ..default_settings
+            };
         }
         let consistency = rng.pick(&self.allowed_modes);
         let timestamps = match rng.random_below(15) {
@@ -191,9 +198,9 @@ impl GeneratorState {
             TimestampOrigin::LoadBalancer => Forwarding::L2,
             _ => rng.pick(&self.allowed_forwardings),
         };
-        let mode = ServiceSettings { consistency, timestamps, migration: None, forwarding };
-        let is_migrating = mode.can_migrate() && rng.random_bool(1, 3);
-        ServiceSettings { migration: is_migrating.then(|| self.random_migration(rng)), ..mode }
+        let settings = ServiceSettings { consistency, timestamps, migration: None, forwarding };
+        let is_migrating = settings.can_migrate() && rng.random_bool(1, 3);
+        ServiceSettings { migration: is_migrating.then(|| self.random_migration(rng)), ..settings }
     }
 
     /// Returns a random migration. Its other load balancer mostly has a server's id, so that its MAC address is known.
@@ -211,11 +218,11 @@ impl GeneratorState {
         }
     }
 
-    /// Records the services of a [`StateChange::ReplaceServices`], and the slots that the reference model has given
-    /// them.
+    /// Records the services of a [`StateChange::ReplaceServices`], and the slots that the reference model has assigned
+    /// to them.
     pub fn record_service_slots(&mut self, services: &[(ServiceAddress, ServiceSettings)], service_slots: &[usize]) {
         let previous_services = std::mem::take(&mut self.services);
-        let new_services = services.iter().zip(service_slots).map(|((address, mode), service_slot)| {
+        let new_services = services.iter().zip(service_slots).map(|((address, settings), service_slot)| {
             let previous_service = previous_services.iter().find(|service| service.address == *address);
             let vip = match address.vip_and_port.ip() {
                 IpAddr::V4(vip) => vip,
@@ -226,7 +233,7 @@ impl GeneratorState {
             GeneratedService {
                 address: *address,
                 ipv4_address: (vip, address.vip_and_port.port()),
-                mode: *mode,
+                settings: *settings,
                 service_slot: *service_slot,
                 server_ids,
                 server_macs,
@@ -235,7 +242,7 @@ impl GeneratorState {
         self.services = new_services.collect();
     }
 
-    /// Returns changes that give a new service servers and a placement table.
+    /// Returns changes that assign servers and a placement table to a new service.
     pub fn changes_to_fill_service(&mut self, service_index: usize, rng: &mut FuzzRng) -> Vec<StateChange> {
         // Some services have no server, some have thousands, some have the smallest and the largest id.
         let server_count = match rng.random_below(20) {
@@ -246,10 +253,10 @@ impl GeneratorState {
         let mut changes: Vec<StateChange> =
             (0..server_count).map(|_| self.random_new_server_change(service_index, rng)).collect();
         let service = &mut self.services[service_index];
-        if let Some(migration) = service.mode.migration
+        if let Some(migration) = service.settings.migration
             && !rng.random_bool(1, 8)
         {
-            changes.push(service.random_server_change(migration.other_balancer(), rng));
+            changes.push(service.random_server_change(migration.other_balancer_id(), rng));
         }
         if !rng.random_bool(1, 16) {
             changes.extend(self.random_table_change(service_index, rng));
@@ -315,7 +322,7 @@ impl GeneratorState {
             client_address: (client_ip, client_port),
             table_index: (reported_cookie & intf::COOKIE_ID_MASK) as u16,
         };
-        // Makes room by forgetting an older connection.
+        // Makes room by removing an older connection.
         if self.table_connections.len() == MAX_TABLE_CONNECTIONS {
             self.table_connections.swap_remove(reported_cookie as usize % MAX_TABLE_CONNECTIONS);
         }
@@ -409,8 +416,8 @@ fn random_token_change(rng: &mut FuzzRng) -> StateChange {
     StateChange::SetHasBroadcastTokens(token_buckets, rng.random_bool(3, 4))
 }
 
-/// Returns the whole of `elements`, or one or two random elements. With few elements, the program is compiled without
-/// the other features.
+/// Returns all `elements`, or one or two random ones. With few elements, the program is compiled without the features
+/// that the others need.
 fn random_subset<T: Copy>(elements: &[T], rng: &mut FuzzRng) -> Vec<T> {
     match rng.random_below(3) {
         0 => elements.to_vec(),
@@ -429,7 +436,7 @@ fn random_vlans(rng: &mut FuzzRng) -> Vlans {
 fn random_keys(rng: &mut FuzzRng) -> FleetCookieKeys {
     FleetCookieKeys {
         keys: [CookieKey::random(&mut rng.0), CookieKey::random(&mut rng.0)],
-        current: rng.pick(&[KeyIndex::First, KeyIndex::Second]),
+        current_key_index: rng.pick(&[KeyIndex::First, KeyIndex::Second]),
     }
 }
 

@@ -292,7 +292,7 @@ fn random_tsecr(state: &GeneratorState, service: &GeneratedService, rng: &mut Fu
     stamp_with_random_key(state, rng, &tuple, cookie)
 }
 
-/// Returns a random TSecr of a client for a service with LB-side stamping.
+/// Returns a random TSecr of a client whose service uses LB-side stamping.
 fn random_lb_stamped_tsecr(
     state: &GeneratorState,
     service: &GeneratedService,
@@ -303,14 +303,14 @@ fn random_lb_stamped_tsecr(
         return rng.next_u32();
     }
     let key_index = rng.pick(&[KeyIndex::First, KeyIndex::Second]);
-    let keys_with_random_current = FleetCookieKeys { current: key_index, ..state.harness_setup.cookie_keys };
+    let keys_with_random_current = FleetCookieKeys { current_key_index: key_index, ..state.harness_setup.cookie_keys };
     lb_stamping::stamp_tsval(&keys_with_random_current, &TIME_KEY, tuple, rng.pick(&service.server_ids), rng.next_u32())
 }
 
 fn stamp_with_random_key(state: &GeneratorState, rng: &mut FuzzRng, tuple: &FourTuple, cookie: Cookie) -> u32 {
     let key_index = rng.pick(&[KeyIndex::First, KeyIndex::Second]);
     cookie::stamp_tsval(
-        &FleetCookieKeys { current: key_index, ..state.harness_setup.cookie_keys },
+        &FleetCookieKeys { current_key_index: key_index, ..state.harness_setup.cookie_keys },
         &TIME_KEY,
         tuple,
         cookie,
@@ -320,7 +320,7 @@ fn stamp_with_random_key(state: &GeneratorState, rng: &mut FuzzRng, tuple: &Four
 
 /// Returns the index of the connection's table entry, if the service is stateful and the connection has an entry.
 fn table_index_of_connection(state: &GeneratorState, service: &GeneratedService, tuple: &FourTuple) -> Option<u16> {
-    if service.mode.consistency != Consistency::Stateful {
+    if service.settings.consistency != Consistency::Stateful {
         return None;
     }
     let is_same_connection = |entry: &&TableConnection| {
@@ -361,7 +361,7 @@ fn random_syn_options(rng: &mut FuzzRng, timestamp_option: &[u8]) -> Vec<u8> {
     options
 }
 
-/// Returns options in random order and at random offsets, some of them malformed.
+/// Returns TCP options in random order and at random offsets, some of them malformed.
 fn random_malformed_options(rng: &mut FuzzRng, timestamp_option: &[u8]) -> Vec<u8> {
     let mut options = Vec::new();
     while options.len() < 40 {
@@ -372,9 +372,9 @@ fn random_malformed_options(rng: &mut FuzzRng, timestamp_option: &[u8]) -> Vec<u
             5 => options.extend([2, 4, rng.next_u8(), rng.next_u8()]),
             6..9 => options.extend(timestamp_option),
             9 => {
-                let length = 2 + rng.random_below(12);
-                let mut option = vec![rng.next_u8(); length];
-                option[1] = length as u8;
+                let option_length = 2 + rng.random_below(12);
+                let mut option = vec![rng.next_u8(); option_length];
+                option[1] = option_length as u8;
                 options.extend(option);
             }
             10 => options.extend([rng.next_u8(), rng.next_u8()]),
@@ -396,8 +396,8 @@ fn write_packet_of_other_protocol(state: &GeneratorState, rng: &mut FuzzRng, pac
         .append_frame(packet, |packet| frame::append_udp(packet, (client.1, vip.1), payload_bytes));
 }
 
-/// Writes a fragment. The fragments belong to few datagrams, so later ones find the first one and the table never
-/// fills.
+/// Writes a fragment of one of few datagrams. Later fragments therefore find the first one, and the fragment table
+/// never fills.
 fn write_fragment(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let client = state.client_addresses[rng.random_below(16)];
     let (service, vip) = random_destination(state, rng);

@@ -15,12 +15,13 @@ use crate::change::{ModelDifference, StateChange};
 use crate::frame::{ETHERNET_HEADER_BYTES, PROTOCOL_TCP, PROTOCOL_UDP, format_hex};
 use crate::ipv6;
 
-/// Service as the changes so far define it, with the UDP flows that are known.
+/// Expected state of a service after all changes so far, with its known UDP flows.
 #[derive(Debug)]
 struct ServiceExpectations {
     address: ServiceAddress,
     migration_balancer_id: Option<ServerId>,
-    /// Servers of the service, with whether their configuration lets them take new connections (false while draining).
+    /// Servers of the service. The value is true if the configuration lets the server take new connections (false while
+    /// draining).
     eligibility_by_server: HashMap<ServerId, bool>,
     /// Servers that are members of the placement table.
     table_servers: HashSet<ServerId>,
@@ -30,7 +31,7 @@ struct ServiceExpectations {
     known_udp_clients: HashSet<SocketAddr>,
 }
 
-/// State that decides which guarantees apply to a packet.
+/// Checker of guarantees, with the state that decides which guarantees apply to a packet.
 #[derive(Debug, Default)]
 pub struct GuaranteeChecker {
     services: HashMap<usize, ServiceExpectations>,
@@ -117,7 +118,7 @@ impl GuaranteeChecker {
                     let previous_service =
                         previous_services.remove(service_slot).filter(|service| service.address == *address);
                     let mut service = previous_service.unwrap_or_else(|| ServiceExpectations::new(*address));
-                    service.migration_balancer_id = mode.migration.map(|migration| migration.other_balancer());
+                    service.migration_balancer_id = mode.migration.map(|migration| migration.other_balancer_id());
                     self.services.insert(*service_slot, service);
                 }
             }

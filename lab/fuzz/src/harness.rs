@@ -26,21 +26,21 @@ use crate::guarantees::GuaranteeChecker;
 use crate::memory::{COUNTER_U64_COUNT, ProgramMaps};
 use crate::server_networks::{SERVER_VLAN_IDS, broadcast_vlan, server_tunnel, server_vlan, vlan_from_id};
 
-/// Verdict of linux/bpf.h that sends the packet back out of its device.
+/// XDP action, from linux/bpf.h, that sends the packet back out of the device on which it arrived.
 const XDP_TX: i32 = 3;
 const NO_SERVICE: usize = intf::LB_COUNTERS_NO_SERVICE as usize;
 
-/// MAC address of the load balancer in tests with a single one.
+/// MAC address of the load balancer in tests with a single load balancer.
 pub const OWN_MAC: MacAddress = [2, 0, 0, 0, 0, 1];
 /// Timestamp key of all servers, and of all services with LB-side stamping.
 pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
 
 /// Broadcast rate of one packet per second, with a burst that never runs out. Whether a token is available therefore
-/// depends on the state ([`StateChange::SetBroadcastTokens`]), not on the time.
-const BROADCAST_RATE: PacketRate = PacketRate { per_second: 1, burst_packets: u32::MAX };
+/// depends on the state ([`StateChange::SetHasBroadcastTokens`]), not on the time.
+const BROADCAST_RATE: PacketRate = PacketRate { packets_per_second: 1, burst_packets: u32::MAX };
 const BROADCAST_INTERVAL_NS: u64 = 1_000_000_000;
 
-/// Settings with which the program is loaded.
+/// Settings with which the BPF program is loaded.
 #[derive(Debug, Clone, Copy)]
 pub struct HarnessSetup {
     /// MAC address of the load balancer, which is the destination of received frames and the source of sent ones.
@@ -62,7 +62,7 @@ pub struct HarnessSetup {
 const DEFAULT_OUTER_HEADER: OuterHeader = OuterHeader {
     source_ipv4: Ipv4Addr::new(10, 2, 0, 1),
     source_ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1),
-    mtu: 1500,
+    mtu_bytes: 1500,
 };
 
 impl HarnessSetup {
@@ -108,15 +108,15 @@ impl LoadedProgram {
         };
         let mut load_balancer = dataplane::LoadBalancer::load(options)?;
         load_balancer.set_own_mac(mac::MacAddress(setup.own_mac));
-        load_balancer.set_keys(&setup.cookie_keys);
+        load_balancer.set_cookie_keys(&setup.cookie_keys);
         let outer_sources =
             OuterSourceAddresses { ipv4: setup.outer_header.source_ipv4, ipv6: setup.outer_header.source_ipv6 };
-        load_balancer.set_outer_header(outer_sources, setup.outer_header.mtu as u32);
+        load_balancer.set_outer_sources_and_mtu(outer_sources, setup.outer_header.mtu_bytes as u32);
         load_balancer.set_traffic_counting(setup.counts_traffic)?;
         if setup.vlans.is_tagging_enabled {
-            load_balancer.use_server_vlans(SERVER_VLAN_IDS.iter().map(|id| vlan_from_id(*id)).collect())?;
+            load_balancer.enable_server_vlans(SERVER_VLAN_IDS.iter().map(|id| vlan_from_id(*id)).collect())?;
         }
-        let program_maps = ProgramMaps::of(load_balancer.program())?;
+        let program_maps = ProgramMaps::for_program(load_balancer.program())?;
         let service_index_by_slot = vec![None; intf::MAX_SERVICES as usize];
         Ok(Self { load_balancer, program_maps, service_index_by_slot, processed_frame: vec![0; 1 << 14] })
     }
@@ -125,8 +125,9 @@ impl LoadedProgram {
         self.service_index_by_slot[service_slot].expect("a service that was set")
     }
 
-    /// Applies a change to the program. `service_slots` are the slots that the reference model gave to the services of
-    /// a [`StateChange::ReplaceServices`]. `freed_connections` are the connections of a [`StateChange::FreeEntries`].
+    /// Applies a change to the program. `service_slots` are the slots that the reference model has assigned to the
+    /// services of a [`StateChange::ReplaceServices`]. `freed_connections` are the connections of a
+    /// [`StateChange::FreeEntries`].
     fn apply_change(
         &mut self,
         change: &StateChange,
@@ -134,7 +135,7 @@ impl LoadedProgram {
         freed_connections: &[Connection],
     ) -> anyhow::Result<()> {
         match change {
-            StateChange::SetKeys(keys) => self.load_balancer.set_keys(keys),
+            StateChange::SetKeys(keys) => self.load_balancer.set_cookie_keys(keys),
             StateChange::ReplaceServices(services) => self.replace_services(services, service_slots)?,
             StateChange::SetServer(service_slot, id, server) => self.set_server(*service_slot, *id, *server)?,
             StateChange::SetServerMasked(service_slot, id, is_masked) => {
@@ -144,7 +145,7 @@ impl LoadedProgram {
                 self.load_balancer.install_table(self.service_index(*service_slot), table)?
             }
             StateChange::SetHasBroadcastTokens(buckets, has_tokens) => {
-                self.program_maps.set_tokens_paid_until(*buckets, paid_until_ns(*has_tokens))
+                self.program_maps.set_tokens_paid_until(*buckets, tokens_paid_until_ns(*has_tokens))
             }
             StateChange::SetLocalOwnerNumber(owner_number) => self.load_balancer.set_owner_number(*owner_number),
             StateChange::LimitEntriesPerPrefix(max_entries) => self.program_maps.limit_entries_per_source(*max_entries),
@@ -205,12 +206,12 @@ impl LoadedProgram {
     }
 
     fn process_frame(&mut self, frame: &[u8]) -> anyhow::Result<(i32, usize)> {
-        test_run::run_into(self.load_balancer.program(), frame, &mut self.processed_frame)
+        test_run::run_into_buffer(self.load_balancer.program(), frame, &mut self.processed_frame)
             .with_context(|| format!("a test run of {} bytes", frame.len()))
     }
 }
 
-fn paid_until_ns(has_tokens: bool) -> u64 {
+fn tokens_paid_until_ns(has_tokens: bool) -> u64 {
     if has_tokens { 0 } else { u64::MAX }
 }
 
@@ -230,7 +231,7 @@ fn compare_values<T: PartialEq>(
 /// Returns a difference when an IPv4 header's checksum was correct before the packet was processed, but is wrong
 /// afterwards.
 fn find_broken_checksum(frame_before: &[u8], frame_after: &[u8]) -> Option<ModelDifference> {
-    let has_right_checksum =
+    let has_correct_checksum =
         |frame: &[u8]| ones_complement_sum(&frame[ETHERNET_HEADER_BYTES..ETHERNET_HEADER_BYTES + 20], 0) == 0xffff;
     // Only headers without options are checked, because the program never changes others. An outer IPv6 header has no
     // checksum.
@@ -239,7 +240,7 @@ fn find_broken_checksum(frame_before: &[u8], frame_after: &[u8]) -> Option<Model
     let is_packet_changed = has_plain_ipv4_header(frame_before)
         && has_plain_ipv4_header(frame_after)
         && frame_before[ETHERNET_HEADER_BYTES..] != frame_after[ETHERNET_HEADER_BYTES..];
-    (is_packet_changed && has_right_checksum(frame_before) && !has_right_checksum(frame_after)).then(|| {
+    (is_packet_changed && has_correct_checksum(frame_before) && !has_correct_checksum(frame_after)).then(|| {
         ModelDifference {
             subject: "an IP header checksum was right and is not any more".to_owned(),
             expected: format_hex(frame_before),
@@ -255,16 +256,16 @@ pub struct Harness {
     program: Option<LoadedProgram>,
     /// Expected counters of each service, and of packets without a service.
     expected_counters: Vec<[u64; COUNTER_U64_COUNT]>,
-    /// Last frame, with the changes that the reference model has made.
+    /// Last processed frame, with the changes that the reference model has made.
     expected_frame: Vec<u8>,
     guarantee_checker: GuaranteeChecker,
     now_ns: u64,
 }
 
 impl Harness {
-    /// Returns a harness with empty state. If `with_program` is true, also loads the BPF program, which needs
+    /// Returns a harness with empty state. If `runs_bpf_program` is true, also loads the BPF program, which needs
     /// capabilities.
-    pub fn new(setup: HarnessSetup, with_program: bool) -> anyhow::Result<Self> {
+    pub fn new(setup: HarnessSetup, runs_bpf_program: bool) -> anyhow::Result<Self> {
         let burst_ns = BROADCAST_INTERVAL_NS * u64::from(BROADCAST_RATE.burst_packets - 1);
         let broadcast_rate = TokenRate { interval_ns: BROADCAST_INTERVAL_NS, burst_ns };
         let settings = LoadBalancerSettings {
@@ -282,7 +283,7 @@ impl Harness {
         let mut model = LoadBalancer::new(settings, setup.own_mac, setup.cookie_keys);
         model.set_connection_key(setup.connection_key);
         Ok(Self {
-            program: with_program.then(|| LoadedProgram::load(&setup)).transpose()?,
+            program: runs_bpf_program.then(|| LoadedProgram::load(&setup)).transpose()?,
             model,
             expected_counters: vec![[0; COUNTER_U64_COUNT]; intf::MAX_SERVICES as usize + 1],
             expected_frame: Vec::new(),
@@ -305,23 +306,23 @@ impl Harness {
             StateChange::SetKeys(keys) => self.model.set_keys(*keys),
             StateChange::ReplaceServices(services) => service_slots = self.replace_services(services),
             StateChange::SetServer(service_slot, id, server) => {
-                self.model.set_tunnel(*id, server_tunnel(*id));
+                self.model.set_tunnel_endpoint(*id, server_tunnel(*id));
                 self.model.set_server_vlan(*id, server_vlan(*id));
                 self.model.set_server(*service_slot, *id, *server);
             }
             StateChange::SetServerMasked(service_slot, id, is_masked) => {
-                self.model.set_server_masked(*service_slot, *id, *is_masked)
+                self.model.set_server_locally_down(*service_slot, *id, *is_masked)
             }
             StateChange::InstallTable(service_slot, table) => self.model.install_table(*service_slot, table.clone()),
             StateChange::SetHasBroadcastTokens(buckets, has_tokens) => {
-                self.model.set_paid_until(*buckets, paid_until_ns(*has_tokens))
+                self.model.set_paid_until(*buckets, tokens_paid_until_ns(*has_tokens))
             }
             StateChange::SetLocalOwnerNumber(owner_number) => self.model.set_owner_number(*owner_number),
             StateChange::LimitEntriesPerPrefix(max_entries) => self.model.set_max_entries_per_source(*max_entries),
             StateChange::SetOwner(owner_number, owner) => self.model.set_other_owner(*owner_number, *owner),
             StateChange::SetClock(clock) => self.model.set_clock(*clock),
             StateChange::SweepExpiredEntries => self.model.record_sweep(),
-            StateChange::FreeEntries(_) => self.model.free_connections(&freed_connections),
+            StateChange::FreeEntries(_) => self.model.free_unchanged_connections(&freed_connections),
         }
         if let Some(program) = &mut self.program {
             program.apply_change(change, &service_slots, &freed_connections)?;
@@ -394,7 +395,8 @@ impl Harness {
         Ok((outcome, difference))
     }
 
-    /// Returns the last frame of [`process_packet`](Self::process_packet), with the reference model's changes.
+    /// Returns the last frame that [`process_packet`](Self::process_packet) has processed, with the reference model's
+    /// changes.
     pub fn model_frame(&self) -> &[u8] {
         &self.expected_frame
     }
@@ -407,7 +409,8 @@ impl Harness {
             counter_words[offset_of!(intf::lb_counters, events) / 8 + event as usize] += 1;
         }
         if outcome.service_slot.is_some() {
-            counter_words[offset_of!(intf::lb_counters, opened) / 8] = self.model.opened_connections(counters_index);
+            counter_words[offset_of!(intf::lb_counters, opened) / 8] =
+                self.model.opened_connection_count(counters_index);
         }
         if outcome.verdict() == XdpVerdict::Transmit && outcome.counter != intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED {
             counter_words[offset_of!(intf::lb_counters, forwarded_bytes) / 8] += packet_bytes as u64;
@@ -418,13 +421,13 @@ impl Harness {
         let program_maps = &self.program.as_ref()?.program_maps;
         let actual_counters: [u64; COUNTER_U64_COUNT] =
             std::array::from_fn(|word_index| program_maps.service_counter(service_slot, word_index));
-        let expected_counters = self.expected_counters[service_slot];
-        if expected_counters == actual_counters {
+        let service_counters = self.expected_counters[service_slot];
+        if service_counters == actual_counters {
             return None;
         }
         let format_different_counters = |counters: &[u64; COUNTER_U64_COUNT]| {
             let different_words = (0..COUNTER_U64_COUNT)
-                .filter(|word_index| expected_counters[*word_index] != actual_counters[*word_index]);
+                .filter(|word_index| service_counters[*word_index] != actual_counters[*word_index]);
             different_words
                 .map(|word_index| format!("{} {}", counter_name(word_index), counters[word_index]))
                 .collect::<Vec<_>>()
@@ -432,7 +435,7 @@ impl Harness {
         };
         compare_values(
             &format!("the counters of service {service_slot}"),
-            expected_counters,
+            service_counters,
             actual_counters,
             format_different_counters,
         )
@@ -446,7 +449,7 @@ impl Harness {
         let is_compared = |service_slot: &usize| *service_slot == NO_SERVICE || self.model.has_service(*service_slot);
         let mut compared_slots = (0..self.expected_counters.len()).filter(is_compared);
         let counter_difference = compared_slots.find_map(|service_slot| self.compare_counters(service_slot));
-        let mut traffic_differences = self.model.traffic().iter().filter_map(|(id, expected)| {
+        let mut traffic_differences = self.model.traffic_by_server().iter().filter_map(|(id, expected)| {
             let actual_traffic = program_maps.traffic_of_server(*id);
             compare_values(&format!("the traffic of server {id}"), *expected, actual_traffic, |traffic| {
                 format!("{traffic:?}")
@@ -468,7 +471,7 @@ impl Harness {
     }
 
     fn compare_service(&self, program: &LoadedProgram, service_slot: usize) -> Option<ModelDifference> {
-        let assigned_counts = self.model.assigned_counts(service_slot).to_vec();
+        let assigned_counts = self.model.assigned_connection_counts(service_slot).to_vec();
         let actual_counts = program
             .load_balancer
             .assigned_connection_counts(program.service_index(service_slot), assigned_counts.len() as u16);
@@ -499,11 +502,11 @@ impl Harness {
         };
         let program_clock_values = |clock: dataplane::ServerClock| {
             [
-                clock.agreeing_connections.into(),
-                clock.steady_samples.into(),
+                clock.agreeing_connection_count.into(),
+                clock.steady_sample_count.into(),
                 clock.syn_ack_count,
-                clock.timestamped_syn_acks,
-                clock.disagreeing_replies,
+                clock.timestamped_syn_ack_count,
+                clock.disagreeing_reply_count,
             ]
         };
         let model_clocks = self

@@ -8,7 +8,7 @@ use coreward_model::FourTuple;
 use crate::frame::{ETHERNET_HEADER_BYTES, PROTOCOL_ICMP};
 use crate::fuzz_rng::FuzzRng;
 
-/// IPv4 addresses that stand in for IPv6 VIPs in generated packets.
+/// IPv4 addresses that represent IPv6 VIPs in generated packets, until [`translate_to_ipv6`] replaces them.
 pub const IPV6_PLACEHOLDERS: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 200, 6, 1), Ipv4Addr::new(10, 200, 6, 2)];
 
 const IPV6_PREFIX: u128 = 0x2001_0db8 << 96;
@@ -30,15 +30,15 @@ pub fn ipv4_for_ipv6(ipv6: Ipv6Addr) -> Ipv4Addr {
     Ipv4Addr::from_bits(ipv6.to_bits() as u32)
 }
 
-/// Returns the socket address of the service with this VIP. The address is IPv6 for a placeholder.
-pub fn service_socket(vip: (Ipv4Addr, u16)) -> SocketAddr {
+/// Returns the socket address of the service with this VIP. It is an IPv6 address if the VIP is a placeholder.
+pub fn service_socket_address(vip: (Ipv4Addr, u16)) -> SocketAddr {
     let ip: IpAddr = if IPV6_PLACEHOLDERS.contains(&vip.0) { ipv6_for_ipv4(vip.0).into() } else { vip.0.into() };
     SocketAddr::new(ip, vip.1)
 }
 
-/// Returns the four-tuple of a client's connection to a VIP. The four-tuple is IPv6 for a placeholder.
+/// Returns the four-tuple of a client's connection to a VIP. It has IPv6 addresses if the VIP is a placeholder.
 pub fn four_tuple(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16)) -> FourTuple {
-    match service_socket(vip) {
+    match service_socket_address(vip) {
         SocketAddr::V4(_) => FourTuple::ipv4(client, vip),
         SocketAddr::V6(_) => FourTuple::ipv6((ipv6_for_ipv4(client.0), client.1), (ipv6_for_ipv4(vip.0), vip.1)),
     }
@@ -101,8 +101,8 @@ fn ipv6_header(
 fn random_extension_headers(rng: &mut FuzzRng, ipv4_packet: &[u8], protocol: u8) -> (u8, Vec<u8>) {
     let mut headers: Vec<(u8, Vec<u8>)> = Vec::new();
     if rng.random_bool(1, 8) {
-        let max_count = if rng.random_bool(1, 16) { 8 } else { 3 };
-        for _ in 0..1 + rng.random_below(max_count) {
+        let max_header_count = if rng.random_bool(1, 16) { 8 } else { 3 };
+        for _ in 0..1 + rng.random_below(max_header_count) {
             let (header_number, unit_count) = (rng.pick(&[0, 43, 60, NEXT_HEADER_AUTHENTICATION]), rng.random_below(3));
             let header_bytes =
                 if header_number == NEXT_HEADER_AUTHENTICATION { 8 + 4 * unit_count } else { 8 * (unit_count + 1) };

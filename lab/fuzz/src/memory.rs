@@ -20,7 +20,8 @@ pub const COUNTER_U64_COUNT: usize = size_of::<intf::lb_counters>() / size_of::<
 /// Maps of the loaded program, mapped into the memory of this process.
 pub struct ProgramMaps {
     lb_state: MmapArray<intf::lb_state>,
-    /// Counters in all rows. A packet counts in receive queue 0's row, and a new or ended connection in its CPU's row.
+    /// Counters in all rows. A packet is counted in the row of receive queue 0, and a new or ended connection in the
+    /// row of its CPU.
     counters: MmapArray<[intf::lb_counters]>,
     counter_row_count: usize,
     recent_placements: MmapArray<RecentPlacementWords>,
@@ -30,8 +31,8 @@ pub struct ProgramMaps {
 }
 
 impl ProgramMaps {
-    /// Maps the program's maps into memory. Fails when one of them cannot be found.
-    pub fn of(program: BorrowedFd<'_>) -> anyhow::Result<Self> {
+    /// Maps the program's BPF maps into memory. Fails when one of them cannot be found.
+    pub fn for_program(program: BorrowedFd<'_>) -> anyhow::Result<Self> {
         let program_id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
         let query_options = ProgInfoQueryOptions::default().include_map_ids(true);
         let program_info =
@@ -63,10 +64,10 @@ impl ProgramMaps {
         (0..self.counter_row_count).map(|row| self.counters.load(row_offset(row) + word_index * size_of::<u64>())).sum()
     }
 
-    pub fn set_tokens_paid_until(&self, buckets: TokenBucketSelector, paid_until: u64) {
+    pub fn set_tokens_paid_until(&self, buckets: TokenBucketSelector, paid_until_ns: u64) {
         let word_offset = |word_index: usize| word_index * size_of::<u64>();
         let store_word = |array_offset: usize, word_index: usize| {
-            self.broadcast_buckets.store(array_offset + word_offset(word_index), paid_until)
+            self.broadcast_buckets.store(array_offset + word_offset(word_index), paid_until_ns)
         };
         match buckets {
             TokenBucketSelector::ServiceSlot(service, reason) => {
@@ -109,8 +110,8 @@ impl ProgramMaps {
         }
     }
 
-    pub fn flow_table_words(&self, count: usize) -> impl Iterator<Item = u64> + '_ {
-        (0..count).map(|word_index| self.flow_table.load(word_index * size_of::<u64>()))
+    pub fn flow_table_words(&self, word_count: usize) -> impl Iterator<Item = u64> + '_ {
+        (0..word_count).map(|word_index| self.flow_table.load(word_index * size_of::<u64>()))
     }
 
     pub fn recent_placements(&self) -> Vec<u64> {

@@ -38,7 +38,7 @@ pub fn write_random_packet(state: &GeneratorState, rng: &mut FuzzRng, packet: &m
 /// Applies one to three random mutations to the packet.
 pub fn mutate_packet(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     for _ in 0..1 + rng.random_below(3) {
-        mutate_once(rng, packet);
+        apply_random_mutation(rng, packet);
         packet.truncate(MAX_FRAME_BYTES);
         if packet.len() < MIN_FRAME_BYTES {
             packet.resize(MIN_FRAME_BYTES, 0);
@@ -52,7 +52,7 @@ fn random_offset(rng: &mut FuzzRng, packet: &[u8]) -> usize {
     if rng.random_bool(1, 16) { rng.random_below(packet.len()) } else { rng.random_below(headers_end) }
 }
 
-fn mutate_once(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+fn apply_random_mutation(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let mutated_offset = random_offset(rng, packet);
     match rng.random_below(12) {
         0..3 => packet[mutated_offset] ^= 1 << rng.random_below(8),
@@ -80,15 +80,15 @@ fn mutate_once(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     }
 }
 
-/// Changes a random length field by a random amount. It is the IP packet's, IP header's, TCP header's or UDP
-/// datagram's.
+/// Changes a random length field by a random amount: that of the IP packet, the IP header, the TCP header or the UDP
+/// datagram.
 fn corrupt_length_field(rng: &mut FuzzRng, packet: &mut [u8]) {
     let ip_header_bytes = packet.get(ETHERNET_HEADER_BYTES).map_or(20, |byte| usize::from(byte & 0xf) * 4);
     let length_change = rng.pick(&[-20i16, -12, -8, -4, -1, 1, 4, 8, 20]);
     let mut change_field_at = |field_offset: usize| {
         if let Some(bytes) = packet.get_mut(field_offset..field_offset + 2) {
-            let value = u16::from_be_bytes([bytes[0], bytes[1]]).wrapping_add_signed(length_change);
-            bytes.copy_from_slice(&value.to_be_bytes());
+            let field_value = u16::from_be_bytes([bytes[0], bytes[1]]).wrapping_add_signed(length_change);
+            bytes.copy_from_slice(&field_value.to_be_bytes());
         }
     };
     match rng.random_below(4) {

@@ -28,7 +28,7 @@ pub fn server_vlan(id: ServerId) -> Vlan {
     vlan_from_id(SERVER_VLAN_IDS[usize::from(id.get()) % SERVER_VLAN_IDS.len()])
 }
 
-/// Returns the VLAN of a service's broadcasts, which is derived from its slot. Every fourth service has no such VLAN.
+/// Returns the VLAN of a service's broadcasts, which is derived from the service's slot. Every fourth service has none.
 pub fn broadcast_vlan(service_slot: usize) -> Option<Vlan> {
     SERVER_VLAN_IDS.get(service_slot % 4).map(|id| vlan_from_id(*id))
 }

@@ -10,7 +10,7 @@ use crate::mutate::MIN_FRAME_BYTES;
 /// Maximum duration of the shrinking, after which the smallest sequence found so far is returned.
 const SHRINK_TIMEOUT: Duration = Duration::from_secs(90);
 
-/// Shortest sequence of steps that was found to end with a difference.
+/// Shortest sequence of steps found so far that ends with a difference.
 #[derive(Debug)]
 pub struct FailingSequence {
     /// Steps in their order, of which the last one is a packet.

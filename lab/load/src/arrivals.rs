@@ -26,16 +26,16 @@ pub struct ArrivalSchedule {
 }
 
 impl ArrivalSchedule {
-    /// Creates a schedule with `rate` requests per second, which must be above 0. Schedules with the same `seed` differ
-    /// if they differ in `rng_stream`.
-    pub fn new(arrivals: ArrivalProcess, rate: f64, seed: u64, rng_stream: u64) -> Self {
+    /// Creates a schedule with `requests_per_second`, which must be above 0. Schedules with the same `seed` differ if
+    /// they differ in `rng_stream`.
+    pub fn new(arrivals: ArrivalProcess, requests_per_second: f64, seed: u64, rng_stream: u64) -> Self {
         let mut schedule = Self {
             arrival_process: arrivals,
-            mean_gap_ns: 1e9 / rate,
+            mean_gap_ns: 1e9 / requests_per_second,
             next_due_ns: 0.0,
             rng: seeded_rng(seed, rng_stream),
         };
-        schedule.advance();
+        schedule.advance_to_next_request();
         schedule
     }
 
@@ -45,7 +45,7 @@ impl ArrivalSchedule {
     }
 
     /// Advances the schedule to the following request.
-    pub fn advance(&mut self) {
+    pub fn advance_to_next_request(&mut self) {
         self.next_due_ns += match self.arrival_process {
             ArrivalProcess::Poisson => exponential(&mut self.rng) * self.mean_gap_ns,
             ArrivalProcess::Fixed => self.mean_gap_ns,
@@ -57,17 +57,17 @@ impl ArrivalSchedule {
 mod tests {
     use super::*;
 
-    fn gaps_ns(arrivals: ArrivalProcess, rate: f64, seed: u64, count: usize) -> Vec<f64> {
-        let mut schedule = ArrivalSchedule::new(arrivals, rate, seed, 1);
+    fn gaps_ns(arrivals: ArrivalProcess, requests_per_second: f64, seed: u64, gap_count: usize) -> Vec<f64> {
+        let mut schedule = ArrivalSchedule::new(arrivals, requests_per_second, seed, 1);
         let mut last_due_ns = 0;
         let next_gap = |_| {
             let due_ns = schedule.next_due_ns();
-            schedule.advance();
+            schedule.advance_to_next_request();
             let gap_ns = due_ns - last_due_ns;
             last_due_ns = due_ns;
             gap_ns as f64
         };
-        (0..count).map(next_gap).collect()
+        (0..gap_count).map(next_gap).collect()
     }
 
     #[test]
@@ -88,16 +88,16 @@ mod tests {
     fn numbers_of_poisson_arrivals_per_window_have_equal_mean_and_variance() {
         // A Poisson process has an index of dispersion of 1, unlike a process whose exponential gaps depend on each
         // other.
-        let mut counts_by_window = vec![0.0; 2_000];
-        let mut now_ns = 0.0;
+        let mut arrival_counts_by_window = vec![0.0; 2_000];
+        let mut arrival_ns = 0.0;
         for gap_ns in gaps_ns(ArrivalProcess::Poisson, 1_000.0, 4, 20_000) {
-            now_ns += gap_ns;
-            let window_index = (now_ns / 10e6) as usize;
-            if window_index < counts_by_window.len() {
-                counts_by_window[window_index] += 1.0;
+            arrival_ns += gap_ns;
+            let window_index = (arrival_ns / 10e6) as usize;
+            if window_index < arrival_counts_by_window.len() {
+                arrival_counts_by_window[window_index] += 1.0;
             }
         }
-        let complete_window_counts = &counts_by_window[..1_900];
+        let complete_window_counts = &arrival_counts_by_window[..1_900];
         let mean = complete_window_counts.iter().sum::<f64>() / complete_window_counts.len() as f64;
         let variance = complete_window_counts.iter().map(|count| (count - mean).powi(2)).sum::<f64>()
             / complete_window_counts.len() as f64;
@@ -109,12 +109,12 @@ mod tests {
     #[test]
     fn sum_of_fixed_gaps_has_an_error_of_at_most_one_nanosecond() {
         let mut schedule = ArrivalSchedule::new(ArrivalProcess::Fixed, 600_000.0, 1, 1);
-        (1..600_000).for_each(|_| schedule.advance());
+        (1..600_000).for_each(|_| schedule.advance_to_next_request());
         assert!((999_999_999..=1_000_000_001).contains(&schedule.next_due_ns()), "{}", schedule.next_due_ns());
     }
 
     #[test]
-    fn same_seed_gives_the_same_schedule_and_another_seed_another_one() {
+    fn equal_seeds_give_equal_schedules_and_other_seeds_do_not() {
         let gaps_of_seed = |seed| gaps_ns(ArrivalProcess::Poisson, 1_000.0, seed, 100);
         assert_eq!(gaps_of_seed(7), gaps_of_seed(7));
         assert_ne!(gaps_of_seed(7), gaps_of_seed(8));

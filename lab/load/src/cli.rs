@@ -215,7 +215,8 @@ fn build_workload(args: &LoadArgs, rng_stream: u64) -> anyhow::Result<Workload> 
     Ok(workload)
 }
 
-/// Fails when a flow's source port is out of range, or a source address has another family than the target.
+/// Checks the flows' sources. Fails when a source port is out of range, or a source address has another family than the
+/// target.
 fn check_sources(args: &LoadArgs) -> anyhow::Result<()> {
     if let Some(first_port) = args.first_port {
         let last_port = u32::from(first_port) + u32::from(args.flows) - 1;
@@ -248,12 +249,12 @@ fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
     check_sources(args)?;
     let flow_sources =
         FlowSources { addresses: args.sources.clone(), flow_count: args.flows, first_port: args.first_port };
-    let key_settings = KeyValueSettings { key_count: args.keys, value_bytes: args.value_bytes };
+    let key_value_settings = KeyValueSettings { key_count: args.keys, value_bytes: args.value_bytes };
     Ok(match args.transport {
         TransportName::Udp => Box::new(UdpTransport::open(
             args.target,
             &flow_sources,
-            DatagramProtocol::KeyValue(key_settings),
+            DatagramProtocol::KeyValue(key_value_settings),
             args.seed,
         )?),
         TransportName::Dns => {
@@ -274,9 +275,9 @@ fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
     })
 }
 
-fn show_progress(progress_bar: &ProgressBar, since_ns: u64, results: &Results) {
+fn show_progress(progress_bar: &ProgressBar, elapsed_ns: u64, results: &Results) {
     let sum_of_classes = |to_count: fn(&ClassResults) -> u64| results.classes.iter().map(to_count).sum::<u64>();
-    progress_bar.set_position(since_ns / 1_000_000);
+    progress_bar.set_position(elapsed_ns / 1_000_000);
     progress_bar.set_message(format!(
         "{} answered, {} lost",
         sum_of_classes(|class| class.completed_count),

@@ -10,7 +10,7 @@ const QR_RESPONSE_BIT: u8 = 0x80;
 const RCODE_MASK: u8 = 0x0f;
 const CLASS_INTERNET: u16 = 1;
 const TYPE_OPT: u16 = 41;
-/// Maximum length of a response that queries announce to accept (bytes). With all headers, a datagram of this length
+/// Maximum length of a response (bytes), which queries announce by EDNS. With all headers, a datagram of this length
 /// fits into one Ethernet frame (RFC 9715, Sect. 3.2).
 const EDNS_PAYLOAD_BYTES: u16 = 1_400;
 /// Bit DO in the extended flags of EDNS, which requests DNSSEC signatures (RFC 6891, Sect. 6.1.4).

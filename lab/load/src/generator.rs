@@ -51,8 +51,9 @@ struct Generator<'a> {
 }
 
 /// Sends the requests of all streams over `transport`, and returns when the last one is answered or lost. `progress`
-/// receives the time since the start (ns) and the results so far, and may end the run early by [`Results::stop`]. If
-/// `records_intervals` is true, latencies are also recorded by interval. Fails when the transport fails permanently.
+/// receives the time since the start (ns) and the results so far, and may end the run early by
+/// [`Results::end_measured_window`]. If `records_intervals` is true, latencies are also recorded by interval. Fails
+/// when the transport fails permanently.
 pub fn run_open_loop(
     streams: Vec<RequestStream>,
     transport: &mut dyn Transport,
@@ -93,11 +94,12 @@ impl Generator<'_> {
             next_request = self.next_due_stream(window_end_ns);
         }
         let results = &mut self.results;
-        self.outstanding_requests.expire(now_ns().saturating_sub(self.durations.timeout_ns), |lost_request| {
-            results.record_lost(lost_request)
-        });
+        self.outstanding_requests
+            .remove_expired_requests(now_ns().saturating_sub(self.durations.timeout_ns), |lost_request| {
+                results.record_lost_request(lost_request)
+            });
         let Some(until_ns) = next_request.map(|(_, due_ns)| due_ns).or_else(|| {
-            let has_unanswered_requests = self.outstanding_requests.unanswered_count() > 0;
+            let has_unanswered_requests = self.outstanding_requests.unanswered_request_count() > 0;
             has_unanswered_requests.then(|| now_ns() + EXPIRY_INTERVAL_NS)
         }) else {
             return Ok(false);
@@ -118,11 +120,11 @@ impl Generator<'_> {
 
     fn send_request(&mut self, stream_index: usize, due_ns: u64) {
         let stream = &mut self.streams[stream_index];
-        stream.schedule.advance();
+        stream.schedule.advance_to_next_request();
         let request = stream.workload.next_request();
-        let sent_request = SentRequest { due_ns, class: stream.first_class_index + request.class_index };
+        let sent_request = SentRequest { due_ns, class_index: stream.first_class_index + request.class_index };
         let request_id = self.outstanding_requests.add_request(sent_request);
-        self.results.record_sent(sent_request, now_ns());
+        self.results.record_sent_request(sent_request, now_ns());
         self.transport.send(&request, request_id, due_ns + self.durations.timeout_ns);
     }
 

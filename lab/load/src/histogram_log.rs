@@ -62,24 +62,24 @@ impl<'a> HistogramLog<'a> {
         Ok(Self { writer, class_tags: tags, interval_start_ns: 0 })
     }
 
-    /// Writes the current interval if it has ended by `since_ns` (ns since the start of the run). Fails when the log
+    /// Writes the current interval if it has ended by `elapsed_ns` (ns since the start of the run). Fails when the log
     /// cannot be written.
-    pub fn write_if_interval_ended(&mut self, since_ns: u64, results: &mut Results) -> anyhow::Result<()> {
-        if since_ns >= self.interval_start_ns + LOG_INTERVAL_NS {
-            self.write_interval(since_ns, results)
+    pub fn write_if_interval_ended(&mut self, elapsed_ns: u64, results: &mut Results) -> anyhow::Result<()> {
+        if elapsed_ns >= self.interval_start_ns + LOG_INTERVAL_NS {
+            self.write_interval(elapsed_ns, results)
         } else {
             Ok(())
         }
     }
 
-    /// Writes the last interval, which ends early at `since_ns`. Fails when the log cannot be written.
-    pub fn write_last_interval(mut self, since_ns: u64, results: &mut Results) -> anyhow::Result<()> {
-        self.write_interval(since_ns, results)
+    /// Writes the last interval, which ends early at `elapsed_ns`. Fails when the log cannot be written.
+    pub fn write_last_interval(mut self, elapsed_ns: u64, results: &mut Results) -> anyhow::Result<()> {
+        self.write_interval(elapsed_ns, results)
     }
 
-    fn write_interval(&mut self, since_ns: u64, results: &mut Results) -> anyhow::Result<()> {
+    fn write_interval(&mut self, elapsed_ns: u64, results: &mut Results) -> anyhow::Result<()> {
         let interval_start = Duration::from_nanos(self.interval_start_ns);
-        let interval_duration = Duration::from_nanos(since_ns.saturating_sub(self.interval_start_ns));
+        let interval_duration = Duration::from_nanos(elapsed_ns.saturating_sub(self.interval_start_ns));
         for (histogram, tag) in
             results.interval_latencies().zip(&self.class_tags).filter(|(histogram, _)| !histogram.is_empty())
         {
@@ -89,7 +89,7 @@ impl<'a> HistogramLog<'a> {
             })?;
             histogram.reset();
         }
-        self.interval_start_ns = since_ns;
+        self.interval_start_ns = elapsed_ns;
         Ok(())
     }
 }
@@ -125,16 +125,17 @@ mod tests {
     }
 
     #[test]
-    fn histograms_of_a_written_log_are_read_back_and_add_up_to_the_results() {
+    fn logged_histograms_can_be_read_back_and_add_up_to_results() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("latencies.hlog");
         let mut results = Results::new(2, 0..10_000_000_000, true).unwrap();
         let mut output = HistogramLogOutput::create(Some(&path)).unwrap();
         let tags = vec!["GET".to_owned(), "SCAN46".to_owned()];
         let mut log = HistogramLog::begin(&mut output, tags, "test").unwrap();
-        let record_answers = |class, count: u64, results: &mut Results| {
-            (1..=count)
-                .for_each(|number| results.record_answer(SentRequest { due_ns: 0, class }, number * 1_000_000, None));
+        let record_answers = |class, answer_count: u64, results: &mut Results| {
+            (1..=answer_count).for_each(|number| {
+                results.record_answer(SentRequest { due_ns: 0, class_index: class }, number * 1_000_000, None)
+            });
         };
         record_answers(0, 100, &mut results);
         log.write_if_interval_ended(999_999_999, &mut results).unwrap();

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 pub struct SentRequest {
     /// Time at which the request was due (CLOCK_MONOTONIC, ns).
     pub due_ns: u64,
-    pub class: u8,
+    pub class_index: u8,
 }
 
 #[derive(Debug)]
@@ -38,36 +38,36 @@ pub struct OutstandingRequests {
     /// Requests in the order in which they were sent, so that their ids are consecutive.
     entries: VecDeque<OutstandingEntry>,
     first_entry_id: u32,
-    sent_count: u64,
-    unanswered_count: usize,
+    sent_request_count: u64,
+    unanswered_request_count: usize,
 }
 
-const MAX_PARTS: u8 = 128;
+const MAX_RESPONSE_PARTS: u8 = 128;
 
 impl OutstandingRequests {
     /// Adds a request, and returns the id under which it must be sent.
     pub fn add_request(&mut self, sent_request: SentRequest) -> u32 {
         let id = self.first_entry_id.wrapping_add(self.entries.len() as u32);
         self.entries.push_back(OutstandingEntry { request: sent_request, received_part_bits: 0, is_answered: false });
-        self.sent_count += 1;
-        self.unanswered_count += 1;
+        self.sent_request_count += 1;
+        self.unanswered_request_count += 1;
         id
     }
 
     /// Records that part `part_index` (from 0) of the response to request `id` has arrived. The response has
     /// `part_count` parts.
     pub fn record_part(&mut self, id: u32, part_index: u8, part_count: u8) -> AnswerOutcome {
-        let index = id.wrapping_sub(self.first_entry_id) as usize;
-        let Some(entry) = self.entries.get_mut(index) else {
+        let entry_index = id.wrapping_sub(self.first_entry_id) as usize;
+        let Some(entry) = self.entries.get_mut(entry_index) else {
             let distance_before_first_id = u64::from(self.first_entry_id.wrapping_sub(id));
-            let removed_count = self.sent_count - self.entries.len() as u64;
-            return if distance_before_first_id > 0 && distance_before_first_id <= removed_count {
+            let removed_request_count = self.sent_request_count - self.entries.len() as u64;
+            return if distance_before_first_id > 0 && distance_before_first_id <= removed_request_count {
                 AnswerOutcome::Late
             } else {
                 AnswerOutcome::Unknown
             };
         };
-        if part_index >= part_count || part_count > MAX_PARTS {
+        if part_index >= part_count || part_count > MAX_RESPONSE_PARTS {
             return AnswerOutcome::Unknown;
         }
         let part_bit = 1 << part_index;
@@ -79,16 +79,16 @@ impl OutstandingRequests {
             return AnswerOutcome::Partial;
         }
         entry.is_answered = true;
-        self.unanswered_count -= 1;
+        self.unanswered_request_count -= 1;
         AnswerOutcome::Complete(entry.request)
     }
 
     /// Removes all requests that were due before `due_before_ns`, and passes each unanswered one to `on_lost`. Requests
     /// must have been added in the order of their due times.
-    pub fn expire(&mut self, due_before_ns: u64, mut on_lost: impl FnMut(SentRequest)) {
+    pub fn remove_expired_requests(&mut self, due_before_ns: u64, mut on_lost: impl FnMut(SentRequest)) {
         while let Some(entry) = self.entries.front().filter(|entry| entry.request.due_ns < due_before_ns) {
             if !entry.is_answered {
-                self.unanswered_count -= 1;
+                self.unanswered_request_count -= 1;
                 on_lost(entry.request);
             }
             self.entries.pop_front();
@@ -97,8 +97,8 @@ impl OutstandingRequests {
     }
 
     /// Returns the number of requests that have neither timed out nor received a complete response.
-    pub fn unanswered_count(&self) -> usize {
-        self.unanswered_count
+    pub fn unanswered_request_count(&self) -> usize {
+        self.unanswered_request_count
     }
 }
 
@@ -107,40 +107,43 @@ mod tests {
     use super::*;
 
     fn sent_request(due_ns: u64) -> SentRequest {
-        SentRequest { due_ns, class: 0 }
+        SentRequest { due_ns, class_index: 0 }
     }
 
     #[test]
     fn complete_partial_duplicate_late_and_unknown_answers_are_distinguished() {
-        let mut outstanding = OutstandingRequests::default();
-        let request_ids: Vec<u32> = (0..4).map(|due_ns| outstanding.add_request(sent_request(due_ns))).collect();
-        assert_eq!(outstanding.record_part(request_ids[1], 0, 1), AnswerOutcome::Complete(sent_request(1)));
-        assert_eq!(outstanding.record_part(request_ids[1], 0, 1), AnswerOutcome::Duplicate);
-        assert_eq!(outstanding.record_part(request_ids[2], 1, 2), AnswerOutcome::Partial);
-        assert_eq!(outstanding.record_part(request_ids[2], 1, 2), AnswerOutcome::Duplicate);
-        assert_eq!(outstanding.record_part(request_ids[2], 2, 2), AnswerOutcome::Unknown);
-        assert_eq!(outstanding.record_part(4, 0, 1), AnswerOutcome::Unknown);
-        assert_eq!(outstanding.record_part(u32::MAX, 0, 1), AnswerOutcome::Unknown);
+        let mut outstanding_requests = OutstandingRequests::default();
+        let request_ids: Vec<u32> =
+            (0..4).map(|due_ns| outstanding_requests.add_request(sent_request(due_ns))).collect();
+        assert_eq!(outstanding_requests.record_part(request_ids[1], 0, 1), AnswerOutcome::Complete(sent_request(1)));
+        assert_eq!(outstanding_requests.record_part(request_ids[1], 0, 1), AnswerOutcome::Duplicate);
+        assert_eq!(outstanding_requests.record_part(request_ids[2], 1, 2), AnswerOutcome::Partial);
+        assert_eq!(outstanding_requests.record_part(request_ids[2], 1, 2), AnswerOutcome::Duplicate);
+        assert_eq!(outstanding_requests.record_part(request_ids[2], 2, 2), AnswerOutcome::Unknown);
+        assert_eq!(outstanding_requests.record_part(4, 0, 1), AnswerOutcome::Unknown);
+        assert_eq!(outstanding_requests.record_part(u32::MAX, 0, 1), AnswerOutcome::Unknown);
         let mut lost_due_times = Vec::new();
-        outstanding.expire(2, |lost_request| lost_due_times.push(lost_request.due_ns));
-        assert_eq!((lost_due_times, outstanding.unanswered_count()), (vec![0], 2));
-        assert_eq!(outstanding.record_part(request_ids[0], 0, 1), AnswerOutcome::Late);
-        assert_eq!(outstanding.record_part(request_ids[2], 0, 2), AnswerOutcome::Complete(sent_request(2)));
+        outstanding_requests.remove_expired_requests(2, |lost_request| lost_due_times.push(lost_request.due_ns));
+        assert_eq!((lost_due_times, outstanding_requests.unanswered_request_count()), (vec![0], 2));
+        assert_eq!(outstanding_requests.record_part(request_ids[0], 0, 1), AnswerOutcome::Late);
+        assert_eq!(outstanding_requests.record_part(request_ids[2], 0, 2), AnswerOutcome::Complete(sent_request(2)));
         let mut lost_due_times = Vec::new();
-        outstanding.expire(u64::MAX, |lost_request| lost_due_times.push(lost_request.due_ns));
-        assert_eq!((lost_due_times, outstanding.unanswered_count()), (vec![3], 0));
-        assert_eq!(outstanding.record_part(request_ids[3], 0, 1), AnswerOutcome::Late);
+        outstanding_requests.remove_expired_requests(u64::MAX, |lost_request| lost_due_times.push(lost_request.due_ns));
+        assert_eq!((lost_due_times, outstanding_requests.unanswered_request_count()), (vec![3], 0));
+        assert_eq!(outstanding_requests.record_part(request_ids[3], 0, 1), AnswerOutcome::Late);
     }
 
     #[test]
     fn answers_are_matched_after_request_ids_wrapped_around() {
-        let mut outstanding = OutstandingRequests { first_entry_id: u32::MAX - 1, ..OutstandingRequests::default() };
-        let request_ids: Vec<u32> = (0..4).map(|due_ns| outstanding.add_request(sent_request(due_ns))).collect();
+        let mut outstanding_requests =
+            OutstandingRequests { first_entry_id: u32::MAX - 1, ..OutstandingRequests::default() };
+        let request_ids: Vec<u32> =
+            (0..4).map(|due_ns| outstanding_requests.add_request(sent_request(due_ns))).collect();
         assert_eq!(request_ids, [u32::MAX - 1, u32::MAX, 0, 1]);
-        assert_eq!(outstanding.record_part(0, 0, 1), AnswerOutcome::Complete(sent_request(2)));
-        outstanding.expire(u64::MAX, |_| {});
-        assert_eq!(outstanding.record_part(u32::MAX, 0, 1), AnswerOutcome::Late);
-        assert_eq!(outstanding.record_part(1, 0, 1), AnswerOutcome::Late);
-        assert_eq!(outstanding.record_part(2, 0, 1), AnswerOutcome::Unknown);
+        assert_eq!(outstanding_requests.record_part(0, 0, 1), AnswerOutcome::Complete(sent_request(2)));
+        outstanding_requests.remove_expired_requests(u64::MAX, |_| {});
+        assert_eq!(outstanding_requests.record_part(u32::MAX, 0, 1), AnswerOutcome::Late);
+        assert_eq!(outstanding_requests.record_part(1, 0, 1), AnswerOutcome::Late);
+        assert_eq!(outstanding_requests.record_part(2, 0, 1), AnswerOutcome::Unknown);
     }
 }

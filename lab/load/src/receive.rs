@@ -12,7 +12,7 @@ use nix::time::{ClockId, clock_gettime};
 
 use crate::event_loop::now_ns;
 
-/// Length, arrival time and sender of the data that one call has received.
+/// Length, arrival time and sender of the data that one call of [`TimestampedReceiver::receive`] has received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReceivedBytes {
     /// Number of bytes written to the buffer, or 0 at the end of a stream.
@@ -66,8 +66,8 @@ impl TimestampedReceiver {
 }
 
 fn to_socket_address(address: &SockaddrStorage) -> Option<SocketAddr> {
-    let ipv4 = address.as_sockaddr_in().map(|address| SocketAddrV4::from(*address).into());
-    ipv4.or_else(|| address.as_sockaddr_in6().map(|address| SocketAddrV6::from(*address).into()))
+    let ipv4_address = address.as_sockaddr_in().map(|address| SocketAddrV4::from(*address).into());
+    ipv4_address.or_else(|| address.as_sockaddr_in6().map(|address| SocketAddrV6::from(*address).into()))
 }
 
 /// Converts a past time of CLOCK_REALTIME, such as a kernel time stamp, to CLOCK_MONOTONIC. The packet's age is

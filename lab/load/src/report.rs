@@ -43,7 +43,7 @@ pub struct ClassReport {
     pub lost: u64,
     /// Number of responses that arrived in the measured time.
     pub arrived: u64,
-    /// Time from each request's due time to its response.
+    /// Percentiles of the time from a request's due time to its response (us).
     pub latency_us: Latency,
 }
 
@@ -56,7 +56,8 @@ pub struct WorkerReport {
     pub completed: u64,
 }
 
-/// Report of a run. Only `measure` and `workers` include the measuring stream (see the option `--measure`).
+/// Report of a load generator's run. Only `measure` and `workers` include the measuring stream (see the option
+/// `--measure`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Report {
     /// Number of requests that were due per second.
@@ -65,7 +66,7 @@ pub struct Report {
     pub completed_rps: f64,
     /// Number of requests that were due in the measured time, and not answered before the time-out.
     pub lost: u64,
-    /// Time from each answered request's due time to its response.
+    /// Percentiles of the time from an answered request's due time to its response (us).
     pub latency_us: Latency,
     /// Length of the measured time (s).
     pub seconds: f64,
@@ -75,8 +76,8 @@ pub struct Report {
     pub completed: u64,
     pub classes: Vec<ClassReport>,
     pub measure: Option<ClassReport>,
-    /// Time by which requests were sent after their due times. If it is much more than the latencies of interest, the
-    /// machine was too busy.
+    /// Percentiles of the time from a request's due time to its sending (us). If they are much more than the latencies
+    /// of interest, the machine was too busy.
     pub lateness_us: Latency,
     /// Number of requests that each worker answered, including those of the measuring stream.
     pub workers: Vec<WorkerReport>,
@@ -91,9 +92,9 @@ pub struct Report {
 }
 
 impl Report {
-    /// Creates a report from `results`. Its classes are the types in `load`, followed by `measure` if the run has a
+    /// Creates a report from `results`. Its classes are `load_types`, followed by `measured_type` if the run has a
     /// measuring stream.
-    pub fn new(results: &Results, load: &[RequestType], measure: Option<RequestType>) -> Self {
+    pub fn new(results: &Results, load_types: &[RequestType], measured_type: Option<RequestType>) -> Self {
         let class_report = |(class_results, class): (&ClassResults, &RequestType)| ClassReport {
             class: *class,
             requests: class_results.request_count,
@@ -102,7 +103,7 @@ impl Report {
             arrived: class_results.arrived_response_count,
             latency_us: Latency::from(&class_results.latency_ns),
         };
-        let (load_results, measured_results) = results.classes.split_at(load.len());
+        let (load_results, measured_results) = results.classes.split_at(load_types.len());
         let seconds = (results.measured_window_ns.end - results.measured_window_ns.start) as f64 / 1e9;
         let sum_over_load_classes = |to_count: fn(&ClassResults) -> u64| load_results.iter().map(to_count).sum::<u64>();
         let mut load_latency_ns = results.lateness_ns.clone();
@@ -120,8 +121,8 @@ impl Report {
             seconds,
             requests: sum_over_load_classes(|class| class.request_count),
             completed: sum_over_load_classes(|class| class.completed_count),
-            classes: load_results.iter().zip(load).map(class_report).collect(),
-            measure: measured_results.iter().zip(&measure).map(class_report).next(),
+            classes: load_results.iter().zip(load_types).map(class_report).collect(),
+            measure: measured_results.iter().zip(&measured_type).map(class_report).next(),
             lateness_us: Latency::from(&results.lateness_ns),
             workers: results.answers_by_worker.iter().map(worker_report).collect(),
             duplicates: results.duplicate_responses,
@@ -207,8 +208,8 @@ mod tests {
     #[test]
     fn report_is_deserialized_from_json_without_loss() {
         let mut results = Results::new(2, 0..1_000_000_000, false).unwrap();
-        let sent_request = SentRequest { due_ns: 1_000, class: 0 };
-        results.record_sent(sent_request, 2_000);
+        let sent_request = SentRequest { due_ns: 1_000, class_index: 0 };
+        results.record_sent_request(sent_request, 2_000);
         results.record_answer(sent_request, 9_000, Some(Worker { server: 3, worker: 1 }));
         results.transport_errors.failed = 7;
         let report = Report::new(&results, &[RequestType::GET, RequestType::scan(18).unwrap()], None);

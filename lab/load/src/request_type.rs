@@ -45,8 +45,8 @@ impl RequestType {
         if pairs >= 1 && pairs <= MAX_SCAN_PAIRS { Some(Self(SCAN_BYTE_OFFSET + pairs)) } else { None }
     }
 
-    /// Returns the type of requests that only take time, for a class below [`WORK_CLASS_COUNT`]. Returns `None` for
-    /// other classes.
+    /// Returns the type of requests that have no data and only take service time, for a class below
+    /// [`WORK_CLASS_COUNT`]. Returns `None` for other classes.
     pub const fn work(class: u8) -> Option<Self> {
         if class < WORK_CLASS_COUNT { Some(Self(FIRST_WORK_BYTE + class)) } else { None }
     }
@@ -163,9 +163,9 @@ impl ServiceTimesByType {
         Ok(Self(service_times_ns.into()))
     }
 
-    /// Returns these service times, with `other` taking precedence for the types that it contains.
-    pub fn with_overrides(mut self, other: &Self) -> Self {
-        self.0.extend(&other.0);
+    /// Returns these service times, except that the times in `overrides` replace those of the same types.
+    pub fn with_overrides(mut self, overrides: &Self) -> Self {
+        self.0.extend(&overrides.0);
         self
     }
 
@@ -213,15 +213,15 @@ mod tests {
 
     #[test]
     fn every_byte_is_a_request_type_with_a_name_or_rejected() {
-        let mut known_count = 0;
+        let mut known_type_count = 0;
         for byte in 0..=u8::MAX {
             if let Ok(request_type) = RequestType::try_from(byte) {
-                known_count += 1;
+                known_type_count += 1;
                 assert_eq!(request_type.as_byte(), byte);
                 assert_eq!(request_type.to_string().parse(), Ok(request_type));
             }
         }
-        assert_eq!(known_count, 2 + usize::from(WORK_CLASS_COUNT) + usize::from(MAX_SCAN_PAIRS));
+        assert_eq!(known_type_count, 2 + usize::from(WORK_CLASS_COUNT) + usize::from(MAX_SCAN_PAIRS));
         assert_eq!("SCAN46".parse::<RequestType>().unwrap().as_byte(), 174);
         for invalid_name in ["SCAN0", "SCAN128", "WORK16", "get", "", "SCAN"] {
             assert_eq!(

@@ -17,7 +17,7 @@ pub struct ClassResults {
     pub completed_count: u64,
     /// Number of measured requests that were not answered before the time-out.
     pub lost_count: u64,
-    /// Times from each request's due time to its response (ns).
+    /// Histogram of the times from requests' due times to their responses (ns).
     pub latency_ns: Histogram<u64>,
     /// Number of responses that arrived in the measured time, including those to requests that were due before it.
     pub arrived_response_count: u64,
@@ -28,7 +28,7 @@ pub struct Results {
     /// Start and end of the measured time (CLOCK_MONOTONIC, ns).
     pub measured_window_ns: Range<u64>,
     pub classes: Vec<ClassResults>,
-    /// Times by which the generator sent requests after their due times (ns).
+    /// Histogram of the times from requests' due times to their sending (ns).
     pub lateness_ns: Histogram<u64>,
     /// Number of measured requests that each worker answered.
     pub answers_by_worker: BTreeMap<Worker, u64>,
@@ -91,7 +91,7 @@ impl Results {
         self.interval_latencies_ns.iter_mut()
     }
 
-    pub(crate) fn record_sent(&mut self, sent_request: SentRequest, now_ns: u64) {
+    pub(crate) fn record_sent_request(&mut self, sent_request: SentRequest, now_ns: u64) {
         if let Some(class) = self.measured_class_mut(sent_request) {
             class.request_count += 1;
             self.lateness_ns.saturating_record(now_ns.saturating_sub(sent_request.due_ns));
@@ -100,13 +100,14 @@ impl Results {
 
     pub(crate) fn record_answer(&mut self, sent_request: SentRequest, arrived_ns: u64, worker: Option<Worker>) {
         if self.measured_window_ns.contains(&arrived_ns) {
-            self.classes[usize::from(sent_request.class)].arrived_response_count += 1;
+            self.classes[usize::from(sent_request.class_index)].arrived_response_count += 1;
         }
         let latency_ns = arrived_ns.saturating_sub(sent_request.due_ns);
         if let Some(class) = self.measured_class_mut(sent_request) {
             class.completed_count += 1;
             class.latency_ns.saturating_record(latency_ns);
-            if let Some(interval_latency_ns) = self.interval_latencies_ns.get_mut(usize::from(sent_request.class)) {
+            if let Some(interval_latency_ns) = self.interval_latencies_ns.get_mut(usize::from(sent_request.class_index))
+            {
                 interval_latency_ns.saturating_record(latency_ns);
             }
             if let Some(worker) = worker {
@@ -115,7 +116,7 @@ impl Results {
         }
     }
 
-    pub(crate) fn record_lost(&mut self, sent_request: SentRequest) {
+    pub(crate) fn record_lost_request(&mut self, sent_request: SentRequest) {
         if let Some(class) = self.measured_class_mut(sent_request) {
             class.lost_count += 1;
         }
@@ -124,6 +125,6 @@ impl Results {
     fn measured_class_mut(&mut self, sent_request: SentRequest) -> Option<&mut ClassResults> {
         self.measured_window_ns
             .contains(&sent_request.due_ns)
-            .then(|| &mut self.classes[usize::from(sent_request.class)])
+            .then(|| &mut self.classes[usize::from(sent_request.class_index)])
     }
 }

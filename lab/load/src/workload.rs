@@ -21,7 +21,7 @@ pub struct RequestParameters {
     pub service_ns: u32,
 }
 
-/// Shares of request types, written as `GET=0.5,PUT=0.5` or as a preset's name.
+/// Mix of request types with the share of each, written as `GET=0.5,PUT=0.5` or as a preset's name.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RequestMix(Vec<(RequestType, f64)>);
 
@@ -85,7 +85,7 @@ impl FromStr for RequestMix {
 }
 
 impl RequestMix {
-    /// Returns the types with their shares, which add up to 1.
+    /// Returns the mix's request types with their shares, which add up to 1.
     pub fn shares(&self) -> &[(RequestType, f64)] {
         &self.0
     }
@@ -93,8 +93,9 @@ impl RequestMix {
     /// Returns the shortest time in [`TURBO_SERVICE_NS`] among the mix's types (us), or `None` if a type is not listed
     /// there.
     pub fn unit_us(&self) -> Option<f64> {
-        let times = ServiceTimesByType::multiples_of_turbo(1.0).ok()?;
-        let times: Option<Vec<u32>> = self.0.iter().map(|(request_type, _)| times.get_ns(*request_type)).collect();
+        let turbo_times = ServiceTimesByType::multiples_of_turbo(1.0).ok()?;
+        let times: Option<Vec<u32>> =
+            self.0.iter().map(|(request_type, _)| turbo_times.get_ns(*request_type)).collect();
         times?.into_iter().min().map(|ns| f64::from(ns) / 1e3)
     }
 }
@@ -134,7 +135,7 @@ impl FromStr for ServiceDistribution {
             let valid_mean = mean.parse().ok().filter(|mean| *mean > 0.0 && *mean <= 1e6);
             let expected_format = "exp:MICROSECONDS, above 0, at most 1000000";
             let unit_us = valid_mean.ok_or_else(|| ServiceTimeError::InvalidParameters {
-                given: input.to_owned(),
+                distribution_text: input.to_owned(),
                 expected: expected_format,
             })?;
             return Ok(Self { unit_distribution: ServiceTimeDistribution::Exponential, unit_us });
@@ -253,8 +254,9 @@ mod tests {
 
     fn sampled_mean_us(service: &str) -> f64 {
         let mut workload = Workload::from_service_times(&service.parse().unwrap(), 100.0, 1, 2);
-        let count = 200_000;
-        (0..count).map(|_| f64::from(workload.next_request().service_ns) / 1e5).sum::<f64>() / f64::from(count)
+        let request_count = 200_000;
+        (0..request_count).map(|_| f64::from(workload.next_request().service_ns) / 1e5).sum::<f64>()
+            / f64::from(request_count)
     }
 
     #[test]
@@ -269,12 +271,16 @@ mod tests {
 
     #[test]
     fn sampled_turbo_mixes_have_the_published_mean_service_times() {
-        let times = ServiceTimesByType::multiples_of_turbo(1.0).unwrap();
+        let turbo_times = ServiceTimesByType::multiples_of_turbo(1.0).unwrap();
         for (name, mean_us) in [("turbo-7a", 1.1625), ("turbo-7b", 1.3475), ("turbo-7c", 4.257), ("turbo-7d", 9.2019)] {
-            let mut workload = Workload::from_mix(&name.parse().unwrap(), &times, 3, 4);
-            let count = 100_000;
-            let sum_us: f64 = (0..count).map(|_| f64::from(workload.next_request().service_ns) / 1e3).sum();
-            assert!((sum_us / f64::from(count) / mean_us - 1.0).abs() < 0.02, "{name}: {}", sum_us / f64::from(count));
+            let mut workload = Workload::from_mix(&name.parse().unwrap(), &turbo_times, 3, 4);
+            let request_count = 100_000;
+            let sum_us: f64 = (0..request_count).map(|_| f64::from(workload.next_request().service_ns) / 1e3).sum();
+            assert!(
+                (sum_us / f64::from(request_count) / mean_us - 1.0).abs() < 0.02,
+                "{name}: {}",
+                sum_us / f64::from(request_count)
+            );
         }
     }
 

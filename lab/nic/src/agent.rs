@@ -87,13 +87,15 @@ pub fn start_rss_agent(guest: &mut Guest) -> Result<()> {
 
 /// Waits until the agent has received all SYNs, and returns its output. Fails when the agent fails or its output is
 /// invalid.
-pub fn finish_rss_watch(guest: &mut Guest) -> Result<RssWatchOutput> {
+pub fn wait_for_rss_watch_output(guest: &mut Guest) -> Result<RssWatchOutput> {
     // The exit status is ignored, because it depends on the verdict.
     guest.try_run("finished rss", DAEMON_START_TIMEOUT + CHANGE_DETECTION_TIMEOUT)?;
     let (mut shown_rss, mut syn_queues, mut final_verdict) = (None, Vec::new(), None);
     for text in guest.run_successfully("cat /tmp/rss.out")?.lines().filter(|line| line.starts_with('{')) {
         match serde_json::from_str(text).with_context(|| text.to_owned())? {
-            RssWatchLine::Nic { key, indirection_table } => shown_rss = Some(parse_rss(&key, &indirection_table)?),
+            RssWatchLine::Nic { key, indirection_table } => {
+                shown_rss = Some(parse_rss_config(&key, &indirection_table)?)
+            }
             RssWatchLine::Syn { source, destination, predicted_queue, actual_queue } => {
                 syn_queues.push((FourTuple::new(source, destination)?, predicted_queue, actual_queue));
             }
@@ -106,7 +108,7 @@ pub fn finish_rss_watch(guest: &mut Guest) -> Result<RssWatchOutput> {
     Ok(RssWatchOutput { shown_rss, syn_queues, verdict })
 }
 
-fn parse_rss(key: &str, table: &[u32]) -> Result<RssConfig> {
+fn parse_rss_config(key: &str, table: &[u32]) -> Result<RssConfig> {
     Ok(RssConfig { key: key.parse::<RssKey>()?, indirection_table: IndirectionTable::new(table)? })
 }
 
@@ -132,23 +134,23 @@ impl ControllerAndAgent {
     /// controller has no counts.
     pub fn fetch_syn_match_counts(&self, guest: &mut Guest) -> Result<(u64, u64)> {
         let server = fetch_only_server_status(guest)?.context("the controller knows no server")?;
-        let counter = |name: &str| server[name].as_u64().with_context(|| format!("no {name} in {server}"));
-        Ok((counter("rss_matched")?, counter("rss_mismatched")?))
+        let counter_value = |name: &str| server[name].as_u64().with_context(|| format!("no {name} in {server}"));
+        Ok((counter_value("rss_matched")?, counter_value("rss_mismatched")?))
     }
 
     /// Waits until the agent has counted `syn_count` more SYNs than in `counts_before`. Returns how many of these
     /// arrived on the predicted queue. Fails after a time limit.
     pub fn count_new_matched_syns(&self, guest: &mut Guest, counts_before: (u64, u64), syn_count: u64) -> Result<u64> {
         let new_matched_syns = poll_until_some(guest, CHANGE_DETECTION_TIMEOUT, |guest| {
-            let counts = self.fetch_syn_match_counts(guest)?;
-            Ok((counts.0 + counts.1 >= counts_before.0 + counts_before.1 + syn_count)
-                .then_some(counts.0 - counts_before.0))
+            let syn_match_counts = self.fetch_syn_match_counts(guest)?;
+            Ok((syn_match_counts.0 + syn_match_counts.1 >= counts_before.0 + counts_before.1 + syn_count)
+                .then_some(syn_match_counts.0 - counts_before.0))
         });
         new_matched_syns.with_context(|| read_agent_and_controller_logs(guest))
     }
 
-    /// Waits until the agent warns (or stops to warn) that the NIC does not use its RSS table. Fails after a time
-    /// limit.
+    /// Waits until the agent warns that the NIC does not use its RSS table, or until this warning ends if
+    /// `is_warning_expected` is `false`. Fails after a time limit.
     pub fn wait_for_rss_warning(&self, guest: &mut Guest, is_warning_expected: bool) -> Result<()> {
         let wait_result = poll_until_some(guest, CHANGE_DETECTION_TIMEOUT, |guest| {
             let Some(server) = fetch_only_server_status(guest)? else { return Ok(None) };
@@ -210,7 +212,7 @@ pub fn fetch_fleet_status(guest: &mut Guest) -> Result<Option<Value>> {
 fn reported_rss(server: &Value) -> Option<RssConfig> {
     let indirection_table: Option<Vec<u32>> =
         server["rss"]["indirection_table"].as_array()?.iter().map(|queue| queue.as_u64()?.try_into().ok()).collect();
-    parse_rss(server["rss"]["key"].as_str()?, &indirection_table?).ok()
+    parse_rss_config(server["rss"]["key"].as_str()?, &indirection_table?).ok()
 }
 
 /// Calls `query` repeatedly until it returns a value. Fails after the time `timeout`, or when `query` fails.

@@ -173,29 +173,30 @@ impl GuestCase {
                 return forwarding::check_placement(&mut guest, &guest_tap, &self.name(), tally);
             }
         };
-        self.check_software(&mut guest, tally);
+        self.check_kernel_and_load_balancer(&mut guest, tally);
         for setting in nic_settings {
             self.check_setting(setting, &mut guest, &guest_tap, tally)?;
             // The check needs the NIC in the driver's own state, with the indirection table that the agent will
             // restore.
             if setting.name == DRIVER_DEFAULT_NAME && self.nic != NicModel::Vmxnet3 {
-                let managed_result = self.check_managed_rss(&mut guest, &guest_tap, tally);
-                managed_result
+                let managed_rss_result = self.check_managed_rss(&mut guest, &guest_tap, tally);
+                managed_rss_result
                     .unwrap_or_else(|error| tally.record_result(&self.full_check_name("manage_rss"), Err(error)));
             }
         }
         Ok(())
     }
 
-    /// Checks the kernel, the BPF programs and the load balancer, in the cases that differ in these.
-    fn check_software(&self, guest: &mut Guest, tally: &mut CheckTally) {
+    /// Checks the kernel and the BPF programs in the guests that differ in these, and the load balancer in each guest
+    /// with virtio-net.
+    fn check_kernel_and_load_balancer(&self, guest: &mut Guest, tally: &mut CheckTally) {
         if !self.kernel_arguments.is_empty() {
             tally.record_result(
                 &self.full_check_name("the kernel took its arguments"),
                 self.check_kernel_arguments(guest),
             );
         } else if self.nic == NicModel::Virtio {
-            tally.record_result(&self.full_check_name("every BPF program loads"), check_kernel(guest));
+            tally.record_result(&self.full_check_name("every BPF program loads"), check_bpf_programs(guest));
         }
         if self.nic == NicModel::Virtio {
             tally.record_result(
@@ -265,7 +266,7 @@ impl GuestCase {
         Ok((guest, guest_tap))
     }
 
-    /// Makes a setting of the NIC, and then checks the NIC's behaviour, the predicted queues and the agent.
+    /// Applies a setting of the NIC, and then checks the NIC's behaviour, the predicted queues and the agent.
     fn check_setting(
         &self,
         setting: &NicSetting,
@@ -275,7 +276,7 @@ impl GuestCase {
     ) -> Result<()> {
         guest.run_successfully(setting.set_up_command)?;
         let setting_check_name = |check: &str| self.full_check_name(&format!("{}: {check}", setting.name));
-        let watch_start = agent::start_rss_agent(guest);
+        let watch_start_result = agent::start_rss_agent(guest);
         let measurement = rss::measure_flow_queues(guest, self.nic, guest_tap)?;
         let measurement_text = measurement.to_string();
         let check_text = if setting.is_in_force_expected {
@@ -291,7 +292,7 @@ impl GuestCase {
             (false, [true, true]) => tally.record_skipped(&setting_check_name(check_text), "in this kernel it does"),
             _ => tally.record_result(&setting_check_name(check_text), Err(anyhow!(measurement_text))),
         }
-        let watch_output = watch_start.and_then(|()| agent::finish_rss_watch(guest));
+        let watch_output = watch_start_result.and_then(|()| agent::wait_for_rss_watch_output(guest));
         tally.record_result(
             &setting_check_name("the agent sees it"),
             watch_output.and_then(|watch_output| check_agreement(&measurement, &watch_output)),
@@ -310,7 +311,7 @@ impl GuestCase {
             guest
                 .run_successfully("ethtool -N eth0 rx-flow-hash udp4 sdfn && ethtool -N eth0 rx-flow-hash udp6 sdfn")?;
         }
-        let measurement = rss::measure_gue(guest, self.nic, guest_tap)?;
+        let measurement = rss::measure_gue_flow_queues(guest, self.nic, guest_tap)?;
         if measurement.is_in_force() { Ok(measurement.to_string()) } else { Err(anyhow!(measurement.to_string())) }
     }
 
@@ -379,7 +380,7 @@ impl GuestCase {
 }
 
 /// Runs `coreward check-kernel`, which loads every BPF program and prints `ok` or the verifier's error.
-fn check_kernel(guest: &mut Guest) -> Result<String> {
+fn check_bpf_programs(guest: &mut Guest) -> Result<String> {
     let (exit_status, program_listing) =
         guest.try_run("coreward check-kernel 2>/tmp/check-kernel.log", VERIFIER_TIMEOUT)?;
     let program_names: Vec<&str> = program_listing.split_whitespace().collect();

@@ -33,7 +33,8 @@ const KERNEL_MODULES: [&str; 17] = [
     "ipip",
     "fou",
 ];
-/// Packages that a minimal Debian lacks, for booting, for the tests, and as dependencies of the daemons' packages.
+/// Packages that are added to a minimal Debian: for booting, for the tests, and as dependencies of the daemons'
+/// packages.
 const DEBIAN_PACKAGES: &str =
     "systemd-sysv,adduser,iproute2,procps,ethtool,libelf1,zlib1g,nginx-light,ipvsadm,keepalived,tcpdump";
 /// Size of the root file system, which is twice the size of the installed programs.
@@ -88,8 +89,8 @@ pub fn create_root_image(packages: &FetchedPackages, cache_directory: &Path) -> 
 }
 
 fn debootstrap_log_tail(root_directory: &Path) -> String {
-    let log = fs::read_to_string(root_directory.join("debootstrap/debootstrap.log")).unwrap_or_default();
-    format!("debootstrap: {}", log.lines().rev().take(3).collect::<Vec<_>>().join(" < "))
+    let debootstrap_log = fs::read_to_string(root_directory.join("debootstrap/debootstrap.log")).unwrap_or_default();
+    format!("debootstrap: {}", debootstrap_log.lines().rev().take(3).collect::<Vec<_>>().join(" < "))
 }
 
 /// Virtual machine with Debian and systemd, which can be booted repeatedly.

@@ -70,7 +70,7 @@ pub fn check_placement(guest: &mut Guest, guest_tap: &GuestTap, name: &str, tall
     let host_emulator = HostEmulator::new(&SERVER_HOST_BYTES)?;
     start_daemons(guest)?;
     let shown_rss = rss::read_rss(guest)?;
-    let next_round = check_idle_placement(guest, guest_tap, &host_emulator, name, tally)?;
+    let next_flow_round = check_idle_placement(guest, guest_tap, &host_emulator, name, tally)?;
 
     let forwarded_flow =
         FourTuple::ipv4(("10.1.251.1".parse()?, 4711), (*FORWARDED_DESTINATION.ip(), FORWARDED_DESTINATION.port()));
@@ -83,13 +83,13 @@ pub fn check_placement(guest: &mut Guest, guest_tap: &GuestTap, name: &str, tall
     };
     let (measurement_result, packet_rate) =
         measure_under_load(guest, guest_tap, &forwarded_flow, loaded_queue, || {
-            measure_until_expected(guest_tap, &host_emulator, next_round, avoids_loaded_core)
+            measure_until_expected_placement(guest_tap, &host_emulator, next_flow_round, avoids_loaded_core)
         })?;
-    let loaded_placement =
+    let placement_under_load =
         measurement_result.with_context(|| format!("while core {loaded_queue} forwards {packet_rate} packets/s"))?;
-    let [on_core_count, on_core_total] = count_first_server_syns(&loaded_placement.placements, is_on_loaded_queue);
+    let [on_core_count, on_core_total] = count_first_server_syns(&placement_under_load.placements, is_on_loaded_queue);
     let [other_count, other_total] =
-        count_first_server_syns(&loaded_placement.placements, |flow| !is_on_loaded_queue(flow));
+        count_first_server_syns(&placement_under_load.placements, |flow| !is_on_loaded_queue(flow));
     let placement_text = format!(
         "of core {loaded_queue}, with {packet_rate} forwarded packets/s, {on_core_count} of {on_core_total} SYNs, of \
          the others {other_count} of {other_total}; {}",
@@ -97,7 +97,7 @@ pub fn check_placement(guest: &mut Guest, guest_tap: &GuestTap, name: &str, tall
     );
     tally.record_result(
         &format!("{name}: crossrss moves connections away from the core that forwards"),
-        loaded_placement.require_expected_placement(placement_text),
+        placement_under_load.require_expected_placement(placement_text),
     );
     Ok(())
 }
@@ -110,7 +110,7 @@ fn check_idle_placement(
     name: &str,
     tally: &mut CheckTally,
 ) -> Result<u8> {
-    let idle_placement = measure_until_expected(guest_tap, host_emulator, 0, |placements| {
+    let idle_placement = measure_until_expected_placement(guest_tap, host_emulator, 0, |placements| {
         let [idle_count, syn_count] = count_first_server_syns(placements, |_| true);
         idle_count * 10 >= syn_count * 9
     })?;
@@ -121,7 +121,7 @@ fn check_idle_placement(
         &format!("{name}: idle cores get the connections"),
         idle_placement.require_expected_placement(placement_text),
     );
-    Ok(idle_placement.next_round)
+    Ok(idle_placement.next_flow_round)
 }
 
 /// Starts a controller, both agents and the load balancer, and adds a route for the packets to forward.
@@ -199,9 +199,9 @@ fn measure_under_load<T>(
     })
 }
 
-/// Raises the rate until two readings show a loaded core for `queue`, because a single one may be a daemon's burst of
-/// work.
-fn raise_rate_until_loaded(guest: &mut Guest, queue: u16, rate: &AtomicU32) -> Result<()> {
+/// Raises the packet rate until two readings of the load show that the core of `queue` is loaded. A single high reading
+/// may be a daemon's burst of work.
+fn raise_rate_until_loaded(guest: &mut Guest, queue: u16, packets_per_second: &AtomicU32) -> Result<()> {
     let mut loaded_reading_count = 0;
     loop {
         std::thread::sleep(LOAD_SETTLE_TIME);
@@ -216,23 +216,23 @@ fn raise_rate_until_loaded(guest: &mut Guest, queue: u16, rate: &AtomicU32) -> R
             continue;
         }
         loaded_reading_count = 0;
-        let current_rate = rate.load(Ordering::Relaxed);
+        let current_rate = packets_per_second.load(Ordering::Relaxed);
         ensure!(current_rate < *PACKET_RATE_RANGE.end(), "{current_rate} packets/s load no core: {core_loads:?}");
-        rate.store(current_rate + current_rate / 4, Ordering::Relaxed);
+        packets_per_second.store(current_rate + current_rate / 4, Ordering::Relaxed);
     }
 }
 
-/// Sends `rate` packets per second, in one batch per millisecond, until `should_stop` is set.
+/// Sends `packets_per_second` packets per second, in one batch per millisecond, until `should_stop` is set.
 fn send_at_rate(
     guest_tap: &GuestTap,
     mut monitor: QemuMonitor,
     flow: &FourTuple,
-    rate: &AtomicU32,
+    packets_per_second: &AtomicU32,
     should_stop: &AtomicBool,
 ) -> Result<()> {
     let (mut next_batch, mut last_flush) = (Instant::now(), Instant::now());
     while !should_stop.load(Ordering::Relaxed) {
-        guest_tap.send_acks(flow, rate.load(Ordering::Relaxed).div_ceil(1_000))?;
+        guest_tap.send_acks(flow, packets_per_second.load(Ordering::Relaxed).div_ceil(1_000))?;
         if last_flush.elapsed() >= FLUSH_INTERVAL {
             last_flush = Instant::now();
             monitor.flush_receive_queues()?;
@@ -250,7 +250,7 @@ type FlowPlacements = Vec<(FourTuple, u8)>;
 struct PlacementMeasurement {
     placements: FlowPlacements,
     is_expected: bool,
-    next_round: u8,
+    next_flow_round: u8,
 }
 
 impl PlacementMeasurement {
@@ -260,19 +260,19 @@ impl PlacementMeasurement {
     }
 }
 
-/// Measures until the placement is `is_expected`, at most [`MAX_MEASUREMENTS`] times, because the daemons' own load can
-/// disturb it.
-fn measure_until_expected(
+/// Repeats the measurement until `is_expected` returns true for the placements, at most [`MAX_MEASUREMENTS`] times. The
+/// daemons' own load can disturb a measurement.
+fn measure_until_expected_placement(
     guest_tap: &GuestTap,
     host_emulator: &HostEmulator,
     first_round: u8,
     is_expected: impl Fn(&FlowPlacements) -> bool,
 ) -> Result<PlacementMeasurement> {
     let mut measurement =
-        PlacementMeasurement { placements: FlowPlacements::new(), is_expected: false, next_round: first_round };
+        PlacementMeasurement { placements: FlowPlacements::new(), is_expected: false, next_flow_round: first_round };
     for _ in 0..MAX_MEASUREMENTS {
-        measurement.placements = measure_placements(guest_tap, host_emulator, measurement.next_round)?;
-        measurement.next_round += ROUNDS_PER_MEASUREMENT;
+        measurement.placements = measure_placements(guest_tap, host_emulator, measurement.next_flow_round)?;
+        measurement.next_flow_round += ROUNDS_PER_MEASUREMENT;
         measurement.is_expected = is_expected(&measurement.placements);
         if measurement.is_expected {
             break;
@@ -287,7 +287,7 @@ fn measure_placements(guest_tap: &GuestTap, host_emulator: &HostEmulator, first_
     host_emulator.take_received_syns();
     let mut missing_flows: Vec<FourTuple> =
         (first_round..first_round + ROUNDS_PER_MEASUREMENT).flat_map(flows_of_round).collect();
-    let sent_count = missing_flows.len();
+    let sent_syn_count = missing_flows.len();
     let mut placements = FlowPlacements::new();
     for _ in 0..MAX_TRANSMISSIONS {
         for flow in &missing_flows {
@@ -308,7 +308,7 @@ fn measure_placements(guest_tap: &GuestTap, host_emulator: &HostEmulator, first_
             return Ok(placements);
         }
     }
-    bail!("{} of {sent_count} SYNs are lost after {MAX_TRANSMISSIONS} transmissions", missing_flows.len())
+    bail!("{} of {sent_syn_count} SYNs are lost after {MAX_TRANSMISSIONS} transmissions", missing_flows.len())
 }
 
 /// Returns how many of the SYNs that `is_selected` selects reached `s1`, and how many SYNs it selects.

@@ -57,28 +57,28 @@ impl NicModel {
         }
     }
 
-    fn qemu_device_option(self, index: u8) -> String {
+    fn qemu_device_option(self, nic_index: u8) -> String {
         let mut mac_address = FIRST_NIC_MAC;
-        mac_address[5] += index;
+        mac_address[5] += nic_index;
         let mac_text = mac_address.map(|byte| format!("{byte:02x}")).join(":");
         // Each queue needs two interrupt vectors. The configuration and the control queue need one each.
         let vector_count = 2 * QUEUE_COUNT + 2;
         match self {
             NicModel::Virtio => {
                 format!(
-                    "virtio-net-pci,netdev=net{index},mac={mac_text},mq=on,rss=on,hash=on,rx_queue_size=1024,\
+                    "virtio-net-pci,netdev=net{nic_index},mac={mac_text},mq=on,rss=on,hash=on,rx_queue_size=1024,\
                      vectors={vector_count},romfile="
                 )
             }
-            NicModel::Igb => format!("igb,netdev=net{index},mac={mac_text},romfile="),
-            NicModel::Vmxnet3 => format!("vmxnet3,netdev=net{index},mac={mac_text},romfile="),
+            NicModel::Igb => format!("igb,netdev=net{nic_index},mac={mac_text},romfile="),
+            NicModel::Vmxnet3 => format!("vmxnet3,netdev=net{nic_index},mac={mac_text},romfile="),
         }
     }
 
-    fn qemu_netdev_option(self, index: u8) -> String {
+    fn qemu_netdev_option(self, nic_index: u8) -> String {
         let queues_option = if self == NicModel::Virtio { format!(",queues={QUEUE_COUNT}") } else { String::new() };
         let tap_prefix = FIRST_TAP_NAME.trim_end_matches('0');
-        format!("tap,id=net{index},ifname={tap_prefix}{index},script=no,downscript=no{queues_option}")
+        format!("tap,id=net{nic_index},ifname={tap_prefix}{nic_index},script=no,downscript=no{queues_option}")
     }
 }
 

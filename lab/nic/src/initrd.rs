@@ -162,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn archive_has_folders_before_their_files_and_a_length_that_is_a_multiple_of_4() {
+    fn archive_has_folders_before_files_and_is_padded_to_4_bytes() {
         let mut archive = CpioArchive::default();
         archive.add_entry_with_parents("a/b/file", EXECUTABLE_MODE, b"12345");
         archive.add_entry_with_parents("a/b/other", EXECUTABLE_MODE, b"");

@@ -180,16 +180,16 @@ fn guest_files() -> Vec<NamedGuestFile> {
 /// runs it. Fails when the guest does not boot.
 pub fn check_migration_from_ipvs(
     packages: &FetchedPackages,
-    cache: &Path,
+    cache_directory: &Path,
     package_directory: &Path,
     command: Option<&str>,
     tally: &mut CheckTally,
 ) -> Result<()> {
-    let debian_machine = DebianMachine::new(packages, cache, "ipvs", &guest_files(), package_directory)?;
+    let debian_machine = DebianMachine::new(packages, cache_directory, "ipvs", &guest_files(), package_directory)?;
     units::check_in_namespaces(GUEST_NAME, &debian_machine, &MIGRATION_CHECKS, command, tally)
 }
 
-/// Names and functions of the checks. Each check continues where the previous one ended.
+/// Names and functions of the checks. Each check starts in the state in which the previous one ended.
 const MIGRATION_CHECKS: [(&str, GuestCheck); 4] = [
     ("keepalived's virtual server balances", check_keepalived),
     ("coreward adopts the pool, and no connection breaks", check_pool_adoption),
@@ -211,8 +211,8 @@ fn open_connections(guest: &mut Guest, group: &str) -> Result<()> {
         .map(drop)
 }
 
-/// Fails when a connection of the groups was broken, or a new connection failed. Returns the slowest answer's time in
-/// ms.
+/// Checks that no connection of the groups was broken, and that no new connection failed. Returns the slowest answer's
+/// time in ms.
 fn check_held_connections(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
     let mut slowest_answer_ms = 0;
     for group in groups {
@@ -228,18 +228,18 @@ fn check_held_connections(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
         }
         slowest_answer_ms = slowest_answer_ms.max(slowest_text.parse()?);
     }
-    let failed_count = guest.run_successfully("grep -c failed /run/test-load || true")?;
-    ensure!(failed_count.trim() == "0", "{} new connections failed", failed_count.trim());
+    let failed_connection_count = guest.run_successfully("grep -c failed /run/test-load || true")?;
+    ensure!(failed_connection_count.trim() == "0", "{} new connections failed", failed_connection_count.trim());
     Ok(slowest_answer_ms)
 }
 
 fn summarize_held_connections(guest: &mut Guest, groups: &[&str]) -> Result<String> {
     let slowest_answer_ms = check_held_connections(guest, groups)?;
-    let served_count = guest.run_successfully("grep -c served /run/test-load")?;
+    let served_connection_count = guest.run_successfully("grep -c served /run/test-load")?;
     let held_connection_count = groups.len() * OPEN_CONNECTION_COUNT;
     Ok(format!(
         "0 broken of {held_connection_count} held connections (slowest answer {slowest_answer_ms} ms) and {} new ones",
-        served_count.trim()
+        served_connection_count.trim()
     ))
 }
 

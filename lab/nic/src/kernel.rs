@@ -98,14 +98,14 @@ fn collect_modules(
     built_in_list: &mut String,
 ) -> Result<()> {
     for entry in fs::read_dir(directory)? {
-        let entry = entry?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        if entry.file_type()?.is_dir() {
-            collect_modules(&entry.path(), module_paths, built_in_list)?;
+        let directory_entry = entry?;
+        let name = directory_entry.file_name().to_string_lossy().into_owned();
+        if directory_entry.file_type()?.is_dir() {
+            collect_modules(&directory_entry.path(), module_paths, built_in_list)?;
         } else if name == "modules.builtin" {
-            built_in_list.push_str(&fs::read_to_string(entry.path())?);
+            built_in_list.push_str(&fs::read_to_string(directory_entry.path())?);
         } else if let Some((stem, "" | ".xz")) = name.split_once(".ko") {
-            module_paths.insert(stem.replace('-', "_"), entry.path());
+            module_paths.insert(stem.replace('-', "_"), directory_entry.path());
         }
     }
     Ok(())

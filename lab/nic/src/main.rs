@@ -70,14 +70,14 @@ fn main() -> ExitCode {
         check_debian_guests(&arguments, package_directory, &mut tally);
         return tally.print_summary();
     }
-    let cases = GUEST_CASES.iter().filter(|case| case.is_selected(&arguments.only));
+    let selected_cases = GUEST_CASES.iter().filter(|case| case.is_selected(&arguments.only));
     match prepare_test_files(&arguments) {
         Err(error) => {
             println!("No guest can be booted here: {error:#}");
-            cases.for_each(|case| tally.record_skipped(&case.name(), "no guest"));
+            selected_cases.for_each(|case| tally.record_skipped(&case.name(), "no guest"));
         }
         Ok((test_files, _lock)) => {
-            for case in cases {
+            for case in selected_cases {
                 if let Err(error) = case.boot_and_check(&test_files, arguments.run.as_deref(), &mut tally) {
                     tally.record_result(&case.name(), Err(error));
                 }

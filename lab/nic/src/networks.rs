@@ -17,7 +17,7 @@ const GUEST_NAME: &str = "Debian with bonds, VLANs and tunnels";
 const CONNECTION_COUNT: usize = 20;
 
 /// Script that sets up the network. Server s1 is in VLAN 20, and so are the second devices of client and controller.
-/// Server s2 decapsulates by devices of its kernel.
+/// Server s2 decapsulates packets by its kernel's tunnel devices.
 const NETWORK_SCRIPT: &str = "
 mkdir -p /var/lib/coreward
 ip netns add switch
@@ -167,16 +167,16 @@ fn guest_files() -> Vec<NamedGuestFile> {
 /// it. Fails when the guest does not boot.
 pub fn check_networks(
     packages: &FetchedPackages,
-    cache: &Path,
+    cache_directory: &Path,
     package_directory: &Path,
     command: Option<&str>,
     tally: &mut CheckTally,
 ) -> Result<()> {
-    let debian_machine = DebianMachine::new(packages, cache, "networks", &guest_files(), package_directory)?;
+    let debian_machine = DebianMachine::new(packages, cache_directory, "networks", &guest_files(), package_directory)?;
     units::check_in_namespaces(GUEST_NAME, &debian_machine, &NETWORK_CHECKS, command, tally)
 }
 
-/// Names and functions of the checks. Each check continues where the previous one ended.
+/// Names and functions of the checks. Each check starts in the state in which the previous one ended.
 const NETWORK_CHECKS: [(&str, GuestCheck); 5] = [
     ("the daemons start, with native XDP on a bond by LACP", start_daemons),
     ("a server with a VLAN device serves, and stamps its packets", check_vlan_server),
@@ -202,13 +202,13 @@ fn start_daemons(guest: &mut Guest) -> Result<String> {
     retry_until_ok(SETTLE_TIMEOUT, || {
         let status = fetch_fleet_status(guest)?;
         let lb_status = status.split("\n\n").find(|section| section.starts_with("load balancer lb1: XDP native"));
-        let is_ready = |balancer: &str| !balancer.contains("  ! ") && balancer.contains(", tagged ");
-        ensure!(lb_status.is_some_and(is_ready), "{status}");
+        let is_load_balancer_ready = |balancer: &str| !balancer.contains("  ! ") && balancer.contains(", tagged ");
+        ensure!(lb_status.is_some_and(is_load_balancer_ready), "{status}");
         Ok(())
     })?;
     let bond_status = guest.run_successfully("ip netns exec lb cat /proc/net/bonding/bond0")?;
-    let port_count = bond_status.lines().find_map(|line| line.trim().strip_prefix("Number of ports: "));
-    ensure!(port_count == Some("2"), "LACP has not aggregated both links: {bond_status}");
+    let bond_port_count = bond_status.lines().find_map(|line| line.trim().strip_prefix("Number of ports: "));
+    ensure!(bond_port_count == Some("2"), "LACP has not aggregated both links: {bond_status}");
     Ok("2 links aggregated".to_owned())
 }
 
@@ -229,8 +229,8 @@ fn request_from_server(guest: &mut Guest, vip: &str, server: &str) -> Result<()>
 fn decision_packet_count(guest: &mut Guest, name: &str) -> Result<u64> {
     let status_text = fetch_fleet_status(guest)?;
     let mut status_words = status_text.split([' ', ',', '\n']).filter(|status_word| !status_word.is_empty());
-    let count = status_words.find(|status_word| *status_word == name).and_then(|_| status_words.next());
-    count.and_then(|count| count.parse().ok()).with_context(|| format!("no packet by {name}: {status_text}"))
+    let packet_count = status_words.find(|status_word| *status_word == name).and_then(|_| status_words.next());
+    packet_count.and_then(|count| count.parse().ok()).with_context(|| format!("no packet by {name}: {status_text}"))
 }
 
 fn check_vlan_server(guest: &mut Guest) -> Result<String> {
@@ -263,8 +263,8 @@ fn check_decapsulation(guest: &mut Guest, vip: &str) -> Result<String> {
 }
 
 fn read_tunnel_packet_count(guest: &mut Guest) -> Result<u64> {
-    let count = guest.run_successfully("ip netns exec s2 cat /sys/class/net/tunl0/statistics/rx_packets")?;
-    count.trim().parse().with_context(|| count.clone())
+    let packet_count = guest.run_successfully("ip netns exec s2 cat /sys/class/net/tunl0/statistics/rx_packets")?;
+    packet_count.trim().parse().with_context(|| packet_count.clone())
 }
 
 fn check_link_failures(guest: &mut Guest) -> Result<String> {

@@ -116,8 +116,8 @@ impl FetchedPackages {
     }
 
     /// Returns the directory of the kernel with this version in `KERNEL_PACKAGES`.
-    pub fn kernel_directory(&self, name: &str) -> PathBuf {
-        self.package_directory.join("kernels").join(name)
+    pub fn kernel_directory(&self, version: &str) -> PathBuf {
+        self.package_directory.join("kernels").join(version)
     }
 
     fn library_path(&self) -> String {

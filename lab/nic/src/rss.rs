@@ -102,7 +102,7 @@ impl fmt::Display for RssMeasurement {
 }
 
 pub fn predicted_queue(rss: &RssConfig, flow: &FourTuple) -> u16 {
-    rss.indirection_table.queue_of_hash(rss.key.toeplitz_hash(&flow.bytes()))
+    rss.indirection_table.queue_for_hash(rss.key.toeplitz_hash(&flow.bytes()))
 }
 
 /// Sends the SYN of each flow, and records the queue whose counter in the driver grows. Fails when a SYN does not
@@ -111,8 +111,8 @@ pub fn measure_flow_queues(guest: &mut Guest, nic: NicModel, guest_tap: &GuestTa
     measure_flows(guest, nic, measured_flows(), |flow| guest_tap.send_syn(flow))
 }
 
-/// Measures like [`measure_flow_queues`], but with SYNs in the outer headers of a load balancer that forwards by GUE.
-pub fn measure_gue(guest: &mut Guest, nic: NicModel, guest_tap: &GuestTap) -> Result<RssMeasurement> {
+/// Measures like [`measure_flow_queues`], but with SYNs in GUE packets, as a load balancer forwards them.
+pub fn measure_gue_flow_queues(guest: &mut Guest, nic: NicModel, guest_tap: &GuestTap) -> Result<RssMeasurement> {
     measure_flows(guest, nic, gue_flows(), |outer_flow| guest_tap.send_gue_syn(outer_flow))
 }
 
@@ -180,9 +180,11 @@ mod tests {
                          \u{20}   2:      2     3\nRSS hash key:\n";
 
     #[test]
-    fn measurement_distinguishes_whether_ipv4_and_ipv6_flows_match() {
-        let shown_rss =
-            RssConfig { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap() };
+    fn measurement_reports_ipv4_and_ipv6_matches_separately() {
+        let shown_rss = RssConfig {
+            key: RssKey::microsoft_verification_key(),
+            indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap(),
+        };
         let assign_queue =
             |flow: FourTuple| (flow, if flow.client().is_ipv6() { 4 } else { predicted_queue(&shown_rss, &flow) });
         let flow_queues = measured_flows().map(assign_queue).collect();
@@ -202,7 +204,7 @@ mod tests {
     fn rss_table_and_key_are_parsed_from_ethtool_output() {
         let key = (0..40).map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(":");
         let full_output = format!("{ETHTOOL_OUTPUT}{key}\nRSS hash function:\n    toeplitz: on\n");
-        assert_eq!(parse_indirection_table(&full_output).unwrap().queues(), [0, 1, 2, 3]);
+        assert_eq!(parse_indirection_table(&full_output).unwrap().queue_by_entry(), [0, 1, 2, 3]);
         assert_eq!(parse_rss_key(&full_output).unwrap().unwrap().bytes()[39], 39);
         assert_eq!(parse_rss_key(&format!("{ETHTOOL_OUTPUT}Operation not supported\n")).unwrap(), None);
         assert!(parse_indirection_table("no table").is_err());

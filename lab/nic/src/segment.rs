@@ -37,14 +37,14 @@ const TCP_FLAGS_OFFSET: usize = 14 + 20 + 13;
 const NETWORK_PREFIX: [u8; 3] = [10, 2, 0];
 
 /// Returns the MAC address of an emulated machine, whose last byte equals that of its IPv4 address.
-pub fn host_mac(host: u8) -> [u8; 6] {
-    [0x02, 0xc0, 0x4e, 0x00, 0x01, host]
+pub fn host_mac(host_byte: u8) -> [u8; 6] {
+    [0x02, 0xc0, 0x4e, 0x00, 0x01, host_byte]
 }
 
 /// Clients whose SYNs were received, each with the last address byte of the machine that received its SYN.
 type ReceiversByClient = BTreeMap<SocketAddrV4, u8>;
 
-/// Emulated machines with the addresses 10.2.0.`hosts`, which stop to answer when this value is dropped.
+/// Emulated machines with the addresses 10.2.0.`hosts`, which stop answering when this value is dropped.
 pub struct HostEmulator {
     received_syns: Arc<Mutex<ReceiversByClient>>,
     should_stop: Arc<AtomicBool>,
@@ -61,7 +61,7 @@ impl HostEmulator {
         let (received_syns, should_stop) = (Arc::default(), Arc::default());
         let answering_thread = {
             let (received_syns, should_stop) = (Arc::clone(&received_syns), Arc::clone(&should_stop));
-            std::thread::spawn(move || answer_until_stopped(&packet_socket, hosts, &received_syns, &should_stop))
+            std::thread::spawn(move || answer_arp_until_stopped(&packet_socket, hosts, &received_syns, &should_stop))
         };
         Ok(Self { received_syns, should_stop, thread: Some(answering_thread) })
     }
@@ -81,7 +81,7 @@ impl Drop for HostEmulator {
     }
 }
 
-fn answer_until_stopped(
+fn answer_arp_until_stopped(
     socket: &Socket,
     hosts: &[u8],
     received_syns: &Mutex<ReceiversByClient>,
@@ -135,11 +135,11 @@ fn parse_syn(frame: &[u8]) -> Option<(SocketAddrV4, u8)> {
     {
         return None;
     }
-    let host = frame[5];
-    let client = Ipv4Addr::new(frame[26], frame[27], frame[28], frame[29]);
-    (frame[..6] == host_mac(host)).then(|| {
+    let host_byte = frame[5];
+    let client_address = Ipv4Addr::new(frame[26], frame[27], frame[28], frame[29]);
+    (frame[..6] == host_mac(host_byte)).then(|| {
         let port = u16::from_be_bytes([frame[34], frame[35]]);
-        (SocketAddrV4::new(client, port), host)
+        (SocketAddrV4::new(client_address, port), host_byte)
     })
 }
 

@@ -168,12 +168,12 @@ fn guest_files() -> Vec<NamedGuestFile> {
 /// runs it. Fails when the guest does not boot.
 pub fn check_packages(
     packages: &FetchedPackages,
-    cache: &Path,
+    cache_directory: &Path,
     package_directory: &Path,
     command: Option<&str>,
     tally: &mut CheckTally,
 ) -> Result<()> {
-    let debian_machine = DebianMachine::new(packages, cache, "units", &guest_files(), package_directory)?;
+    let debian_machine = DebianMachine::new(packages, cache_directory, "units", &guest_files(), package_directory)?;
     let start = Instant::now();
     let mut guest = debian_machine.boot()?;
     println!(
@@ -237,7 +237,7 @@ pub fn run_checks_until_failure(
 /// Function that makes one check in a guest and returns the measured values as text.
 pub type GuestCheck = fn(&mut Guest) -> Result<String>;
 
-/// Names and functions of the checks. Each check continues where the previous one ended.
+/// Names and functions of the checks. Each check starts in the state in which the previous one ended.
 const FIRST_BOOT_CHECKS: [(&str, GuestCheck); 9] = [
     ("installing starts nothing", check_installation),
     ("the units start", check_start),
@@ -262,16 +262,16 @@ fn unit_name(daemon: &str) -> String {
 
 /// Returns the values of a daemon unit's properties, in the order of `properties`.
 fn read_unit_properties<const N: usize>(guest: &mut Guest, daemon: &str, properties: [&str; N]) -> Result<[String; N]> {
-    let mut values = Vec::new();
+    let mut property_values = Vec::new();
     for property in properties {
-        values.push(
+        property_values.push(
             guest
                 .run_successfully(&format!("systemctl show --value -p {property} {}", unit_name(daemon)))?
                 .trim()
                 .to_owned(),
         );
     }
-    values.try_into().map_err(|values| anyhow::anyhow!("properties of {daemon}: {values:?}"))
+    property_values.try_into().map_err(|values| anyhow::anyhow!("properties of {daemon}: {values:?}"))
 }
 
 fn query_main_pid(guest: &mut Guest, daemon: &str) -> Result<u32> {
@@ -359,8 +359,8 @@ fn check_confinement(guest: &mut Guest) -> Result<String> {
     guest.run_successfully("touch /home/visible")?;
     let mut capability_counts = Vec::new();
     for daemon in DAEMONS {
-        let capabilities = check_daemon_confinement(guest, daemon).with_context(|| unit_name(daemon))?;
-        capability_counts.push(format!("{daemon} {capabilities}"));
+        let capability_count = check_daemon_confinement(guest, daemon).with_context(|| unit_name(daemon))?;
+        capability_counts.push(format!("{daemon} {capability_count}"));
     }
     Ok(format!("capabilities: {}", capability_counts.join(", ")))
 }
@@ -385,14 +385,17 @@ fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
     let bounding_capability_count = u64::from_str_radix(status_field("CapBnd:")?, 16)
         .with_context(|| process_status.clone())?
         .count_ones() as usize;
-    let expected_count = unit_capabilities.split_whitespace().count();
+    let expected_capability_count = unit_capabilities.split_whitespace().count();
     ensure!(
-        bounding_capability_count == expected_count,
-        "{bounding_capability_count} capabilities, expected {expected_count} ({unit_capabilities}): {process_status}"
+        bounding_capability_count == expected_capability_count,
+        "{bounding_capability_count} capabilities, expected {expected_capability_count} ({unit_capabilities}): {process_status}"
     );
     for capability_set in ["CapInh:", "CapAmb:"] {
-        let is_empty = u64::from_str_radix(status_field(capability_set)?, 16) == Ok(0);
-        ensure!(is_empty, "{capability_set} is not empty, but the daemon drops what it inherits: {process_status}");
+        let is_capability_set_empty = u64::from_str_radix(status_field(capability_set)?, 16) == Ok(0);
+        ensure!(
+            is_capability_set_empty,
+            "{capability_set} is not empty, but the daemon drops what it inherits: {process_status}"
+        );
     }
     ensure!(
         user.is_empty() == status_field("Uid:")?.starts_with('0'),
@@ -415,7 +418,7 @@ fn check_forbidden_commands(guest: &mut Guest, daemon: &str, pid: u32) -> Result
     Ok(())
 }
 
-/// Sends a request to a service whose port is below 1024. No worker takes the request.
+/// Checks that the orchestrator receives a request to a service whose port is below 1024. No worker takes the request.
 fn check_orchestrator(guest: &mut Guest) -> Result<String> {
     guest.run_successfully("printf request > /dev/udp/10.2.0.11/400")?;
     wait_for_orchestrator_metric(guest, "coreward_orchestrate_waiting_requests{service=\"0\"}")
@@ -426,9 +429,9 @@ fn wait_for_orchestrator_metric(guest: &mut Guest, metric: &str) -> Result<Strin
     let metrics_command =
         "exec 3<>/dev/tcp/127.0.0.1/7440; printf \"GET /metrics HTTP/1.0\\r\\n\\r\\n\" >&3; timeout 5 cat <&3";
     retry_until_ok(SETTLE_TIMEOUT, || {
-        let metrics = guest.run_successfully(&format!("bash -c '{metrics_command}'"))?;
-        let metric_line = metrics.lines().find(|line| line.starts_with(metric));
-        let metric_line = metric_line.with_context(|| format!("no {metric} in {metrics:?}"))?;
+        let metrics_page = guest.run_successfully(&format!("bash -c '{metrics_command}'"))?;
+        let metric_line = metrics_page.lines().find(|line| line.starts_with(metric));
+        let metric_line = metric_line.with_context(|| format!("no {metric} in {metrics_page:?}"))?;
         ensure!(!metric_line.ends_with(" 0.0"), "{metric_line}");
         Ok(metric_line.to_owned())
     })
@@ -466,12 +469,12 @@ fn check_new_connections(guest: &mut Guest) -> Result<String> {
 
 /// Sends requests over the held connections. Fails unless these requests, and all new connections so far, were served.
 fn check_connections(guest: &mut Guest) -> Result<String> {
-    let answered_count =
+    let answered_request_count =
         guest.run_successfully("timeout 50 sh -c 'echo > /run/test-hold.in; cat /run/test-hold.out'")?;
     ensure!(
-        answered_count.trim() == OPEN_CONNECTION_COUNT.to_string(),
+        answered_request_count.trim() == OPEN_CONNECTION_COUNT.to_string(),
         "{} of {OPEN_CONNECTION_COUNT} held connections were served",
-        answered_count.trim()
+        answered_request_count.trim()
     );
     let [served_result, failed_result] = ["served", "failed"].map(|outcome| {
         guest
@@ -488,9 +491,10 @@ fn check_connections(guest: &mut Guest) -> Result<String> {
 
 fn check_reload(guest: &mut Guest) -> Result<String> {
     let pids_before = query_main_pids(guest)?;
-    let added_service = "[[service]]\\nname = \"more\"\\nvip = \"10.200.0.1:8080\"\\nconsistency = \"stateful\"\\n";
+    let added_service_toml =
+        "[[service]]\\nname = \"more\"\\nvip = \"10.200.0.1:8080\"\\nconsistency = \"stateful\"\\n";
     guest.run_successfully(&format!(
-        "printf '{added_service}' >> /etc/coreward/fleet.toml && systemctl reload coreward-controller"
+        "printf '{added_service_toml}' >> /etc/coreward/fleet.toml && systemctl reload coreward-controller"
     ))?;
     retry_until_ok(SETTLE_TIMEOUT, || send_request(guest, 8080)).context("the service that was added")?;
     let (exit_status, _) = guest
@@ -499,9 +503,9 @@ fn check_reload(guest: &mut Guest) -> Result<String> {
     guest.run_successfully(
         "sed -i '/^wrong$/d' /etc/coreward/controller.toml && systemctl reload coreward-controller",
     )?;
-    let added_dispatch = "[[dispatch.service]]\\nlisten = \"0.0.0.0:5353\"\\npolicy = \"jsq\"\\n";
+    let added_dispatch_toml = "[[dispatch.service]]\\nlisten = \"0.0.0.0:5353\"\\npolicy = \"jsq\"\\n";
     guest.run_successfully(&format!(
-        "printf '{added_dispatch}' >> /etc/coreward/agent.toml && systemctl reload coreward-agent"
+        "printf '{added_dispatch_toml}' >> /etc/coreward/agent.toml && systemctl reload coreward-agent"
     ))?;
     retry_until_ok(SETTLE_TIMEOUT, || {
         guest.run_successfully("journalctl -q -o cat -u coreward-agent | grep -i dispatch")
@@ -546,7 +550,7 @@ fn check_watchdog(guest: &mut Guest) -> Result<String> {
     check_connections(guest)
 }
 
-/// Fails when a daemon has logged, since the guest was booted, that an operation was not permitted.
+/// Checks that no daemon has logged, since the guest was booted, that an operation was not permitted.
 fn check_no_denials(guest: &mut Guest) -> Result<()> {
     let denial_messages = guest.run_successfully(&format!(
         "journalctl -q -o cat -u 'coreward-*' | grep -E '{PERMISSION_ERROR_PATTERN}' || true"

@@ -40,8 +40,8 @@ const TCP_FLAG_SYN: u8 = 0x02;
 const TCP_FLAG_ACK: u8 = 0x10;
 
 /// Returns the IPv6 address whose last 32 bits are those of an IPv4 address.
-const fn ipv4_to_ipv6(ipv4: u32) -> Ipv6Addr {
-    Ipv6Addr::from_bits(0x2001_0db8 << 96 | ipv4 as u128)
+const fn ipv4_to_ipv6(ipv4_bits: u32) -> Ipv6Addr {
+    Ipv6Addr::from_bits(0x2001_0db8 << 96 | ipv4_bits as u128)
 }
 
 /// Returns the flows of a measurement, each with another client address and port. The IPv4 flows precede the IPv6
@@ -50,7 +50,8 @@ pub fn measured_flows() -> impl Iterator<Item = FourTuple> {
     flows_of_round(0).chain(flows_of_round(0).map(|flow| to_ipv6_flow(&flow)))
 }
 
-/// Returns the outer headers of a measurement, which differ only in the source port. The IPv4 headers come first.
+/// Returns the flows in the outer GUE headers of a measurement, which differ only in the source port. The IPv4 flows
+/// come first.
 pub fn gue_flows() -> impl Iterator<Item = FourTuple> {
     let flows = flows_of_round(0)
         .map(|flow| FourTuple::ipv4((OUTER_SOURCE, flow.client().port()), (OUTER_DESTINATION, intf::GUE_PORT as u16)));
@@ -63,7 +64,7 @@ fn to_ipv6_flow(flow: &FourTuple) -> FourTuple {
     FourTuple::ipv6(client, vip)
 }
 
-/// Returns IPv4 flows whose client addresses differ from those of all other rounds (up to 250).
+/// Returns the IPv4 flows of a round. Their client addresses differ from those of all other rounds (0 to 249).
 pub fn flows_of_round(round: u8) -> impl Iterator<Item = FourTuple> + Clone {
     (0..FLOWS_PER_FAMILY).map(move |flow| {
         // The steps are coprime to 250 and 60,000, so that no address or port repeats.
@@ -120,21 +121,21 @@ impl GuestTap {
 
     /// Sends the SYN of a flow to the guest. Fails when the kernel rejects it.
     pub fn send_syn(&self, flow: &FourTuple) -> Result<()> {
-        self.send(flow, &build_tcp_frame(flow, TCP_FLAG_SYN)?, 1)
+        self.send_frame(flow, &build_tcp_frame(flow, TCP_FLAG_SYN)?, 1)
     }
 
     /// Sends a SYN with an outer GUE header. Fails when the kernel rejects it.
     pub fn send_gue_syn(&self, outer_flow: &FourTuple) -> Result<()> {
         let inner_flow = flows_of_round(0).next().context("a flow")?;
-        self.send(outer_flow, &gue_frame(outer_flow, &build_tcp_packet(&inner_flow, TCP_FLAG_SYN)?.1)?, 1)
+        self.send_frame(outer_flow, &gue_frame(outer_flow, &build_tcp_packet(&inner_flow, TCP_FLAG_SYN)?.1)?, 1)
     }
 
     /// Sends `packet_count` ACKs of an established connection to the guest. Fails when the kernel rejects one.
     pub fn send_acks(&self, flow: &FourTuple, packet_count: u32) -> Result<()> {
-        self.send(flow, &build_tcp_frame(flow, TCP_FLAG_ACK)?, packet_count)
+        self.send_frame(flow, &build_tcp_frame(flow, TCP_FLAG_ACK)?, packet_count)
     }
 
-    fn send(&self, flow: &FourTuple, frame: &[u8], packet_count: u32) -> Result<()> {
+    fn send_frame(&self, flow: &FourTuple, frame: &[u8], packet_count: u32) -> Result<()> {
         for _ in 0..packet_count {
             match sendto(self.packet_socket.as_raw_fd(), frame, &self.tap_address, MsgFlags::empty()) {
                 // If the tap's queue is full, the packet counts as lost.
@@ -163,13 +164,13 @@ fn build_tcp_packet(flow: &FourTuple, flags: u8) -> Result<([u8; 2], Vec<u8>)> {
     Ok((ethertype, [header, tcp_segment].concat()))
 }
 
-/// Returns a frame in which an outer header encloses an IP packet. The outer UDP header has no checksum
-/// (docs/design.md).
+/// Returns a GUE frame, in which outer IP and UDP headers for `outer_flow` enclose an IP packet. The outer UDP header
+/// has no checksum (docs/design.md).
 fn gue_frame(outer_flow: &FourTuple, packet: &[u8]) -> Result<Vec<u8>> {
     let udp_bytes = 8 + packet.len() as u8;
     let (ethertype, header, _) = ip_header(outer_flow, PROTOCOL_UDP, udp_bytes)?;
-    let ports = [outer_flow.client(), outer_flow.vip()].map(|socket| socket.port().to_be_bytes()).concat();
-    Ok([&FIRST_NIC_MAC[..], &HOST_MAC, &ethertype, &header, &ports, &[0, udp_bytes, 0, 0], packet].concat())
+    let port_bytes = [outer_flow.client(), outer_flow.vip()].map(|socket| socket.port().to_be_bytes()).concat();
+    Ok([&FIRST_NIC_MAC[..], &HOST_MAC, &ethertype, &header, &port_bytes, &[0, udp_bytes, 0, 0], packet].concat())
 }
 
 /// Returns the ethertype, the IP header, and the offset of the addresses in that header.
@@ -190,14 +191,14 @@ fn segment_without_checksum(flow: &FourTuple, flags: u8) -> Vec<u8> {
     let port_bytes = [flow.client(), flow.vip()].map(|socket| socket.port().to_be_bytes()).concat();
     let data_offset = ((20 + TIMESTAMP_OPTIONS.len()) / 4) as u8;
     // sequence number 1, no acknowledgement, data offset, flags, window, no checksum yet, no urgent data
-    let fields = [0, 0, 0, 1, 0, 0, 0, 0, data_offset << 4, flags, 0xfa, 0xf0, 0, 0, 0, 0];
-    [&port_bytes[..], &fields, &TIMESTAMP_OPTIONS].concat()
+    let header_fields = [0, 0, 0, 1, 0, 0, 0, 0, data_offset << 4, flags, 0xfa, 0xf0, 0, 0, 0, 0];
+    [&port_bytes[..], &header_fields, &TIMESTAMP_OPTIONS].concat()
 }
 
 fn ipv4_header(addresses: [Ipv4Addr; 2], protocol: u8, payload_bytes: u8) -> Vec<u8> {
     // version and header length, TOS, total length; identification 1, do not fragment; TTL 64, protocol, no checksum
-    let fields = [0x45, 0, 0, 20 + payload_bytes, 0, 1, 0x40, 0, 64, protocol, 0, 0];
-    let mut header = [&fields[..], &addresses.map(|address| address.octets()).concat()].concat();
+    let header_fields = [0x45, 0, 0, 20 + payload_bytes, 0, 1, 0x40, 0, 64, protocol, 0, 0];
+    let mut header = [&header_fields[..], &addresses.map(|address| address.octets()).concat()].concat();
     let checksum = internet_checksum(&header);
     header[10..12].copy_from_slice(&checksum.to_be_bytes());
     header
@@ -205,8 +206,8 @@ fn ipv4_header(addresses: [Ipv4Addr; 2], protocol: u8, payload_bytes: u8) -> Vec
 
 fn ipv6_header(addresses: [Ipv6Addr; 2], protocol: u8, payload_bytes: u8) -> Vec<u8> {
     // version, traffic class, flow label; payload length, next header, hop limit
-    let fields = [0x60, 0, 0, 1, 0, payload_bytes, protocol, 64];
-    [&fields[..], &addresses.map(|address| address.octets()).concat()].concat()
+    let header_fields = [0x60, 0, 0, 1, 0, payload_bytes, protocol, 64];
+    [&header_fields[..], &addresses.map(|address| address.octets()).concat()].concat()
 }
 
 /// Returns the Internet checksum of an even number of bytes, which is the complement of their ones' complement sum (RFC
@@ -232,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn outer_headers_have_different_ports_and_whole_packets() {
+    fn gue_frames_have_different_outer_ports_and_contain_whole_packets() {
         assert_eq!(gue_flows().collect::<BTreeSet<_>>().len(), usize::from(FLOW_COUNT));
         for (flow, header_bytes) in [(0, 20), (FLOWS_PER_FAMILY, 40)] {
             let frame = gue_frame(&gue_flows().nth(flow.into()).unwrap(), &[7; 9]).unwrap();

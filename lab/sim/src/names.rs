@@ -2,12 +2,12 @@
 
 /// Error for a name that does not exist, together with the names that do.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{kind} {given:?} does not exist: {hint}expected one of {list}", hint = self.hint(), list = known.join(", "))]
+#[error("{kind} {unknown_name:?} does not exist: {hint}expected one of {list}", hint = self.format_suggestions(), list = known_names.join(", "))]
 pub struct UnknownName {
-    /// Kind of thing that has such names, for instance "policy" or "figure".
+    /// Kind of item that has such names, for instance "policy" or "figure".
     pub kind: &'static str,
-    pub given: String,
-    pub known: Vec<String>,
+    pub unknown_name: String,
+    pub known_names: Vec<String>,
 }
 
 /// Minimum Jaro-Winkler similarity (0 to 1) of a name to be suggested.
@@ -16,13 +16,13 @@ const MAX_SUGGESTIONS: usize = 3;
 
 impl UnknownName {
     pub fn new<N: Into<String>>(kind: &'static str, name: &str, known_names: impl IntoIterator<Item = N>) -> Self {
-        Self { kind, given: name.to_owned(), known: known_names.into_iter().map(Into::into).collect() }
+        Self { kind, unknown_name: name.to_owned(), known_names: known_names.into_iter().map(Into::into).collect() }
     }
 
     pub fn nearest_names(&self) -> Vec<&str> {
-        let lowercase_name = self.given.to_lowercase();
+        let lowercase_name = self.unknown_name.to_lowercase();
         let mut similar_names: Vec<(f64, &str)> = self
-            .known
+            .known_names
             .iter()
             .map(|name| (strsim::jaro_winkler(&lowercase_name, &name.to_lowercase()), name.as_str()))
             .filter(|(similarity, _)| *similarity >= MIN_SIMILARITY)
@@ -31,7 +31,7 @@ impl UnknownName {
         similar_names.into_iter().take(MAX_SUGGESTIONS).map(|(_, name)| name).collect()
     }
 
-    fn hint(&self) -> String {
+    fn format_suggestions(&self) -> String {
         match self.nearest_names()[..] {
             [] => String::new(),
             ref nearest_names => format!("did you mean {}? ", nearest_names.join(" or ")),

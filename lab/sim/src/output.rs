@@ -21,7 +21,7 @@ pub trait Printable: Serialize {
     /// Returns the rows of the table, each with as many cells as [`Printable::columns`].
     fn rows(&self) -> Vec<Vec<String>>;
 
-    /// Returns the remarks that text output has below the table, such as omitted parts or the run time.
+    /// Returns the remarks below the table of the text output, such as omitted parts or the run time.
     fn remarks(&self) -> Vec<String> {
         Vec::new()
     }

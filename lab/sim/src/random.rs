@@ -9,12 +9,13 @@ use rand::Rng;
 
 const LAYER_COUNT: usize = 256;
 
-/// Sampler for a decreasing density on x >= 0, which is cut into layers of equal area (Marsaglia and Tsang, "The
-/// ziggurat method for generating random variables", J. Stat. Softw. 5, 2000). Nearly always, one draw, one
+/// Ziggurat sampler for a decreasing density on x >= 0, which is cut into layers of equal area (Marsaglia and Tsang,
+/// "The ziggurat method for generating random variables", J. Stat. Softw. 5, 2000). Nearly always, one draw, one
 /// multiplication and one comparison suffice.
 #[derive(Debug)]
 struct Ziggurat {
-    /// Right ends of the layers, beginning with the lowest, whose end includes the tail's area. The last value is 0.
+    /// Right ends of the layers, from the lowest layer to the highest. The lowest layer's end includes the tail's area.
+    /// The last value is 0.
     layer_ends: [f64; LAYER_COUNT + 1],
     /// Density at the right end of each layer.
     layer_heights: [f64; LAYER_COUNT + 1],
@@ -138,35 +139,35 @@ mod tests {
         draws.iter().enumerate().map(distribution_difference).fold(0.0, f64::max)
     }
 
-    /// Distance that only one sample in a thousand exceeds, which is 1.95 / sqrt(n).
-    const MAX_DISTANCE: f64 = 1.95e-3;
+    /// Kolmogorov-Smirnov distance that only one sample in a thousand exceeds, which is 1.95 / sqrt(n).
+    const MAX_KS_DISTANCE: f64 = 1.95e-3;
 
     #[test]
     fn draws_follow_their_distributions() {
         let mut rng = seeded_rng(1, 0);
-        assert!(kolmogorov_smirnov_distance(|| uniform_unit(&mut rng), |x| x) < MAX_DISTANCE);
-        assert!(kolmogorov_smirnov_distance(|| exponential(&mut rng), |x| 1.0 - libm::exp(-x)) < MAX_DISTANCE);
+        assert!(kolmogorov_smirnov_distance(|| uniform_unit(&mut rng), |x| x) < MAX_KS_DISTANCE);
+        assert!(kolmogorov_smirnov_distance(|| exponential(&mut rng), |x| 1.0 - libm::exp(-x)) < MAX_KS_DISTANCE);
         let normal_distribution = |x: f64| 0.5 * libm::erfc(-x / 2f64.sqrt());
-        assert!(kolmogorov_smirnov_distance(|| standard_normal(&mut rng), normal_distribution) < MAX_DISTANCE);
+        assert!(kolmogorov_smirnov_distance(|| standard_normal(&mut rng), normal_distribution) < MAX_KS_DISTANCE);
         assert!(
             kolmogorov_smirnov_distance(
                 || log_normal(&mut rng, 1.0, 0.5),
                 |x| normal_distribution((libm::log(x) - 1.0) / 0.5)
-            ) < MAX_DISTANCE
+            ) < MAX_KS_DISTANCE
         );
     }
 
     #[test]
-    fn tails_of_distributions_have_the_expected_weight() {
+    fn distribution_tails_have_the_expected_probability() {
         let mut rng = seeded_rng(2, 0);
-        let assert_tail_share = |share: f64, count: usize| {
-            let expected = share * 10.0 * DRAW_COUNT as f64;
-            assert!((count as f64 - expected).abs() < 4.0 * expected.sqrt(), "{count} of {expected}");
+        let assert_tail_probability = |tail_probability: f64, count: usize| {
+            let expected_count = tail_probability * 10.0 * DRAW_COUNT as f64;
+            assert!((count as f64 - expected_count).abs() < 4.0 * expected_count.sqrt(), "{count} of {expected_count}");
         };
-        assert_tail_share(libm::exp(-8.0), (0..10 * DRAW_COUNT).filter(|_| exponential(&mut rng) > 8.0).count());
-        let share_beyond_four = libm::erfc(4.0 / 2f64.sqrt());
-        assert_tail_share(
-            share_beyond_four,
+        assert_tail_probability(libm::exp(-8.0), (0..10 * DRAW_COUNT).filter(|_| exponential(&mut rng) > 8.0).count());
+        let probability_beyond_four = libm::erfc(4.0 / 2f64.sqrt());
+        assert_tail_probability(
+            probability_beyond_four,
             (0..10 * DRAW_COUNT).filter(|_| standard_normal(&mut rng).abs() > 4.0).count(),
         );
     }

@@ -4,19 +4,19 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddrV4};
 
 /// Name of the network device in every host's namespace.
 pub const HOST_DEVICE: &str = "eth0";
-/// First IPv4 VIP, which all other IPv4 VIPs follow.
-pub const FIRST_VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
+/// First IPv4 VIP. Further IPv4 VIPs have the following addresses.
+pub const FIRST_IPV4_VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 /// Address and port of the service that the demo balances.
-pub const SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(FIRST_VIP, 80);
+pub const SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(FIRST_IPV4_VIP, 80);
 /// Prefix that contains all IPv6 VIPs.
 pub(crate) const IPV6_VIP_PREFIX: &str = "2001:db8:c8::/64";
-/// First IPv6 VIP, which all other IPv6 VIPs follow.
+/// First IPv6 VIP. Further IPv6 VIPs have the following addresses.
 pub const FIRST_IPV6_VIP: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1);
 pub const CONTROLLER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
 /// Minimum MTU of an IPv4 link (RFC 791).
-pub(crate) const IPV4_MTU_MIN: u16 = 68;
+pub(crate) const MIN_IPV4_MTU: u16 = 68;
 /// Minimum MTU of an IPv6 link (RFC 8200, Sect. 5).
-pub(crate) const IPV6_MTU_MIN: u16 = 1280;
+pub(crate) const MIN_IPV6_MTU: u16 = 1280;
 /// Length of the IPv4 prefix on the segment that connects servers and load balancers.
 pub(crate) const SEGMENT_PREFIX_LENGTH: u8 = 16;
 /// MTU of Ethernet, which all devices of the testbed use.
@@ -26,17 +26,18 @@ pub(crate) const ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 3);
 /// Address family of the VIPs. Every host also has an IPv4 address, whatever the family.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum AddressFamily {
-    /// VIPs count up from 10.200.0.1.
+    /// VIPs are IPv4 addresses, counted up from 10.200.0.1.
     #[default]
     #[value(name = "4")]
     Ipv4,
-    /// VIPs count up from 2001:db8:c8::1. Hosts also have an address in 2001:db8::/64, as with routed servers.
+    /// VIPs are IPv6 addresses, counted up from 2001:db8:c8::1. Hosts also have an address in 2001:db8::/64, as with
+    /// routed servers.
     #[value(name = "6")]
     Ipv6,
 }
 
 impl AddressFamily {
-    /// Returns the address in this family of the host whose IPv4 address is `host`.
+    /// Returns the address, in this family, of the host whose IPv4 address is `host`.
     pub fn host_address(self, host: Ipv4Addr) -> IpAddr {
         match self {
             AddressFamily::Ipv4 => host.into(),
@@ -47,7 +48,7 @@ impl AddressFamily {
     /// Returns the VIP with this index, counted from 0.
     pub fn vip(self, index: u8) -> IpAddr {
         match self {
-            AddressFamily::Ipv4 => Ipv4Addr::from_bits(FIRST_VIP.to_bits() + u32::from(index)).into(),
+            AddressFamily::Ipv4 => Ipv4Addr::from_bits(FIRST_IPV4_VIP.to_bits() + u32::from(index)).into(),
             AddressFamily::Ipv6 => Ipv6Addr::from_bits(FIRST_IPV6_VIP.to_bits() + u128::from(index)).into(),
         }
     }

@@ -27,7 +27,7 @@ const IPVS_PROC_PATH: &str = "/proc/net/ip_vs";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BaselineKind {
-    /// Forwarding at layer 2, with answers that go from the servers to the client directly.
+    /// Forwarding at layer 2. The servers send their answers directly to the client.
     DirectServerReturn,
     /// TCP proxy, which has one connection to the client and another one to the server.
     TcpProxy,

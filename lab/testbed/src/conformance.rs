@@ -54,13 +54,13 @@ pub struct ConformanceOutcome {
     /// Number of wrk's errors, which are connect, read, write and timeout errors and responses other than 200.
     pub wrk_errors: u64,
     pub downloads: u64,
-    /// Failed downloads. The first few contain curl's error.
+    /// Description of each failed download. The first few contain curl's error message.
     pub failed_downloads: Vec<String>,
-    /// Response time of the idle connection after its pause (ms), or `Err` with the reason why the connection broke.
+    /// Response time of the idle connection after its pause (ms), or `Err` with the reason for which it broke.
     pub idle: Result<u64, String>,
-    /// Number of bytes that the busy connection received, or `Err` with the reason why it broke or stalled.
+    /// Number of bytes that the busy connection received, or `Err` with the reason for which it broke or stalled.
     pub busy: Result<u64, String>,
-    /// Number of tables that the load balancer used during the run.
+    /// Number of forwarding tables that the load balancer used during the run.
     pub tables: u64,
     pub pool_changes: u64,
     /// Counters of the load balancer that are above 0, by name.
@@ -79,19 +79,21 @@ pub struct TcpCounters {
     pub retransmitted: u64,
     /// Number of retransmitted segments per million segments sent.
     pub retransmitted_ppm: f64,
-    /// Number of retransmitted segments that the receiver already had (DSACK, RFC 2883). They were delayed but not
-    /// lost.
+    /// Number of retransmitted segments that the receiver already had (DSACK, RFC 2883). Their originals were delayed
+    /// but not lost.
     pub retransmitted_needlessly: u64,
-    /// Numbers of segments that servers dropped because of their timestamps, by counter (only counters above 0).
+    /// Numbers of segments that servers dropped because of their timestamps, by name of the kernel counter (only those
+    /// above 0).
     pub timestamp_drops_at_servers: BTreeMap<String, u64>,
-    /// Numbers of segments that PAWS dropped at the client, by counter (only counters above 0).
+    /// Numbers of segments that PAWS dropped at the client, by name of the kernel counter (only those above 0).
     pub timestamp_drops_at_client: BTreeMap<String, u64>,
     /// Number of pure acknowledgements that arrived after a newer segment.
     pub overtaken_acks: u64,
 }
 
 impl ConformanceOutcome {
-    /// Returns whether no connection broke. Retransmissions do not count, but are reported with and without coreward.
+    /// Returns whether no connection broke, and only reordered segments were dropped for their timestamps.
+    /// Retransmissions are reported, but do not affect this result.
     pub fn has_passed(&self) -> bool {
         self.wrk_errors == 0
             && self.failed_downloads.is_empty()
@@ -105,7 +107,7 @@ impl TcpCounters {
     /// Returns whether reordering alone explains the segments dropped for their timestamps. A server gets TSvals that
     /// clients' kernels made. A client gets those that coreward made, with 65,536 ticks per ms, while Linux accepts
     /// segments at most one tick late. So a reordered segment is sometimes dropped and retransmitted (docs/limits.md).
-    /// A wrong stamp would affect far more than one segment in a million.
+    /// A wrong TSval would affect far more than one segment in a million.
     fn has_only_tolerable_timestamp_drops(&self) -> bool {
         let is_tolerable_client_drop_count = |(name, count): (&String, &u64)| {
             name == PAWS_ESTABLISHED_DROP_COUNTER && *count <= 1 + self.sent / 1_000_000
@@ -115,7 +117,7 @@ impl TcpCounters {
     }
 }
 
-/// Runs all parts of the test and prints the outcome as JSON. Fails when the setup fails or a connection breaks.
+/// Runs the conformance test and prints its outcome as JSON. Fails when the setup fails or a connection breaks.
 pub fn main(options: ConformanceArgs) -> anyhow::Result<()> {
     let outcome = run(&instance::unique_name("conformance")?, options)?;
     println!("{}", serde_json::to_string_pretty(&outcome)?);
@@ -127,15 +129,15 @@ pub fn main(options: ConformanceArgs) -> anyhow::Result<()> {
 const BUSY_CONNECTION_READ_TIMEOUT: Duration = Duration::from_secs(5);
 const SERVER_COUNT: u16 = 4;
 const DOWNLOADER_COUNT: u32 = 4;
-/// Interval at which a server is drained or undrained.
+/// Interval between two changes of the pool, each of which drains or undrains a server.
 const POOL_CHANGE_INTERVAL: Duration = Duration::from_millis(700);
 
-/// Runs all parts of the test in a new testbed named `instance`. Fails when the setup fails. Broken connections are
-/// part of the outcome.
+/// Runs the conformance test in a new testbed named `instance`. Fails when the setup fails. Broken connections are part
+/// of the outcome.
 pub fn run(instance: &str, options: ConformanceArgs) -> anyhow::Result<ConformanceOutcome> {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
-        servers: SERVER_COUNT,
+        server_count: SERVER_COUNT,
         ..options.network.testbed_options()
     })?;
     for number in testbed.server_numbers() {
@@ -149,8 +151,8 @@ pub fn run(instance: &str, options: ConformanceArgs) -> anyhow::Result<Conforman
     run_with_coreward(&testbed, options, tcp_without_coreward)
 }
 
-/// Runs the same load while the load balancer's kernel routes each connection to a server by a hash (ECMP). The
-/// counters then show the losses and retransmissions that the machine itself causes.
+/// Runs the load of the test without coreward: the load balancer's kernel routes each connection to a server by a hash
+/// (ECMP). The returned counters show the losses and retransmissions that the machine itself causes.
 fn run_without_coreward(testbed: &Testbed, options: ConformanceArgs) -> anyhow::Result<TcpCounters> {
     let forwarding_sysctl = |value: &str| match options.network.family {
         AddressFamily::Ipv4 => testbed.load_balancer(1)?.set_sysctls(&[
@@ -195,7 +197,7 @@ fn run_with_coreward(
     tcp_without_coreward: Option<TcpCounters>,
 ) -> anyhow::Result<ConformanceOutcome> {
     for number in testbed.server_numbers() {
-        write_busy_times(&core_load_file_path(testbed, number), &vec![0; usize::from(testbed.options().cores)])?;
+        write_busy_times(&core_load_file_path(testbed, number), &vec![0; usize::from(testbed.options().core_count)])?;
     }
     let mut fleet = Fleet::start(
         testbed,
@@ -206,7 +208,7 @@ fn run_with_coreward(
     let (stop_flag, pool_changes) = (AtomicBool::new(false), AtomicU64::new(0));
     let outcome = std::thread::scope(|scope| {
         let _stop_on_drop = SetOnDrop(&stop_flag);
-        scope.spawn(|| write_random_loads(testbed, &stop_flag));
+        scope.spawn(|| write_random_busy_times(testbed, &stop_flag));
         let drain_thread = scope.spawn(|| drain_servers_in_turn(testbed, &mut fleet, &stop_flag, &pool_changes));
         let outcome = measure_clients(testbed, &options, &stop_flag)?;
         join_thread(drain_thread)?;
@@ -223,8 +225,8 @@ fn run_with_coreward(
     })
 }
 
-/// Runs wrk and the downloads with an idle and a busy connection at the same time. Sets `stop_flag` when all have ended
-/// or one fails. Returns an outcome with only their results.
+/// Runs wrk and the downloads with an idle and a busy connection at the same time. Sets `stop_flag` when all clients
+/// have ended or one fails. Returns an outcome with only the clients' results.
 fn measure_clients(
     testbed: &Testbed,
     options: &ConformanceArgs,
@@ -259,7 +261,7 @@ fn measure_clients(
     })
 }
 
-/// Sets a flag when it is dropped, so that other threads end even when one part of the test fails.
+/// Guard that sets a flag when it is dropped, so that other threads end even when one part of the test fails.
 pub(crate) struct SetOnDrop<'a>(pub(crate) &'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {
@@ -299,19 +301,19 @@ fn read_all_counters(testbed: &Testbed) -> anyhow::Result<Vec<KernelCounters>> {
 }
 
 fn compute_tcp_counter_growth(counters_before: &[KernelCounters], counters_after: &[KernelCounters]) -> TcpCounters {
-    let growth = |name| {
+    let counter_growth = |name| {
         counters::total_over_namespaces(counters_after, name) - counters::total_over_namespaces(counters_before, name)
     };
-    let retransmitted_segments = growth("TcpRetransSegs");
-    let sent_segments = growth("TcpOutSegs");
+    let retransmitted_segments = counter_growth("TcpRetransSegs");
+    let sent_segments = counter_growth("TcpOutSegs");
     TcpCounters {
         sent: sent_segments,
         retransmitted: retransmitted_segments,
         retransmitted_ppm: retransmitted_segments as f64 / sent_segments.max(1) as f64 * 1e6,
-        retransmitted_needlessly: growth("TcpExtTCPDSACKRecvSegs"),
+        retransmitted_needlessly: counter_growth("TcpExtTCPDSACKRecvSegs"),
         timestamp_drops_at_servers: timestamp_drop_growth(&counters_before[1..], &counters_after[1..]),
         timestamp_drops_at_client: timestamp_drop_growth(&counters_before[..1], &counters_after[..1]),
-        overtaken_acks: growth(PAWS_OLD_ACK_COUNTER),
+        overtaken_acks: counter_growth(PAWS_OLD_ACK_COUNTER),
     }
 }
 
@@ -319,39 +321,39 @@ fn timestamp_drop_growth(
     counters_before: &[KernelCounters],
     counters_after: &[KernelCounters],
 ) -> BTreeMap<String, u64> {
-    let growth = |name| {
+    let counter_growth = |name| {
         (
             String::from(name),
             counters::total_over_namespaces(counters_after, name)
                 - counters::total_over_namespaces(counters_before, name),
         )
     };
-    TIMESTAMP_DROP_COUNTERS.into_iter().map(growth).filter(|(_, count)| *count > 0).collect()
+    TIMESTAMP_DROP_COUNTERS.into_iter().map(counter_growth).filter(|(_, count)| *count > 0).collect()
 }
 
 /// Writes the busy times of a paced server's cores (ns) into its core load file. Fails when the file cannot be written.
-pub fn write_busy_times(path: &Path, busy_ns: &[u64]) -> anyhow::Result<()> {
-    let file_bytes: Vec<u8> = busy_ns.iter().flat_map(|core_busy_ns| core_busy_ns.to_le_bytes()).collect();
+pub fn write_busy_times(path: &Path, busy_times_ns: &[u64]) -> anyhow::Result<()> {
+    let file_bytes: Vec<u8> = busy_times_ns.iter().flat_map(|core_busy_ns| core_busy_ns.to_le_bytes()).collect();
     // Write in place and as one block, because readers have the file open.
     let mut busy_file = std::fs::File::options().write(true).create(true).truncate(false).open(path)?;
     busy_file.write_all(&file_bytes).with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// Writes a random busy time for every core ten times a second, until `stop_flag` is set.
-pub(crate) fn write_random_loads(testbed: &Testbed, stop_flag: &AtomicBool) -> anyhow::Result<()> {
-    const INTERVAL: Duration = Duration::from_millis(100);
+pub(crate) fn write_random_busy_times(testbed: &Testbed, stop_flag: &AtomicBool) -> anyhow::Result<()> {
+    const WRITE_INTERVAL: Duration = Duration::from_millis(100);
     let mut rng = seeded_rng(testbed.options().seed, 5);
-    let core_count = usize::from(testbed.options().cores);
+    let core_count = usize::from(testbed.options().core_count);
     let server_numbers = testbed.server_numbers();
-    let mut busy_ns = vec![0u64; server_numbers.len() * core_count];
+    let mut busy_times_ns = vec![0u64; server_numbers.len() * core_count];
     while !stop_flag.load(Ordering::Relaxed) {
-        for core_busy_ns in &mut busy_ns {
-            *core_busy_ns += u64::from(uniform_below(&mut rng, INTERVAL.as_nanos() as u32));
+        for core_busy_ns in &mut busy_times_ns {
+            *core_busy_ns += u64::from(uniform_below(&mut rng, WRITE_INTERVAL.as_nanos() as u32));
         }
-        for (number, server_busy_ns) in server_numbers.iter().zip(busy_ns.chunks(core_count)) {
+        for (number, server_busy_ns) in server_numbers.iter().zip(busy_times_ns.chunks(core_count)) {
             write_busy_times(&core_load_file_path(testbed, *number), server_busy_ns)?;
         }
-        std::thread::sleep(INTERVAL);
+        std::thread::sleep(WRITE_INTERVAL);
     }
     Ok(())
 }
@@ -378,18 +380,19 @@ fn drain_servers_in_turn(
     Ok(())
 }
 
-/// Returns the response time of a connection after an idle time of `idle_duration` (ms).
+/// Returns the response time of the first request after a connection was idle for `idle_duration` (ms).
 fn measure_idle_connection(service: SocketAddr, idle_duration: Duration) -> anyhow::Result<u64> {
     let mut connection = HttpConnection::open_to(service, None)?;
-    let worker_before = connection.query_worker().context("before the silence")?;
+    let worker_before_silence = connection.query_worker().context("before the silence")?;
     std::thread::sleep(idle_duration);
     let start = Instant::now();
     // Send several requests, because the PAWS clamp limits the first steps of TSval.
     for _ in 0..5 {
-        let worker_after = connection.query_worker().with_context(|| format!("after {idle_duration:?} of silence"))?;
+        let worker_after_silence =
+            connection.query_worker().with_context(|| format!("after {idle_duration:?} of silence"))?;
         ensure!(
-            worker_before == worker_after,
-            "answered by {worker_before:?} before the silence, by {worker_after:?} after it"
+            worker_before_silence == worker_after_silence,
+            "answered by {worker_before_silence:?} before the silence, by {worker_after_silence:?} after it"
         );
     }
     Ok(start.elapsed().as_millis() as u64)
@@ -411,7 +414,7 @@ fn measure_busy_connection(service: SocketAddr, duration: Duration) -> anyhow::R
     Ok(received)
 }
 
-/// Runs wrk. Returns its number of requests and its number of errors.
+/// Runs wrk for `seconds` seconds. Returns the numbers of its requests and of its errors.
 fn run_wrk(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
     let mut command = Command::new("wrk");
     command.args(["--threads", "1", "--connections", "64", "--timeout", "10s", "--duration"]);
@@ -433,10 +436,10 @@ pub(crate) fn parse_wrk_output(text: &str) -> anyhow::Result<(u64, u64)> {
     Ok((request_count.with_context(|| format!("wrk printed no requests: {text}"))?, error_counts.sum()))
 }
 
-/// Downloads a file `count` times. Returns the number of complete downloads, and the errors of the others.
+/// Downloads a file `count` times. Returns the number of complete downloads, and the errors of failed downloads.
 fn run_downloads(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<String>)> {
     let (remaining_downloads, complete_downloads) = (AtomicU64::new(count.into()), AtomicU64::new(0));
-    let failures = std::sync::Mutex::new(Vec::new());
+    let download_errors = std::sync::Mutex::new(Vec::new());
     let claim_download = || {
         remaining_downloads
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |remaining_count| remaining_count.checked_sub(1))
@@ -448,17 +451,17 @@ fn run_downloads(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<Stri
                 while claim_download() {
                     match download_once(testbed, &[]) {
                         Ok(()) => drop(complete_downloads.fetch_add(1, Ordering::Relaxed)),
-                        Err(error) => failures.lock().expect("no downloader panics").push(format!("{error:#}")),
+                        Err(error) => download_errors.lock().expect("no downloader panics").push(format!("{error:#}")),
                     }
                 }
             });
         }
     });
-    let failures = failures.into_inner().expect("no downloader panics");
+    let failures = download_errors.into_inner().expect("no downloader panics");
     Ok((complete_downloads.into_inner(), failures))
 }
 
-/// Downloads a file once with curl and additional `options`. Fails when the download is incomplete.
+/// Downloads a file once with curl and the additional curl `options`. Fails when the download is incomplete.
 pub(crate) fn download_once(testbed: &Testbed, options: &[&str]) -> anyhow::Result<()> {
     let mut command = Command::new("curl");
     command.args(options);

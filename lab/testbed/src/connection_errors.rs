@@ -16,7 +16,7 @@ pub struct BrokenConnections {
     pub refused: u64,
     /// Number of established connections that ended with an RST, for example after a packet to a wrong server.
     pub reset: u64,
-    /// Number of connections that expected data but got none for [`DATA_TIMEOUT_NS`], or on which TCP gave up.
+    /// Number of connections that expected data but got none for [`DATA_TIMEOUT_NS`], or that TCP timed out.
     pub timed_out: u64,
     /// Number of connections that ended with a FIN before the last response.
     pub closed_early: u64,
@@ -32,8 +32,8 @@ impl BrokenConnections {
         let Self { refused, reset, timed_out, closed_early, wrong_answer, other } = self;
         refused + reset + timed_out + closed_early + wrong_answer + other
     }
-    /// Counts a failed connection. `index` identifies the connection in the log of unexpected failures.
-    pub(crate) fn count_failure(&mut self, failure: &ConnectionFailure, index: usize) {
+    /// Counts a failed connection. Logs an unexpected failure with the index of its connection.
+    pub(crate) fn count_failure(&mut self, failure: &ConnectionFailure, connection_index: usize) {
         let failure_count = match failure {
             ConnectionFailure::ClosedEarly => &mut self.closed_early,
             ConnectionFailure::WrongAnswer => &mut self.wrong_answer,
@@ -44,7 +44,7 @@ impl BrokenConnections {
                 _ => {
                     tracing::warn!(
                         event = "connection-failed",
-                        index,
+                        index = connection_index,
                         %error,
                         "the test counts a connection's unexpected error as another failure"
                     );

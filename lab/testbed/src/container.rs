@@ -25,8 +25,8 @@ pub struct Container {
 }
 
 impl Testbed {
-    /// Starts a container at a server and forwards the service to it. Fails when the server does not exist, or when a
-    /// command fails.
+    /// Starts a container at a server, which forwards the service's packets to it. Fails when the server does not
+    /// exist, or when a command fails.
     pub fn start_container(&self, server: u16) -> anyhow::Result<Container> {
         let directory = self.directory().join(format!("container-s{server}"));
         fs::create_dir_all(&directory)?;
@@ -89,7 +89,7 @@ impl Container {
         )
     }
 
-    /// Sets a sysctl in the container's network namespace. Fails when the command fails.
+    /// Sets a sysctl in the container's network namespace. Fails when nsenter(1) or the command in it fails.
     pub fn set_sysctl(&self, testbed: &Testbed, name: &str, value: u32) -> anyhow::Result<()> {
         let mut command = Command::new("nsenter");
         command.arg(format!("--net=/proc/{}/ns/net", self.nginx_process.pid()));

@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicU64;
 
 use anyhow::{Context as _, bail};
 
-/// Queue of an emulated core, which computes when each request ends and executes none.
+/// Emulated core with a queue of requests. It computes when each request ends, but executes none.
 #[derive(Debug, Default)]
 pub(crate) struct VirtualCore {
     /// Total service time of all requests accepted so far (ns).
@@ -17,7 +17,7 @@ pub(crate) struct VirtualCore {
 }
 
 impl VirtualCore {
-    /// Queues a request that arrives at `now_ns`. Returns the time when it will be done (ns).
+    /// Queues a request that arrives at `now_ns`. Returns the time when the request will end (ns).
     pub(crate) fn enqueue(&mut self, now_ns: u64, service_ns: u64) -> u64 {
         self.accepted_service_ns += service_ns;
         self.busy_until_ns = self.busy_until_ns.max(now_ns) + service_ns;
@@ -29,27 +29,27 @@ impl VirtualCore {
         self.busy_until_ns > now_ns
     }
 
-    /// Returns for how long the core has been busy until `now_ns` (ns). This is the accepted service time minus the
+    /// Returns the core's total busy time until `now_ns` (ns). The busy time is the accepted service time minus the
     /// time until the last request ends, because a core with queued requests is never idle.
-    pub(crate) fn busy_ns(&self, now_ns: u64) -> u64 {
+    pub(crate) fn total_busy_ns(&self, now_ns: u64) -> u64 {
         self.accepted_service_ns - self.busy_until_ns.saturating_sub(now_ns)
     }
 }
 
-/// File of counters that all workers have mapped. A paced server's file contains the busy time of each core (ns).
+/// File of 64-bit counters that all workers map into memory. A paced server's file contains each core's busy time (ns).
 pub(crate) struct CounterFile {
     counters: &'static [AtomicU64],
     temporary_path: PathBuf,
 }
 
 impl CounterFile {
-    pub(crate) fn create(path: &Path, count: usize) -> anyhow::Result<Self> {
+    pub(crate) fn create(path: &Path, counter_count: usize) -> anyhow::Result<Self> {
         let temporary_path = path.with_extension("new");
         let open_and_map = || -> anyhow::Result<&'static [AtomicU64]> {
             let counter_file =
                 File::options().read(true).write(true).create(true).truncate(true).open(&temporary_path)?;
-            counter_file.set_len((count * size_of::<u64>()) as u64)?;
-            map_counters(&counter_file, count)
+            counter_file.set_len((counter_count * size_of::<u64>()) as u64)?;
+            map_counters(&counter_file, counter_count)
         };
         let counters =
             open_and_map().with_context(|| format!("cannot make the core load file {}", temporary_path.display()))?;
@@ -60,22 +60,22 @@ impl CounterFile {
         self.counters
     }
 
-    /// Removes the file's name. Only the workers, which have mapped the file, can use it afterwards.
+    /// Removes the file's temporary path. Only workers, which have mapped the file, can use it afterwards.
     pub(crate) fn unlink(&self) -> anyhow::Result<()> {
         fs::remove_file(&self.temporary_path)
             .with_context(|| format!("cannot remove {}", self.temporary_path.display()))
     }
 
-    /// Moves the file to its final path, where its existence shows that the sockets listen.
+    /// Moves the file to its final path `path`. The existence of this path shows that the server's sockets listen.
     pub(crate) fn publish(&self, path: &Path) -> anyhow::Result<()> {
         fs::rename(&self.temporary_path, path)
             .with_context(|| format!("cannot make the core load file {}", path.display()))
     }
 }
 
-fn map_counters(file: &File, count: usize) -> anyhow::Result<&'static [AtomicU64]> {
+fn map_counters(file: &File, counter_count: usize) -> anyhow::Result<&'static [AtomicU64]> {
     use std::os::fd::AsRawFd as _;
-    let (length, access) = (count * size_of::<AtomicU64>(), libc::PROT_READ | libc::PROT_WRITE);
+    let (length, access) = (counter_count * size_of::<AtomicU64>(), libc::PROT_READ | libc::PROT_WRITE);
     // SAFETY: a new shared mapping at an address of the kernel's choice.
     let mapping_address =
         unsafe { libc::mmap(std::ptr::null_mut(), length, access, libc::MAP_SHARED, file.as_raw_fd(), 0) };
@@ -83,10 +83,11 @@ fn map_counters(file: &File, count: usize) -> anyhow::Result<&'static [AtomicU64
         return Err(io::Error::last_os_error().into());
     }
     // SAFETY: the mapping is `length` bytes long, aligned to a page, never unmapped, and only accessed atomically.
-    Ok(unsafe { std::slice::from_raw_parts(mapping_address.cast(), count) })
+    Ok(unsafe { std::slice::from_raw_parts(mapping_address.cast(), counter_count) })
 }
 
-/// Returns the cores' busy times (ns) from a core load file. Fails when it cannot be read or has an incomplete entry.
+/// Returns the cores' busy times (ns) from a core load file. Fails when the file cannot be read or has an incomplete
+/// entry.
 pub fn read_core_load_file(path: &Path) -> anyhow::Result<Vec<u64>> {
     let bytes = fs::read(path).with_context(|| format!("cannot read the core load file {}", path.display()))?;
     let (cores, remainder) = bytes.as_chunks::<8>();
@@ -113,11 +114,11 @@ mod tests {
     #[test]
     fn busy_time_is_the_time_of_served_requests() {
         let mut core = VirtualCore::default();
-        assert_eq!(core.busy_ns(500), 0);
+        assert_eq!(core.total_busy_ns(500), 0);
         core.enqueue(1_000, 100);
-        assert_eq!([1_000, 1_040, 1_100, 1_150].map(|now| core.busy_ns(now)), [0, 40, 100, 100]);
+        assert_eq!([1_000, 1_040, 1_100, 1_150].map(|now| core.total_busy_ns(now)), [0, 40, 100, 100]);
         core.enqueue(1_200, 100);
         core.enqueue(1_210, 100);
-        assert_eq!([1_250, 1_399, 1_400, 2_000].map(|now| core.busy_ns(now)), [150, 299, 300, 300]);
+        assert_eq!([1_250, 1_399, 1_400, 2_000].map(|now| core.total_busy_ns(now)), [150, 299, 300, 300]);
     }
 }

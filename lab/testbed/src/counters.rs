@@ -10,21 +10,22 @@ use crate::namespace::Namespace;
 /// Absolute values of the kernel's network counters, by nstat's names (`TcpRetransSegs`, `TcpExtPAWSEstab` ...).
 pub type KernelCounters = BTreeMap<String, u64>;
 
-/// Counters of segments that the kernel dropped for their timestamps. They grow if coreward stamps cookies wrongly.
+/// Names of the counters of segments that the kernel dropped because of their timestamps. They grow if coreward writes
+/// wrong timestamps.
 pub const TIMESTAMP_DROP_COUNTERS: [&str; 4] =
     ["TcpExtPAWSActive", PAWS_ESTABLISHED_DROP_COUNTER, "TcpExtPAWSTimewait", "TcpExtTSEcrRejected"];
 
-/// Counter of data segments of established connections that failed PAWS. It includes segments older than an earlier
-/// received one by more than a tick.
+/// Name of the counter of data segments of established connections that failed the PAWS check (RFC 7323). It includes
+/// segments whose TSval is more than a tick older than that of a segment received before.
 pub const PAWS_ESTABLISHED_DROP_COUNTER: &str = "TcpExtPAWSEstab";
 
-/// Counter of pure acknowledgements that arrived after a newer segment, which happens because veth reorders packets
-/// under load. Since 6.14 the kernel counts them separately, because PAWS has not failed (net/ipv4/tcp_input.c,
+/// Name of the counter of pure acknowledgements that arrived after a newer segment, because veth reorders packets under
+/// load. Since Linux 6.14 the kernel counts them separately, because PAWS has not failed (net/ipv4/tcp_input.c,
 /// tcp_disordered_ack_check).
 pub const PAWS_OLD_ACK_COUNTER: &str = "TcpExtPAWSOldAck";
 
-/// Reads a namespace's counters. Fails when the namespace cannot be entered, or when the kernel's files have another
-/// format.
+/// Reads the network counters of a namespace. Fails when the namespace cannot be entered, or when the files in
+/// /proc/net have another format.
 pub fn read_kernel_counters(namespace: &Namespace) -> anyhow::Result<KernelCounters> {
     namespace.run_within(|| {
         let mut counters = KernelCounters::new();
@@ -42,8 +43,8 @@ pub fn total_over_namespaces(namespace_counters: &[KernelCounters], name: &str) 
     namespace_counters.iter().filter_map(|counters| counters.get(name)).sum()
 }
 
-/// Parses pairs of lines, of which the first has the names and the second the values (`Tcp: Name Name ...`, `Tcp: 1 2
-/// ...`).
+/// Adds the counters in `text` to `counters`. In each pair of lines, the first has the names and the second the values
+/// (`Tcp: Name Name ...`, `Tcp: 1 2 ...`).
 fn parse_counters(text: &str, counters: &mut KernelCounters) -> anyhow::Result<()> {
     let lines: Vec<&str> = text.lines().collect();
     for line_pair in lines.chunks(2) {

@@ -14,9 +14,9 @@ use crate::namespace::Namespace;
 use crate::process::{DEFAULT_TIMEOUT, Process};
 use crate::topology::Testbed;
 
-/// Maximum run time of a block (s).
+/// Maximum run time of a shell block (s).
 const BLOCK_TIMEOUT_S: &str = "90";
-/// Path at which a machine mounts the testbed's directory, because the machine has its own `/run`.
+/// Path at which an emulated machine mounts the testbed's directory, because the machine has its own `/run`.
 const MACHINE_MOUNT_PATH: &str = "/mnt";
 /// Id of the user `coreward`, which the packages create.
 const COREWARD_USER_ID: u32 = 64_007;
@@ -25,7 +25,7 @@ const MACHINE_LIFETIME_SECONDS: &str = "600";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShellBlock {
     /// Line number of the block in the document, counted from 1.
-    pub line: usize,
+    pub line_number: usize,
     /// Names of the machines on which the block runs, one after the other.
     pub machines: Vec<String>,
     pub commands: String,
@@ -41,13 +41,14 @@ pub fn parse_shell_blocks(document: &str) -> anyhow::Result<Vec<ShellBlock>> {
         ensure!(line + block_lines.len() < document.lines().count(), "line {line}: a block without an end");
         let machine_names: Vec<String> = language.split_whitespace().skip(1).map(str::to_owned).collect();
         if language.starts_with("sh") && !machine_names.is_empty() {
-            blocks.push(ShellBlock { line, machines: machine_names, commands: block_lines.join("\n") });
+            blocks.push(ShellBlock { line_number: line, machines: machine_names, commands: block_lines.join("\n") });
         }
     }
     Ok(blocks)
 }
 
-/// Machine of a document. It is a network namespace of the testbed with its own mounts, which a sleeping process keeps.
+/// Emulated machine that a document's commands name. It consists of a network namespace of the testbed and of its own
+/// mount namespace, which exists as long as a sleeping process.
 #[derive(Debug)]
 pub struct DocumentMachine {
     name: String,
@@ -102,13 +103,18 @@ impl DocumentMachine {
         let status = command.status().context("timeout (Debian package coreutils)")?;
         let output_text = fs::read_to_string(log)?;
         if !status.success() {
-            bail!("line {}, on {}: {status}:\n{}\nprinted:\n{output_text}", block.line, self.name, block.commands);
+            bail!(
+                "line {}, on {}: {status}:\n{}\nprinted:\n{output_text}",
+                block.line_number,
+                self.name,
+                block.commands
+            );
         }
         Ok(output_text)
     }
 }
 
-/// Installs `coreward`, and the substitutes for systemctl and scp.
+/// Writes `coreward` and substitutes for systemctl and scp into `command_directory`.
 fn install_commands(command_directory: &Path) -> anyhow::Result<()> {
     std::os::unix::fs::symlink(coreward_binary()?, command_directory.join("coreward"))?;
     let scp_script = include_str!("scp.sh").replace("@MACHINES@", MACHINE_MOUNT_PATH);
@@ -119,7 +125,7 @@ fn install_commands(command_directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the script that gives a machine its host name and its mounts, and then sleeps.
+/// Returns the shell script that sets a machine's host name, creates its mounts, and then sleeps.
 fn mount_script(name: &str, machine_directory: &Path, pin_directory: &Path, testbed_directory: &Path) -> String {
     let (machine_path, pin_path) = (machine_directory.display(), pin_directory.display());
     let testbed_path = testbed_directory.display();
@@ -152,7 +158,8 @@ mod tests {
     #[test]
     fn only_shell_blocks_that_name_machines_are_parsed() {
         let text = "a\n```sh s1 s2\nx\ny\n```\n```sh\nnot me\n```\n```toml s1\nnor me\n```\n";
-        let expected_block = ShellBlock { line: 2, machines: vec!["s1".into(), "s2".into()], commands: "x\ny".into() };
+        let expected_block =
+            ShellBlock { line_number: 2, machines: vec!["s1".into(), "s2".into()], commands: "x\ny".into() };
         assert_eq!(parse_shell_blocks(text).unwrap(), [expected_block]);
         assert_eq!(parse_shell_blocks("```sh s1\nx\n").unwrap_err().to_string(), "line 1: a block without an end");
     }

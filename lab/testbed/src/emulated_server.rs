@@ -39,14 +39,14 @@ pub(crate) fn listen(address: SocketAddr, reuse_port: bool) -> anyhow::Result<Tc
     open_socket().with_context(|| format!("cannot listen on {address}"))
 }
 
-/// Protocol that an emulated server speaks.
+/// Protocol by which an emulated server communicates with its clients.
 pub(crate) trait ServerProtocol {
     type ConnectionState: Default;
     /// Whether the server closes a connection when the client stops sending or the response is complete.
     const CLOSES_AFTER_RESPONSE: bool;
     /// Service time for accepting a connection (ns).
     const ACCEPT_NS: u64;
-    /// Maximum age of the busy time that a busy core has published (ns). Each publication costs a wake-up.
+    /// Maximum age of the busy time in the core load file while a core is busy (ns). Each update costs a wake-up.
     const PUBLISH_INTERVAL_NS: u64;
 
     /// Parses received bytes and queues the packets of responses. Returns whether the bytes are a request or part of
@@ -61,20 +61,20 @@ pub(crate) trait ServerProtocol {
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct ResponsePacket {
     due_ns: u64,
-    /// Position of the packet in the order of queueing, which orders packets that are due at the same time.
+    /// Sequence number of queueing, by which packets that are due at the same time are ordered.
     queue_sequence: u64,
     connection_id: u64,
     packet_id: u32,
 }
 
-/// View of a core for one connection, through which it queues work at the core and packets to be sent later.
+/// Interface of a core for one connection. The protocol uses it to queue work for the core and packets for the client.
 pub(crate) struct ResponseQueue<'a> {
     pub(crate) now_ns: u64,
     virtual_core: &'a mut VirtualCore,
     packets: &'a mut BinaryHeap<Reverse<ResponsePacket>>,
-    next_sequence: &'a mut u64,
+    next_queue_sequence: &'a mut u64,
     connection_id: u64,
-    pending_packets: &'a mut u32,
+    pending_packet_count: &'a mut u32,
 }
 
 impl ResponseQueue<'_> {
@@ -85,11 +85,11 @@ impl ResponseQueue<'_> {
 
     /// Queues packet `id` of the response, to be sent at `due_ns`.
     pub(crate) fn queue_packet(&mut self, due_ns: u64, id: u32) {
-        *self.next_sequence += 1;
-        *self.pending_packets += 1;
+        *self.next_queue_sequence += 1;
+        *self.pending_packet_count += 1;
         self.packets.push(Reverse(ResponsePacket {
             due_ns,
-            queue_sequence: *self.next_sequence,
+            queue_sequence: *self.next_queue_sequence,
             connection_id: self.connection_id,
             packet_id: id,
         }));
@@ -99,7 +99,7 @@ impl ResponseQueue<'_> {
 pub(crate) struct EmulatedCore<'a> {
     listener: &'a TcpListener,
     virtual_core: VirtualCore,
-    /// Busy time of the core (ns) in the core load file.
+    /// Busy time of the core (ns), as an entry of the core load file.
     published_busy_ns: &'a AtomicU64,
 }
 
@@ -113,7 +113,7 @@ struct ServedConnection<S> {
     core_index: usize,
     stream: TcpStream,
     protocol_state: S,
-    pending_packets: u32,
+    pending_packet_count: u32,
     /// Whether the client has closed its sending direction.
     is_half_closed: bool,
 }
@@ -126,7 +126,7 @@ pub(crate) struct EventLoop<'a, P: ServerProtocol> {
     connections: HashMap<u64, ServedConnection<P::ConnectionState>>,
     next_connection_id: u64,
     packets: BinaryHeap<Reverse<ResponsePacket>>,
-    next_sequence: u64,
+    next_queue_sequence: u64,
 }
 
 impl<'a, P: ServerProtocol> EventLoop<'a, P> {
@@ -137,7 +137,7 @@ impl<'a, P: ServerProtocol> EventLoop<'a, P> {
             epoll.add(core.listener.as_fd(), token, libc::EPOLLIN)?;
         }
         let (connections, packets) = (HashMap::new(), BinaryHeap::new());
-        Ok(Self { protocol, cores, epoll, connections, next_connection_id, packets, next_sequence: 0 })
+        Ok(Self { protocol, cores, epoll, connections, next_connection_id, packets, next_queue_sequence: 0 })
     }
 
     /// Serves connections and returns only after an error.
@@ -169,30 +169,30 @@ impl<'a, P: ServerProtocol> EventLoop<'a, P> {
         }
         for core in &self.cores {
             // There is one writer, and readers need no ordering with other memory.
-            core.published_busy_ns.store(core.virtual_core.busy_ns(now_ns).to_le(), Ordering::Relaxed);
+            core.published_busy_ns.store(core.virtual_core.total_busy_ns(now_ns).to_le(), Ordering::Relaxed);
         }
         Ok(())
     }
 
-    fn accept_connections(&mut self, core: usize, now_ns: u64) -> anyhow::Result<()> {
-        while let Some(stream) = accept_nonblocking(self.cores[core].listener).context("cannot accept")? {
+    fn accept_connections(&mut self, core_index: usize, now_ns: u64) -> anyhow::Result<()> {
+        while let Some(stream) = accept_nonblocking(self.cores[core_index].listener).context("cannot accept")? {
             self.epoll.add(stream.as_fd(), self.next_connection_id, libc::EPOLLIN)?;
             let connection = ServedConnection {
-                core_index: core,
+                core_index,
                 stream,
                 protocol_state: P::ConnectionState::default(),
-                pending_packets: 0,
+                pending_packet_count: 0,
                 is_half_closed: false,
             };
             self.connections.insert(self.next_connection_id, connection);
             self.next_connection_id += 1;
-            self.cores[core].virtual_core.enqueue(now_ns, P::ACCEPT_NS);
+            self.cores[core_index].virtual_core.enqueue(now_ns, P::ACCEPT_NS);
         }
         Ok(())
     }
 
-    fn read_requests(&mut self, number: u64, now_ns: u64) -> anyhow::Result<()> {
-        let Some(connection) = self.connections.get_mut(&number) else { return Ok(()) };
+    fn read_requests(&mut self, connection_id: u64, now_ns: u64) -> anyhow::Result<()> {
+        let Some(connection) = self.connections.get_mut(&connection_id) else { return Ok(()) };
         let mut buffer = [0; 4096];
         let is_valid_request = match connection.stream.read(&mut buffer) {
             Ok(0) => {
@@ -201,23 +201,23 @@ impl<'a, P: ServerProtocol> EventLoop<'a, P> {
             }
             Ok(length) => {
                 let (virtual_core, packets) = (&mut self.cores[connection.core_index].virtual_core, &mut self.packets);
-                let (sequence, pending) = (&mut self.next_sequence, &mut connection.pending_packets);
+                let (sequence, pending) = (&mut self.next_queue_sequence, &mut connection.pending_packet_count);
                 let mut queue = ResponseQueue {
                     now_ns,
                     virtual_core,
                     packets,
-                    next_sequence: sequence,
-                    connection_id: number,
-                    pending_packets: pending,
+                    next_queue_sequence: sequence,
+                    connection_id,
+                    pending_packet_count: pending,
                 };
                 self.protocol.receive(&mut connection.protocol_state, &buffer[..length], &mut queue)
             }
             Err(error) => error.kind() == io::ErrorKind::WouldBlock,
         };
         if !is_valid_request
-            || (connection.is_half_closed && (P::CLOSES_AFTER_RESPONSE || connection.pending_packets == 0))
+            || (connection.is_half_closed && (P::CLOSES_AFTER_RESPONSE || connection.pending_packet_count == 0))
         {
-            self.connections.remove(&number);
+            self.connections.remove(&connection_id);
         } else if connection.is_half_closed {
             // Stop polling the stream. Epoll is level-triggered, so an unread end of stream would wake the loop until
             // the last packet is sent.
@@ -229,16 +229,16 @@ impl<'a, P: ServerProtocol> EventLoop<'a, P> {
     fn send_packet(&mut self, packet: &ResponsePacket, now_ns: u64) {
         let connection_id = packet.connection_id;
         let Some(connection) = self.connections.get_mut(&connection_id) else { return };
-        connection.pending_packets -= 1;
+        connection.pending_packet_count -= 1;
         let (virtual_core, packets) = (&mut self.cores[connection.core_index].virtual_core, &mut self.packets);
-        let (sequence, pending) = (&mut self.next_sequence, &mut connection.pending_packets);
+        let (sequence, pending) = (&mut self.next_queue_sequence, &mut connection.pending_packet_count);
         let mut queue = ResponseQueue {
             now_ns,
             virtual_core,
             packets,
-            next_sequence: sequence,
+            next_queue_sequence: sequence,
             connection_id,
-            pending_packets: pending,
+            pending_packet_count: pending,
         };
         let mut packet_bytes = Vec::new();
         self.protocol.write_packet(&connection.protocol_state, packet.packet_id, &mut packet_bytes, &mut queue);
@@ -246,15 +246,15 @@ impl<'a, P: ServerProtocol> EventLoop<'a, P> {
             matches!(connection.stream.write(&packet_bytes), Ok(length) if length == packet_bytes.len());
         // A short write means that the client does not read, so close its connection.
         if !is_fully_written
-            || (connection.pending_packets == 0 && (P::CLOSES_AFTER_RESPONSE || connection.is_half_closed))
+            || (connection.pending_packet_count == 0 && (P::CLOSES_AFTER_RESPONSE || connection.is_half_closed))
         {
             self.connections.remove(&connection_id);
         }
     }
 }
 
-/// Forks worker `number` of a server, which is named `coreN`, runs `work` and ends with its master. Fails when the
-/// process has several threads.
+/// Forks worker process `number` of a server. The worker is named `coreN`, calls `work` and ends with its parent, the
+/// master. Fails when the master has several threads.
 pub(crate) fn fork_worker(
     server: &str,
     number: u8,

@@ -36,12 +36,12 @@ pub use options::{AdminState, FleetOptions, LoadSource};
 
 use daemons::start_daemon;
 use files::{
-    config_path, testbed_fleet_name, write_agent_file, write_controller_files, write_load_balancer_file,
+    daemon_config_path, testbed_fleet_name, write_agent_file, write_controller_files, write_load_balancer_file,
     write_rack_controller_file,
 };
 use names::DaemonName;
 
-/// Running daemons of a fleet. Dropping it ends all of them.
+/// Running daemons of a fleet. Dropping this value kills all of them.
 #[derive(Debug)]
 pub struct Fleet {
     options: FleetOptions,
@@ -50,12 +50,12 @@ pub struct Fleet {
     rack_controllers: BTreeMap<u16, Process>,
     load_balancers: BTreeMap<u16, Process>,
     agents: BTreeMap<u16, Process>,
-    /// Path of each daemon's command that is not [`coreward_command`], by name of the daemon.
+    /// Path of the executable of each daemon that does not run [`coreward_binary`], by name of the daemon.
     binary_overrides: BTreeMap<String, PathBuf>,
 }
 
 /// Creates the testbed's certificate authority, and issues the controllers' certificate.
-fn create_authority(testbed: &Testbed) -> anyhow::Result<()> {
+fn create_certificate_authority(testbed: &Testbed) -> anyhow::Result<()> {
     let fleet_name = testbed_fleet_name()?;
     Authority::init(&certificate_directory(testbed), &fleet_name, 30 * DAY)?;
     issue_certificate(testbed, Role::Controller, "controller", &fleet_name, Validity::from_now(DAY))?;
@@ -70,7 +70,7 @@ impl Fleet {
         let pool: BTreeMap<u16, AdminState> =
             testbed.server_numbers().into_iter().map(|number| (number, AdminState::Active)).collect();
         if options.uses_tls {
-            create_authority(testbed)?;
+            create_certificate_authority(testbed)?;
         }
         write_controller_files(testbed, &options, &pool)?;
         let mut fleet = Self {
@@ -86,9 +86,9 @@ impl Fleet {
             fleet.start_controller(testbed, number)?;
         }
         if fleet.options.applied_document.is_some() {
-            fleet.apply_document(testbed, &config_path(testbed, "fleet"))?;
+            fleet.apply_document(testbed, &daemon_config_path(testbed, "fleet"))?;
         }
-        for number in 1..=testbed.options().racks {
+        for number in 1..=testbed.options().rack_controller_count {
             fleet.start_rack_controller(testbed, number)?;
         }
         for number in testbed.load_balancer_numbers() {
@@ -96,7 +96,7 @@ impl Fleet {
         }
         if fleet.options.runs_agents {
             // Wait first, because an agent would connect to its next rack if its first rack had no controller.
-            fleet.wait_until_ok(testbed, || fleet.check_rack_controllers_connected(testbed))?;
+            fleet.wait_until_check_succeeds(testbed, || fleet.check_rack_controllers_connected(testbed))?;
             for number in testbed.server_numbers() {
                 fleet.start_agent(testbed, number)?;
             }
@@ -126,8 +126,9 @@ impl Fleet {
         Ok(number)
     }
 
-    /// Simulates a power failure of a load balancer by removing its daemon, data plane and pins. The routers notice it
-    /// after `detection_time`, and packets to the load balancer are lost until then. Fails when it does not exist.
+    /// Simulates a power failure of a load balancer by removing its daemon, data plane and pins. The routers detect the
+    /// failure after `detection_time`, and packets to the load balancer are lost until then. Fails when the load
+    /// balancer does not exist.
     pub fn kill_load_balancer(
         &mut self,
         testbed: &mut Testbed,
@@ -175,24 +176,29 @@ impl Fleet {
         Ok(())
     }
 
-    /// Writes a new pool into the controller's file and makes the controller reload it. Fails when the file cannot be
-    /// written or the controller has ended.
+    /// Writes a new server pool into the controller's file and makes the controller reload the file. Fails when the
+    /// file cannot be written or the controller has ended.
     pub fn set_pool(&mut self, testbed: &Testbed, pool: BTreeMap<u16, AdminState>) -> anyhow::Result<()> {
         write_controller_files(testbed, &self.options, &pool)?;
         self.server_pool = pool;
         self.daemon(&controller_name(1))?.send_signal(Signal::SIGHUP)
     }
 
-    /// Restarts a daemon with another coreward binary, which later restarts use as well, or with the default one if
-    /// `None`. Fails when the daemon does not exist, stop or start.
-    pub fn replace_binary(&mut self, testbed: &Testbed, name: &str, binary: Option<&Path>) -> anyhow::Result<()> {
+    /// Restarts a daemon with another coreward binary, or with the default binary if `binary` is `None`. Later restarts
+    /// use the same binary. Fails when the daemon does not exist, stop or start.
+    pub fn replace_daemon_binary(
+        &mut self,
+        testbed: &Testbed,
+        name: &str,
+        binary: Option<&Path>,
+    ) -> anyhow::Result<()> {
         self.set_daemon_binary(name, binary.map_or_else(coreward_binary, |binary| Ok(binary.to_owned()))?);
         self.upgrade_daemon(testbed, name)
     }
 
-    /// Sets the command that the daemon `name` runs from its next start, for example another version of coreward.
-    pub fn set_daemon_binary(&mut self, name: &str, command: PathBuf) {
-        self.binary_overrides.insert(name.to_owned(), command);
+    /// Sets the executable that the daemon `name` runs from its next start, for example another version of coreward.
+    pub fn set_daemon_binary(&mut self, name: &str, binary: PathBuf) {
+        self.binary_overrides.insert(name.to_owned(), binary);
     }
 
     fn start_controller(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
@@ -211,7 +217,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Applies a document as soon as one of the controllers is the leader.
+    /// Applies a fleet document as soon as one of the controllers is the leader.
     fn apply_document(&self, testbed: &Testbed, document: &Path) -> anyhow::Result<()> {
         let deadline = Instant::now() + *DEFAULT_TIMEOUT;
         loop {
@@ -253,20 +259,23 @@ impl Fleet {
         &self.options
     }
 
-    /// Writes the controller's file with other options and makes the controller reload it. Fails when the file cannot
-    /// be written or the controller has ended.
+    /// Writes the controller's file with new `options` and makes the controller reload the file. Fails when the file
+    /// cannot be written or the controller has ended.
     pub fn set_options(&mut self, testbed: &Testbed, options: FleetOptions) -> anyhow::Result<()> {
         self.options = options;
         self.set_pool(testbed, self.server_pool.clone())
     }
 
-    /// Replaces [`FleetOptions::fleet_text`] in the fleet's file and makes the controller reload it. Fails when the
-    /// file cannot be written or the controller has ended.
-    pub fn set_extra_fleet_text(&mut self, testbed: &Testbed, fleet_text: &str) -> anyhow::Result<()> {
-        self.set_options(testbed, FleetOptions { extra_fleet_text: fleet_text.to_owned(), ..self.options.clone() })
+    /// Replaces [`FleetOptions::extra_fleet_text`] in the fleet's file and makes the controller reload it. Fails when
+    /// the file cannot be written or the controller has ended.
+    pub fn set_extra_fleet_text(&mut self, testbed: &Testbed, extra_fleet_text: &str) -> anyhow::Result<()> {
+        self.set_options(
+            testbed,
+            FleetOptions { extra_fleet_text: extra_fleet_text.to_owned(), ..self.options.clone() },
+        )
     }
 
-    /// Returns the servers in the controller's file, with their administrative state.
+    /// Returns the administrative states of the servers in the controller's file, by server number.
     pub fn server_pool(&self) -> &BTreeMap<u16, AdminState> {
         &self.server_pool
     }
@@ -305,12 +314,16 @@ impl Fleet {
     }
 
     /// Waits until every active server in the pool with an agent reports, and until the load balancers' tables have all
-    /// servers that accept new connections. Fails after [`TIMEOUT`] with the last lines of the daemons' logs.
+    /// servers that accept new connections. Fails after [`DEFAULT_TIMEOUT`] with the last lines of the daemons' logs.
     pub fn wait_until_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
-        self.wait_until_ok(testbed, || self.check_ready(testbed))
+        self.wait_until_check_succeeds(testbed, || self.check_ready(testbed))
     }
 
-    fn wait_until_ok(&self, testbed: &Testbed, check: impl Fn() -> anyhow::Result<()>) -> anyhow::Result<()> {
+    fn wait_until_check_succeeds(
+        &self,
+        testbed: &Testbed,
+        check: impl Fn() -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
         let deadline = Instant::now() + *DEFAULT_TIMEOUT;
         while let Err(error) = check() {
             ensure!(Instant::now() < deadline, "the fleet is not ready: {error:#}\n{}", read_log_tails(testbed));

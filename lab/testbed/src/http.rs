@@ -25,13 +25,13 @@ pub struct HttpConnection {
 }
 
 impl HttpConnection {
-    /// Opens a connection to the service, from `source` if given. Call it inside the client's namespace. Fails when the
-    /// connection is not accepted in time.
+    /// Opens a connection to the service, from `source` if given. Must be called inside the client's namespace. Fails
+    /// when the connection is not accepted in time.
     pub fn open(source: Option<SocketAddrV4>) -> anyhow::Result<Self> {
         Self::open_to(SERVICE_ADDRESS.into(), source.map(Into::into))
     }
 
-    /// Opens a connection to an address other than the service. Fails when the connection is not accepted in time.
+    /// Opens a connection to `address`, from `source` if given. Fails when the connection is not accepted in time.
     pub fn open_to(address: SocketAddr, source: Option<SocketAddr>) -> anyhow::Result<Self> {
         let socket = socket2::Socket::new(socket2::Domain::for_address(address), socket2::Type::STREAM, None)?;
         if let Some(source) = source {
@@ -46,8 +46,8 @@ impl HttpConnection {
         Ok(Self { stream: BufReader::new(socket.into()) })
     }
 
-    /// Sends a request. Returns the worker that answers. Fails when the connection is broken or no response arrives in
-    /// time.
+    /// Sends a request and returns the identity of the worker that answers. Fails when the connection is broken or no
+    /// response arrives in time.
     pub fn query_worker(&mut self) -> anyhow::Result<WorkerIdentity> {
         self.send_request(WORKER_IDENTITY_PATH)?;
         let (mut line, mut length) = (String::new(), 0);
@@ -93,7 +93,8 @@ impl HttpConnection {
         Ok(connection_info.tcpi_options & TCPI_OPT_TIMESTAMPS != 0)
     }
 
-    /// Requests a file. The caller reads the response from the returned stream. Fails when the connection is broken.
+    /// Sends a request for the file `path` and returns the stream, from which the caller reads the response. Fails when
+    /// the connection is broken.
     pub fn request_file(mut self, path: &str) -> anyhow::Result<TcpStream> {
         self.send_request(path)?;
         Ok(self.stream.into_inner())

@@ -1,4 +1,5 @@
-//! Instances, which are the named testbeds of a machine. Each has an owner and directories, and remains are removed.
+//! Instances, which are the named testbeds of a machine. Each has an owner process and directories. The remains of
+//! killed instances are removed.
 
 use std::fs::{self, File};
 use std::io;
@@ -15,12 +16,12 @@ const BPF_FILESYSTEM: &str = "/sys/fs/bpf";
 const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward-testbed";
 /// Name of the file in the testbed's directory that the owner locks. The file contains the owner's process id.
 const OWNER_FILE_NAME: &str = "owner";
-/// Maximum length of a name. It keeps namespace names readable, and socket paths below their limit of 107 bytes.
+/// Maximum length of a testbed name. It keeps namespace names readable, and socket paths below the limit of 107 bytes.
 const NAME_LENGTH_MAX: usize = 40;
 /// Environment variable with a prefix of all testbed names, so that two checkouts can run tests on one machine.
 const NAME_PREFIX_VARIABLE: &str = "COREWARD_TESTBED_PREFIX";
 
-/// Ownership of a testbed's name. It is a lock on the testbed's owner file, which the kernel releases when the process
+/// Ownership of a testbed's name, by a lock on the testbed's owner file. The kernel releases the lock when the process
 /// ends.
 #[derive(Debug)]
 pub(crate) struct Instance {
@@ -70,7 +71,8 @@ impl Instance {
         Namespace::new(format!("{}{role}", namespace_prefix(&self.name)))
     }
 
-    /// Removes processes, then namespaces, then pins and files. Continues after a failure and returns the first one.
+    /// Removes the testbed's processes, then its namespaces, then its pins and files. Continues after a failure and
+    /// returns the first failure.
     fn remove_remains(&self) -> anyhow::Result<()> {
         let mut first_failure = Ok(());
         for namespace in namespace::namespaces_with_prefix(&namespace_prefix(&self.name)) {
@@ -84,8 +86,8 @@ impl Instance {
             let path = entry.path();
             // Unmount a file system that a killed testbed has mounted here. This fails for all other paths.
             let _ = nix::mount::umount2(&path, nix::mount::MntFlags::MNT_DETACH);
-            let removal = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
-            first_failure = first_failure.and(ok_if_not_found(removal));
+            let removal_result = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+            first_failure = first_failure.and(ok_if_not_found(removal_result));
         }
         first_failure
     }
@@ -108,7 +110,7 @@ impl Drop for Instance {
 }
 
 /// Returns a testbed name that is unique to this process, so that two processes can run `command` at the same time.
-/// Removes the remains of killed processes of the same command. Fails when something cannot be removed.
+/// Removes the remains of testbeds of killed processes with the same command. Fails when a removal fails.
 pub fn unique_name(command: &str) -> anyhow::Result<String> {
     let has_pid_after_command = |name: &String| {
         let pid_text = name.strip_prefix(&with_name_prefix(command)).unwrap_or_default();
@@ -118,8 +120,8 @@ pub fn unique_name(command: &str) -> anyhow::Result<String> {
     Ok(format!("{command}{}", std::process::id()))
 }
 
-/// Removes the remains of killed testbeds with these names, or of all killed testbeds if there are no names. Testbeds
-/// in use are kept. Returns the removed names, with the prefix. Fails when something cannot be removed.
+/// Removes the remains of killed testbeds with these names, or of all killed testbeds if `names` is empty. Keeps
+/// testbeds in use. Returns the full names of the removed testbeds. Fails when a removal fails.
 pub fn clean_up(names: &[String]) -> anyhow::Result<Vec<String>> {
     if names.is_empty() {
         return remove_unowned_testbeds(all_testbed_names());
@@ -128,7 +130,7 @@ pub fn clean_up(names: &[String]) -> anyhow::Result<Vec<String>> {
     remove_unowned_testbeds(all_testbed_names().filter(|name| full_names.contains(name)))
 }
 
-/// Returns the paths of a testbed's directories and namespaces, whether it still runs or was killed.
+/// Returns the paths of the directories and namespaces of a running or killed testbed.
 pub fn find_remains(name: &str) -> Vec<PathBuf> {
     let full_name = with_name_prefix(name);
     let directories =
@@ -223,7 +225,8 @@ fn lock_owner_file(name: &str) -> anyhow::Result<File> {
     }
 }
 
-/// Returns an exclusive lock that belongs to the open file, so that even one process cannot acquire a name twice.
+/// Returns the description of an exclusive lock of a whole file, for fcntl(2). The lock belongs to the open file, so
+/// that not even the same process can acquire a name twice.
 fn exclusive_file_lock() -> libc::flock {
     libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
@@ -241,7 +244,7 @@ fn ok_if_not_found(outcome: io::Result<()>) -> anyhow::Result<()> {
     }
 }
 
-/// Mounts bpffs, as Debian does at boot. It may be missing in containers and rescue systems.
+/// Mounts the BPF file system unless it is mounted. Debian mounts it at boot, but containers and rescue systems do not.
 fn mount_bpf_filesystem() -> anyhow::Result<()> {
     let filesystem_type = nix::sys::statfs::statfs(BPF_FILESYSTEM).map(|status| status.filesystem_type());
     if filesystem_type == Ok(nix::sys::statfs::BPF_FS_MAGIC) {

@@ -14,7 +14,7 @@ extern "C" fn record_signal(_signal: i32) {
     request_interruption();
 }
 
-/// Requests an interruption, as SIGINT does.
+/// Makes [`ensure_not_interrupted`] fail, as SIGINT does.
 pub fn request_interruption() {
     IS_INTERRUPTED.store(true, Ordering::Relaxed);
 }
@@ -27,7 +27,7 @@ pub fn catch_signals() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes a forked child ignore SIGINT, which its parent handles, and end at SIGTERM.
+/// Makes the calling forked child process ignore SIGINT, which its parent handles, and end at SIGTERM.
 pub fn reset_signals_in_child() -> anyhow::Result<()> {
     set_handler(Signal::SIGINT, SigHandler::SigIgn)?;
     set_handler(Signal::SIGTERM, SigHandler::SigDfl)
@@ -48,7 +48,7 @@ pub fn ensure_not_interrupted() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sleeps until a time of CLOCK_MONOTONIC (ns). Fails after SIGINT or SIGTERM.
+/// Sleeps until `deadline_ns` on CLOCK_MONOTONIC (ns). Fails after SIGINT or SIGTERM.
 pub fn sleep_until(deadline_ns: u64) -> anyhow::Result<()> {
     loop {
         ensure_not_interrupted()?;

@@ -1,4 +1,4 @@
-//! Load generator that replays an arrival log to a VIP from the client's host. It is an open loop.
+//! Open-loop load generator that replays an arrival log to a VIP from the client's host.
 //!
 //! Every request has a due time, which does not depend on earlier requests, and its latency starts at that time. So a
 //! stalled server cannot hide the latency of requests that it kept from being sent ("coordinated omission"). Source
@@ -58,11 +58,11 @@ pub struct LoadReport {
     /// Lateness of the load generator, from a request's due time to its send time, on open connections. If it exceeds a
     /// millisecond, the machine is too busy for a measurement.
     pub lateness_us: Latency,
-    /// Number of connections that each server and core answered.
+    /// Number of connections that each core of each server answered.
     pub placed: Vec<CoreConnections>,
 }
 
-/// Percentiles, maximum and mean of times (us).
+/// Percentiles, maximum and mean of latencies or other delays (us).
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct Latency {
     pub p50: u64,
@@ -80,7 +80,7 @@ impl From<&Histogram<u64>> for Latency {
 /// Number of connections that one core of a server answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CoreConnections {
-    /// Number of the server, as in its responses.
+    /// Number of the server, which its responses contain.
     pub server: u8,
     /// Number of the core within the server.
     pub core: u8,
@@ -117,28 +117,29 @@ fn replay_log(log: &ArrivalLog, args: &LoadArgs) -> anyhow::Result<LoadReport> {
         next_arrival_index: 0,
         next_timeout_check_ns: start_ns + TIMEOUT_CHECK_INTERVAL_NS,
         report: LoadReport::default(),
-        latency_histogram: new_histogram()?,
-        lateness_histogram: new_histogram()?,
+        latency_histogram: new_delay_histogram()?,
+        lateness_histogram: new_delay_histogram()?,
         connections_by_core: HashMap::new(),
     };
     while load_client.process_due_events()? {}
     Ok(load_client.into_report())
 }
 
-/// Returns the address that follows `first` by `index` addresses.
-pub(crate) fn nth_address(first: IpAddr, index: u16) -> IpAddr {
-    match first {
+/// Returns the IP address `first_address` + `index`.
+pub(crate) fn nth_address(first_address: IpAddr, index: u16) -> IpAddr {
+    match first_address {
         IpAddr::V4(first) => Ipv4Addr::from_bits(first.to_bits() + u32::from(index)).into(),
         IpAddr::V6(first) => Ipv6Addr::from_bits(first.to_bits() + u128::from(index)).into(),
     }
 }
 
-/// Returns an empty histogram with three significant digits, from 1 us to a minute. Longer times count as a minute.
-pub(crate) fn new_histogram() -> anyhow::Result<Histogram<u64>> {
+/// Returns an empty histogram of delays with three significant digits, from 1 us to a minute. Longer delays count as a
+/// minute.
+pub(crate) fn new_delay_histogram() -> anyhow::Result<Histogram<u64>> {
     Ok(Histogram::new_with_max(60_000_000, 3)?)
 }
 
-/// Returns a non-blocking socket with this source address, which is not connected yet.
+/// Returns a non-blocking TCP socket that is bound to `source_address` but not yet connected.
 fn bind_client_socket(source_address: SocketAddr) -> anyhow::Result<Socket> {
     let socket = Socket::new(Domain::for_address(source_address), Type::STREAM, None)?;
     // An earlier connection from this port may still be in TIME-WAIT.
@@ -159,7 +160,7 @@ struct LoadConnection {
     due_request_count: u32,
     sent_request_count: u32,
     answered_request_count: u32,
-    /// Server and core of the first response, from which all others must come.
+    /// Numbers of the server and core that sent the first response. All other responses must come from the same core.
     serving_core: Option<(u8, u8)>,
 }
 
@@ -171,7 +172,7 @@ struct LoadClient<'a> {
     epoll: Epoll,
     /// Open connections, by their index in the arrival log.
     connections: HashMap<usize, LoadConnection>,
-    /// Next request of each open connection, as (due time, connection index), earliest first.
+    /// Next request of each open connection, as (due time (ns), connection index), earliest first.
     next_requests: BinaryHeap<Reverse<(u64, usize)>>,
     next_arrival_index: usize,
     next_timeout_check_ns: u64,
@@ -182,12 +183,12 @@ struct LoadClient<'a> {
 }
 
 impl LoadClient<'_> {
-    fn arrival(&self, index: usize) -> &ConnectionArrival {
-        &self.arrival_log.arrivals[index]
+    fn arrival(&self, connection_index: usize) -> &ConnectionArrival {
+        &self.arrival_log.arrivals[connection_index]
     }
 
-    fn request_due_ns(&self, index: usize, request: u32) -> u64 {
-        self.start_ns + self.arrival(index).request_due_us(request) * 1_000
+    fn request_due_ns(&self, connection_index: usize, request_index: u32) -> u64 {
+        self.start_ns + self.arrival(connection_index).request_due_us(request_index) * 1_000
     }
 
     /// Waits for the next event and processes all events that are due. Returns false when the replay is finished.
@@ -227,9 +228,9 @@ impl LoadClient<'_> {
         Ok(true)
     }
 
-    /// Opens a connection from its source address and port in the arrival log.
-    fn open_connection(&mut self, index: usize) -> anyhow::Result<()> {
-        let arrival = *self.arrival(index);
+    /// Opens the connection with this index in the arrival log, from the source address and port in the log.
+    fn open_connection(&mut self, connection_index: usize) -> anyhow::Result<()> {
+        let arrival = *self.arrival(connection_index);
         let source_address =
             SocketAddr::new(nth_address(self.first_address, arrival.source_address_index), arrival.source_port);
         let socket = bind_client_socket(source_address)?;
@@ -245,47 +246,48 @@ impl LoadClient<'_> {
             answered_request_count: 0,
             serving_core: None,
         };
-        self.connections.insert(index, connection);
+        self.connections.insert(connection_index, connection);
         match connect_result {
             Err(error) if error.raw_os_error() == Some(libc::EADDRNOTAVAIL) => {
                 return Err(error)
                     .with_context(|| format!("{source_address} was used for {} a moment ago", self.service_address));
             }
             Err(error) if error.raw_os_error() != Some(libc::EINPROGRESS) => {
-                self.count_broken_connection(index, error.into())
+                self.count_broken_connection(connection_index, error.into())
             }
             _ => {
-                let stream = &self.connections[&index].stream;
+                let stream = &self.connections[&connection_index].stream;
                 // Edge-triggered epoll reports one event when the connection is established, then one per arrival of
                 // data.
                 let flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
-                self.epoll.add(stream.as_fd(), index as u64, flags)?;
-                self.next_requests.push(Reverse((self.request_due_ns(index, 0), index)));
+                self.epoll.add(stream.as_fd(), connection_index as u64, flags)?;
+                self.next_requests.push(Reverse((self.request_due_ns(connection_index, 0), connection_index)));
             }
         }
         Ok(())
     }
 
-    fn handle_due_request(&mut self, index: usize, due_ns: u64) {
-        let request_count = self.arrival(index).request_count;
-        let Some(connection) = self.connections.get_mut(&index) else { return };
+    fn handle_due_request(&mut self, connection_index: usize, due_ns: u64) {
+        let request_count = self.arrival(connection_index).request_count;
+        let Some(connection) = self.connections.get_mut(&connection_index) else { return };
         connection.due_request_count += 1;
         if connection.due_request_count < request_count {
-            let next_request_ns = self.request_due_ns(index, self.connections[&index].due_request_count);
-            self.next_requests.push(Reverse((next_request_ns, index)));
+            let next_request_ns =
+                self.request_due_ns(connection_index, self.connections[&connection_index].due_request_count);
+            self.next_requests.push(Reverse((next_request_ns, connection_index)));
         }
-        if self.connections[&index].is_connected {
+        if self.connections[&connection_index].is_connected {
             let lateness_us = now_ns().saturating_sub(due_ns) / 1_000;
             self.lateness_histogram.saturating_record(lateness_us);
-            if let Err(failure) = self.send_due_requests(index) {
-                self.count_broken_connection(index, failure);
+            if let Err(failure) = self.send_due_requests(connection_index) {
+                self.count_broken_connection(connection_index, failure);
             }
         }
     }
 
-    fn send_due_requests(&mut self, index: usize) -> Result<(), ConnectionFailure> {
-        let service_us = self.arrival(index).service_us.into();
-        let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
+    fn send_due_requests(&mut self, connection_index: usize) -> Result<(), ConnectionFailure> {
+        let service_us = self.arrival(connection_index).service_us.into();
+        let Some(connection) = self.connections.get_mut(&connection_index) else { return Ok(()) };
         while connection.sent_request_count < connection.due_request_count {
             let request = PacedRequest { service_us, id: connection.sent_request_count.into() };
             // A few unanswered requests of 8 bytes always fit the send buffer, so a short write is a failure.
@@ -297,8 +299,8 @@ impl LoadClient<'_> {
         Ok(())
     }
 
-    fn handle_socket_event(&mut self, index: usize, event: ReadyEvent) -> Result<(), ConnectionFailure> {
-        let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
+    fn handle_socket_event(&mut self, connection_index: usize, event: ReadyEvent) -> Result<(), ConnectionFailure> {
+        let Some(connection) = self.connections.get_mut(&connection_index) else { return Ok(()) };
         if event.has_flags(libc::EPOLLERR)
             && let Some(error) = connection.stream.take_error()?
         {
@@ -306,10 +308,10 @@ impl LoadClient<'_> {
         }
         if !connection.is_connected && event.has_flags(libc::EPOLLOUT) {
             connection.is_connected = true;
-            self.send_due_requests(index)?;
+            self.send_due_requests(connection_index)?;
         }
         if event.has_flags(libc::EPOLLIN) {
-            self.receive_responses(index, event.has_flags(libc::EPOLLRDHUP))
+            self.receive_responses(connection_index, event.has_flags(libc::EPOLLRDHUP))
         } else {
             Ok(())
         }
@@ -317,10 +319,10 @@ impl LoadClient<'_> {
 
     /// Reads all available responses. A short read means that the socket is empty (epoll(7), question 9), unless the
     /// end of the stream follows the data.
-    fn receive_responses(&mut self, index: usize, is_stream_ended: bool) -> Result<(), ConnectionFailure> {
+    fn receive_responses(&mut self, connection_index: usize, is_stream_ended: bool) -> Result<(), ConnectionFailure> {
         let now_ns = now_ns();
-        let (start_ns, arrival) = (self.start_ns, self.arrival_log.arrivals[index]);
-        let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
+        let (start_ns, arrival) = (self.start_ns, self.arrival_log.arrivals[connection_index]);
+        let Some(connection) = self.connections.get_mut(&connection_index) else { return Ok(()) };
         let mut buffer = [0; 1024];
         let mut may_have_more = true;
         while may_have_more && connection.answered_request_count < arrival.request_count {
@@ -347,7 +349,7 @@ impl LoadClient<'_> {
             }
         }
         if connection.answered_request_count == arrival.request_count {
-            let completed_connection = self.connections.remove(&index).expect("just used");
+            let completed_connection = self.connections.remove(&connection_index).expect("just used");
             self.report.completed += 1;
             self.count_finished_connection(&completed_connection);
         }
@@ -361,9 +363,9 @@ impl LoadClient<'_> {
         }
     }
 
-    fn count_broken_connection(&mut self, index: usize, failure: ConnectionFailure) {
-        let Some(connection) = self.connections.remove(&index) else { return };
-        self.report.broken.count_failure(&failure, index);
+    fn count_broken_connection(&mut self, connection_index: usize, failure: ConnectionFailure) {
+        let Some(connection) = self.connections.remove(&connection_index) else { return };
+        self.report.broken.count_failure(&failure, connection_index);
         self.count_finished_connection(&connection);
     }
 

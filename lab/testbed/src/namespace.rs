@@ -28,7 +28,7 @@ impl Namespace {
         &self.name
     }
 
-    /// Returns the path of the namespace for `nsenter --net=PATH`, which keeps bpffs mounted, unlike `ip netns exec`.
+    /// Returns the path of the namespace for `nsenter --net=PATH`. Unlike `ip netns exec`, nsenter keeps bpffs mounted.
     pub fn path(&self) -> PathBuf {
         Path::new(NETNS_DIRECTORY).join(&self.name)
     }
@@ -47,8 +47,8 @@ impl Namespace {
         })
     }
 
-    /// Sets sysctls of this namespace by writing each `value` to `/proc/sys/net/PATH`, for all pairs (path, value).
-    /// Fails with the sysctl's path when one cannot be written.
+    /// Sets sysctls of this namespace. `settings` are pairs (path, value), whose value is written to
+    /// `/proc/sys/net/PATH`. Fails with the sysctl's path when a sysctl cannot be written.
     pub fn set_sysctls(&self, settings: &[(&str, &str)]) -> anyhow::Result<()> {
         self.run_within(|| {
             for (path, value) in settings {
@@ -80,7 +80,7 @@ impl Namespace {
         run_ip_batch(None, &format!("netns delete {}\n", self.name))
     }
 
-    /// Kills every process in this namespace. It finds them by comparing namespaces, not by names or pids.
+    /// Kills every process in this namespace. Identifies the processes by their namespace, not by names or pids.
     fn kill_processes(&self) -> anyhow::Result<()> {
         use std::os::unix::fs::MetadataExt as _;
         let Ok(namespace_metadata) = self.open_file()?.metadata() else { return Ok(()) };
@@ -97,7 +97,7 @@ impl Namespace {
                 let Ok(pid) = name.parse::<i32>() else { continue };
                 if is_in_namespace(&name) && !is_zombie(pid) {
                     has_process = true;
-                    kill_if(pid, || is_in_namespace(&name));
+                    kill_process_if(pid, || is_in_namespace(&name));
                 }
             }
             if !has_process {
@@ -115,8 +115,9 @@ fn is_zombie(pid: i32) -> bool {
     process_stat.rsplit_once(')').is_none_or(|(_, stat_fields)| stat_fields.trim_start().starts_with(['Z', 'X']))
 }
 
-/// Sends SIGKILL if `must_be_killed` returns true. The pidfd ensures that the pid is not reused after this check.
-fn kill_if(pid: i32, must_be_killed: impl Fn() -> bool) {
+/// Sends SIGKILL to process `pid` if `must_be_killed` returns true. A pidfd ensures that the pid is not reused between
+/// the check and the signal.
+fn kill_process_if(pid: i32, must_be_killed: impl Fn() -> bool) {
     // SAFETY: pidfd_open takes two integers and returns a new descriptor or -1.
     let pidfd_number = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     if pidfd_number < 0 {
@@ -126,9 +127,9 @@ fn kill_if(pid: i32, must_be_killed: impl Fn() -> bool) {
     let pidfd = unsafe { <std::os::fd::OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(pidfd_number as i32) };
     if must_be_killed() {
         use std::os::fd::AsRawFd as _;
-        let no_info = std::ptr::null_mut::<libc::siginfo_t>();
+        let null_siginfo = std::ptr::null_mut::<libc::siginfo_t>();
         // SAFETY: the descriptor is open, and a null siginfo means "as kill() would fill it".
-        unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd.as_raw_fd(), libc::SIGKILL, no_info, 0) };
+        unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd.as_raw_fd(), libc::SIGKILL, null_siginfo, 0) };
     }
 }
 

@@ -16,12 +16,12 @@ use crate::{DEFAULT_TIMEOUT, Process};
 /// Size of the file at [`LARGE_FILE_PATH`] (bytes).
 pub const LARGE_FILE_BYTES: usize = 1_000_000;
 pub const LARGE_FILE_PATH: &str = "/large";
-/// Path at which nginx sends the file of [`LARGE_FILE_PATH`] at 4 kB/s, which keeps a connection busy for minutes.
+/// Path at which nginx sends the large file at 4 kB/s, which keeps a connection busy for minutes.
 pub const SLOW_FILE_PATH: &str = "/slow";
 /// Path whose response contains the server's number and the worker's process id.
 pub const WORKER_IDENTITY_PATH: &str = "/who";
 
-/// Running nginx on a server. Dropping it ends the processes.
+/// Running nginx processes on a server. Dropping this value ends them.
 #[derive(Debug)]
 pub struct NginxServer {
     master_process: Process,
@@ -43,7 +43,7 @@ impl Testbed {
             master_process: self.spawn_nginx(namespace, number, &directory)?,
             nginx_directory: directory,
         };
-        nginx.wait_for_workers(usize::from(self.options().cores))?;
+        nginx.wait_for_workers(usize::from(self.options().core_count))?;
         Ok(nginx)
     }
 
@@ -54,14 +54,14 @@ impl Testbed {
         directory: &std::path::Path,
     ) -> anyhow::Result<Process> {
         let configuration_path = directory.join("nginx.conf");
-        fs::write(&configuration_path, self.nginx_configuration_text(number, directory, self.options().cores))?;
+        fs::write(&configuration_path, self.nginx_configuration_text(number, directory, self.options().core_count))?;
         let mut command = Command::new("nginx");
         command.arg("-c").arg(&configuration_path).arg("-e").arg(directory.join("error.log"));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         self.spawn(namespace, command).context("nginx (Debian package nginx-light)")
     }
 
-    fn nginx_configuration_text(&self, number: u16, directory: &std::path::Path, workers: u16) -> String {
+    fn nginx_configuration_text(&self, number: u16, directory: &std::path::Path, worker_count: u16) -> String {
         let directory = directory.display();
         let listen_addresses = self.vips().chain([self.options().family.host_address(server_address(number))]);
         let listen_sockets = listen_addresses.map(|address| SocketAddr::new(address, SERVICE_ADDRESS.port()));
@@ -73,7 +73,7 @@ impl Testbed {
         format!(
             "user root;
 daemon off;
-worker_processes {workers};
+worker_processes {worker_count};
 pid {directory}/nginx.pid;
 error_log {directory}/error.log warn;
 lock_file {directory}/nginx.lock;
@@ -108,17 +108,18 @@ impl NginxServer {
         children_pids.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
     }
 
-    /// Reloads nginx with `workers` workers. Fails when the configuration cannot be written or the master has ended.
-    pub fn reload(&self, testbed: &Testbed, number: u16, workers: u16) -> anyhow::Result<()> {
-        let configuration_text = testbed.nginx_configuration_text(number, &self.nginx_directory, workers);
+    /// Makes nginx reload its configuration with `worker_count` workers. Fails when the configuration cannot be written
+    /// or the master has ended.
+    pub fn reload(&self, testbed: &Testbed, server_number: u16, worker_count: u16) -> anyhow::Result<()> {
+        let configuration_text = testbed.nginx_configuration_text(server_number, &self.nginx_directory, worker_count);
         fs::write(self.nginx_directory.join("nginx.conf"), configuration_text)?;
         self.master_process.send_signal(Signal::SIGHUP)
     }
 
-    fn wait_for_workers(&mut self, count: usize) -> anyhow::Result<()> {
+    fn wait_for_workers(&mut self, worker_count: usize) -> anyhow::Result<()> {
         let deadline = Instant::now() + *DEFAULT_TIMEOUT;
         // The sockets listen before the first worker is started (ngx_init_cycle).
-        while self.worker_pids().len() < count {
+        while self.worker_pids().len() < worker_count {
             let exit_status = self.master_process.try_wait()?;
             if exit_status.is_some() || Instant::now() > deadline {
                 let error_log = fs::read_to_string(self.nginx_directory.join("error.log")).unwrap_or_default();

@@ -28,8 +28,8 @@ use crate::key_value::rocksdb::RocksDb;
 use crate::key_value::store::{Database, MAX_ADDED_PAIR_COUNT, Store};
 use core_clock::CoreClock;
 
-const RETRY_INTERVAL: Duration = Duration::from_millis(20);
-/// Duration of a `yield_point` call above which the call must have served another request.
+const POLL_OR_RECONNECT_INTERVAL: Duration = Duration::from_millis(20);
+/// Maximum duration of a `yield_point` call that serves no other request.
 const MAX_EMPTY_YIELD_TIME: Duration = Duration::from_micros(1);
 
 /// Options of `coreward-lab testbed orchestrated-server`.
@@ -101,11 +101,11 @@ impl OrchestratedServerArgs {
 
 struct SharedState {
     database: Box<dyn Database>,
-    /// Allocator of cores to services, or `None` if every service runs on every core.
+    /// Allocator that assigns cores to services, or `None` if every service runs on every core.
     allocator: Option<SharedCoreAllocator>,
     /// Number of workers that have connected so far.
-    connected_workers: AtomicUsize,
-    /// Core load file that contains the time of each service on all cores.
+    connected_worker_count: AtomicUsize,
+    /// Core load file that contains, for each service, its total time on all cores.
     core_load_file: Option<CounterFile>,
 }
 
@@ -121,7 +121,7 @@ impl SharedState {
 /// Request handler of one core.
 struct CoreServer<'s> {
     shared_state: &'s SharedState,
-    /// Clock of a paced core, or `None` if the core really computes.
+    /// Clock of a paced core, or `None` if the core really executes for the service time.
     clock: Option<CoreClock>,
 }
 
@@ -132,7 +132,7 @@ impl Handler for CoreServer<'_> {
         let time = Duration::from_nanos(request.service_ns.into());
         match &self.clock {
             Some(clock) => clock.serve_request(service, time, || context.yield_point()),
-            None => compute_for(time, context),
+            None => keep_core_busy_for(time, context),
         }
         self.shared_state.add_busy_time(service, time);
         let mut writer = ResponseWriter::default();
@@ -151,8 +151,8 @@ impl Handler for CoreServer<'_> {
     }
 }
 
-/// Keeps the core busy for `time`, not counting the requests that preempt it.
-fn compute_for(time: Duration, context: &mut serve::Context<'_>) {
+/// Keeps the core busy for `time`, in addition to the time of requests that preempt this one.
+fn keep_core_busy_for(time: Duration, context: &mut serve::Context<'_>) {
     let mut deadline = Instant::now() + time;
     loop {
         let yield_start = Instant::now();
@@ -175,16 +175,16 @@ fn open_database(args: &OrchestratedServerArgs) -> anyhow::Result<Box<dyn Databa
     })
 }
 
-/// Serves until SIGINT or SIGTERM, then prints the number of requests that each core served, as JSON. Fails when
-/// signals cannot be handled, or when the database cannot be opened.
+/// Serves requests until SIGINT or SIGTERM, then prints the number of requests that each core served, as JSON. Fails
+/// when signals cannot be handled, or when the database cannot be opened.
 pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
     interrupt::catch_signals()?;
     let database = open_database(args)?;
     let core_count = args.cores.iter().max().map_or(0, |last| last + 1);
-    let is_allocated = args.assignment != CoreAssignmentMode::CompleteShare;
-    let allocator = is_allocated.then(|| SharedCoreAllocator::new(args.assignment, core_count, args.reserved));
+    let needs_allocator = args.assignment != CoreAssignmentMode::CompleteShare;
+    let allocator = needs_allocator.then(|| SharedCoreAllocator::new(args.assignment, core_count, args.reserved));
     let core_load_file = args.busy_file.as_ref().map(|path| CounterFile::create(path, MAX_SERVICES)).transpose()?;
-    let server = SharedState { database, allocator, connected_workers: AtomicUsize::new(0), core_load_file };
+    let server = SharedState { database, allocator, connected_worker_count: AtomicUsize::new(0), core_load_file };
     let stop_flag = AtomicBool::new(false);
     let served_count_by_core: Vec<u64> = std::thread::scope(|scope| {
         let (server, stop_flag) = (&server, &stop_flag);
@@ -206,16 +206,16 @@ pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Waits for a signal. Publishes the core load file as soon as all cores are connected.
-fn wait_for_signal(args: &OrchestratedServerArgs, server: &SharedState) -> anyhow::Result<()> {
-    let mut unpublished_file = server.core_load_file.as_ref().zip(args.busy_file.as_ref());
+/// Waits for SIGINT or SIGTERM. Moves the core load file to its final path as soon as all cores are connected.
+fn wait_for_signal(args: &OrchestratedServerArgs, shared_state: &SharedState) -> anyhow::Result<()> {
+    let mut unpublished_file = shared_state.core_load_file.as_ref().zip(args.busy_file.as_ref());
     while interrupt::ensure_not_interrupted().is_ok() {
-        if server.connected_workers.load(Relaxed) >= args.cores.len()
+        if shared_state.connected_worker_count.load(Relaxed) >= args.cores.len()
             && let Some((core_load_file, path)) = unpublished_file.take()
         {
             core_load_file.publish(path)?;
         }
-        std::thread::sleep(RETRY_INTERVAL);
+        std::thread::sleep(POLL_OR_RECONNECT_INTERVAL);
     }
     Ok(())
 }
@@ -233,7 +233,7 @@ fn serve_core(args: &OrchestratedServerArgs, core: u16, shared_state: &SharedSta
             Ok(counters) => served_count += counters.served_requests,
             Err(error) => {
                 tracing::info!(event = "reconnecting", core, %error, "orchestrator unavailable: connecting again");
-                std::thread::sleep(RETRY_INTERVAL);
+                std::thread::sleep(POLL_OR_RECONNECT_INTERVAL);
             }
         }
     }
@@ -261,18 +261,18 @@ fn connect_and_serve(
         Some(allocator) => {
             allocator.enable_assigned_services(&mut worker)?;
             if args.cores.first() == Some(&core) {
-                enable_monitor(args, &mut worker)?;
+                enable_load_monitor(args, &mut worker)?;
             }
         }
     }
-    server.shared_state.connected_workers.fetch_add(1, Relaxed);
+    server.shared_state.connected_worker_count.fetch_add(1, Relaxed);
     worker.serve(server, args.serve_options(), stop_flag)
 }
 
 /// Enables the load monitor of service 0 on a worker.
-fn enable_monitor(args: &OrchestratedServerArgs, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
-    let epoch = EpochLength::new(NonZeroU64::new(args.epoch_us * 1000).expect("an epoch of 1 us or more"));
-    let scale_down = ScaleDownCondition { epoch_length: epoch, max_calm_queue_length: 0, required_calm_epochs: 4 };
-    worker.enable_load_monitor(0, HintTrigger::ScaleUp(ScaleUpCondition { epoch_length: epoch }))?;
+fn enable_load_monitor(args: &OrchestratedServerArgs, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
+    let epoch_length = EpochLength::new(NonZeroU64::new(args.epoch_us * 1000).expect("an epoch of 1 us or more"));
+    let scale_down = ScaleDownCondition { epoch_length, max_calm_queue_length: 0, required_calm_epochs: 4 };
+    worker.enable_load_monitor(0, HintTrigger::ScaleUp(ScaleUpCondition { epoch_length }))?;
     worker.enable_load_monitor(0, HintTrigger::ScaleDown(scale_down))
 }

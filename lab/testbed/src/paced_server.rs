@@ -1,9 +1,9 @@
 //! Server with emulated cores. Each worker serves one request at a time and emulates its service time, so that two CPUs
 //! can run sixteen cores.
 //!
-//! For the agent it looks like nginx with `reuseport`, which has one listening socket per worker. The master opens
-//! these sockets and all workers inherit them. Each worker is a process and waits only on its own socket. Worker K is
-//! named `coreK`.
+//! For the agent it equals nginx with `reuseport`, which has one listening socket per worker. The master opens these
+//! sockets and all workers inherit them. Each worker is a process and waits only on its own socket. Worker K is named
+//! `coreK`.
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
@@ -37,7 +37,8 @@ pub struct PacedServerArgs {
     pub server: u8,
 }
 
-/// Serves until killed. Fails when it cannot listen, when the core load file cannot be created, or when a worker ends.
+/// Serves requests until it is killed. Fails when it cannot listen, when the core load file cannot be created, or when
+/// a worker ends.
 pub fn run(args: &PacedServerArgs) -> anyhow::Result<()> {
     let listeners: Vec<TcpListener> =
         (0..args.workers).map(|_| listen(args.listen, true)).collect::<anyhow::Result<_>>()?;
@@ -53,7 +54,7 @@ pub fn run(args: &PacedServerArgs) -> anyhow::Result<()> {
     bail!("a worker of the paced server ended: {ended_child:?}");
 }
 
-/// Protocol of a paced server, as one of its cores speaks it.
+/// Protocol of one core of a paced server.
 struct PacedProtocol {
     server_number: u8,
     core_number: u8,
@@ -63,7 +64,8 @@ impl ServerProtocol for PacedProtocol {
     type ConnectionState = MessageBuffer;
     const CLOSES_AFTER_RESPONSE: bool = false;
     const ACCEPT_NS: u64 = 0;
-    /// This is 4 % of a report interval of 100 ms. A request in the demo (7.5 ms) then needs only one wake-up.
+    /// Maximum age of a busy time (ns), which is 4 % of a report interval of 100 ms. A request in the demo (7.5 ms)
+    /// thus needs only one additional wake-up.
     const PUBLISH_INTERVAL_NS: u64 = 4_000_000;
 
     fn receive(&self, messages: &mut MessageBuffer, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool {
@@ -71,8 +73,8 @@ impl ServerProtocol for PacedProtocol {
         messages.for_each_message(bytes, |request: PacedRequest| {
             let service_us = request.service_us.get();
             is_valid &= service_us <= MAX_SERVICE_US;
-            let done_ns = queue.queue_work(u64::from(service_us.min(MAX_SERVICE_US)) * 1_000);
-            queue.queue_packet(done_ns, request.id.get());
+            let completion_ns = queue.queue_work(u64::from(service_us.min(MAX_SERVICE_US)) * 1_000);
+            queue.queue_packet(completion_ns, request.id.get());
         });
         is_valid
     }
@@ -100,8 +102,8 @@ impl PacedServer {
         self.master_process.pid()
     }
 
-    /// Reads the busy time of each core (ns). Fails when the core load file cannot be read.
-    pub fn read_busy_ns(&self) -> anyhow::Result<Vec<u64>> {
+    /// Returns the total busy time of each core (ns). Fails when the core load file cannot be read.
+    pub fn read_core_busy_ns(&self) -> anyhow::Result<Vec<u64>> {
         read_core_load_file(&self.core_load_file_path)
     }
 }
@@ -113,7 +115,7 @@ impl Testbed {
         let core_load_file_path = fleet::core_load_file_path(self, number);
         let mut command = Command::new(fleet::lab_binary()?);
         command.args(["testbed", "paced-server", "--listen", &self.service_address().to_string()]);
-        command.args(["--workers", &self.options().cores.to_string(), "--server", &number.to_string()]);
+        command.args(["--workers", &self.options().core_count.to_string(), "--server", &number.to_string()]);
         command.arg("--busy-file").arg(&core_load_file_path);
         let mut master_process = self.spawn(self.server(number)?, command)?;
         master_process.wait_for_file(&format!("the paced server of server {number}"), &core_load_file_path)?;

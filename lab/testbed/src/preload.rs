@@ -11,9 +11,10 @@ use anyhow::Context as _;
 
 /// Contents of the shared library that build.rs compiles from fault_shim.c.
 const FAULT_LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/preload.so"));
-/// Offset in the faults file. The file contains `struct faults` of fault_shim.c, which is two 64-bit numbers.
-const CLOCK_OFFSET_FILE_OFFSET: u64 = 0;
-const DISK_FULL_FILE_OFFSET: u64 = 8;
+/// Position of the clock offset in the faults file (bytes). The file contains `struct faults` of fault_shim.c, which is
+/// two 64-bit numbers.
+const CLOCK_OFFSET_FILE_POSITION: u64 = 0;
+const DISK_FULL_FILE_POSITION: u64 = 8;
 const FAULTS_FILE_BYTES: u64 = 16;
 
 /// Faults of wall clock and disk, which a preloaded library emulates for each daemon in a testbed.
@@ -23,7 +24,7 @@ pub struct PreloadedFaults {
 }
 
 impl PreloadedFaults {
-    /// Writes the library into an existing directory. Fails when it cannot be written.
+    /// Writes the fault library into an existing directory. Fails when it cannot be written.
     pub fn create(directory: &Path) -> anyhow::Result<Self> {
         let preloaded_faults = Self { directory: directory.to_owned() };
         let library = preloaded_faults.library_path();
@@ -31,19 +32,19 @@ impl PreloadedFaults {
         Ok(preloaded_faults)
     }
 
-    /// Sets the difference between a daemon's wall clock and the machine's clock (ns). It takes effect immediately and
+    /// Sets a daemon's wall clock to the machine's clock plus `offset_ns` (ns). The offset takes effect immediately and
     /// remains after the daemon's end. Fails when the daemon was never started.
     pub fn set_clock_offset(&self, daemon: &str, offset_ns: i64) -> anyhow::Result<()> {
-        self.write_fault_value(daemon, CLOCK_OFFSET_FILE_OFFSET, offset_ns)
+        self.write_fault_value(daemon, CLOCK_OFFSET_FILE_POSITION, offset_ns)
     }
 
-    /// Sets whether a daemon's writes at a file position fail, as on a full disk. Fails when the daemon was never
-    /// started.
+    /// Sets whether a daemon's writes at a file offset (pwrite(2)) and extensions of files fail, as on a full disk.
+    /// Fails when the daemon was never started.
     pub fn set_disk_full(&self, daemon: &str, is_full: bool) -> anyhow::Result<()> {
-        self.write_fault_value(daemon, DISK_FULL_FILE_OFFSET, is_full.into())
+        self.write_fault_value(daemon, DISK_FULL_FILE_POSITION, is_full.into())
     }
 
-    /// Makes the process of `command` load the library, with the faults of `daemon`.
+    /// Makes the process of `command` load the fault library, with the faults of `daemon`.
     pub(crate) fn preload_faults(&self, daemon: &str, command: &mut Command) -> anyhow::Result<()> {
         let faults_path = self.faults_path(daemon);
         let write_empty_faults = || -> io::Result<()> {
@@ -54,10 +55,10 @@ impl PreloadedFaults {
         Ok(())
     }
 
-    fn write_fault_value(&self, daemon: &str, file_offset: u64, value: i64) -> anyhow::Result<()> {
+    fn write_fault_value(&self, daemon: &str, file_position: u64, value: i64) -> anyhow::Result<()> {
         let faults_path = self.faults_path(daemon);
         let write_value =
-            || File::options().write(true).open(&faults_path)?.write_all_at(&value.to_ne_bytes(), file_offset);
+            || File::options().write(true).open(&faults_path)?.write_all_at(&value.to_ne_bytes(), file_position);
         write_value().with_context(|| format!("cannot write {}", faults_path.display()))
     }
 
@@ -93,7 +94,7 @@ mod tests {
         assert!(preloaded_faults.set_clock_offset("nobody", 1).is_err());
     }
 
-    /// The test uses truncate(1), which extends files by ftruncate.
+    /// Checks that a fault affects truncate(1), which extends files by ftruncate(2), until the fault ends.
     #[test]
     fn disk_fault_affects_only_its_daemon() {
         let directory = tempfile::tempdir().unwrap();

@@ -14,7 +14,7 @@ use serde::de::DeserializeOwned;
 
 use crate::namespace::Namespace;
 
-/// Timeout for conditions that hold soon unless something is broken. It is 60 s, or `COREWARD_TEST_TIMEOUT` (s) of the
+/// Timeout for conditions that hold soon in the absence of faults. It is 60 s, or `COREWARD_TEST_TIMEOUT` (s) of the
 /// environment. A wait ends as soon as its condition holds, so a long timeout costs no time.
 pub static DEFAULT_TIMEOUT: LazyLock<Duration> = LazyLock::new(|| {
     let seconds = std::env::var("COREWARD_TEST_TIMEOUT").ok();
@@ -57,7 +57,7 @@ impl Process {
             .with_context(|| format!("cannot send {signal} to {} (pid {})", self.program_name, self.child.id()))
     }
 
-    /// Returns the exit status, or `None` while the process runs. Fails when the kernel does not know the process.
+    /// Returns the exit status, or `None` while the process runs. Fails when the status cannot be read.
     pub fn try_wait(&mut self) -> anyhow::Result<Option<ExitStatus>> {
         Ok(self.child.try_wait()?)
     }
@@ -76,7 +76,7 @@ impl Process {
         }
     }
 
-    /// Waits until the process has created a file, which it does once it listens. `description` is the name of the
+    /// Waits until the process has created `file`, as servers do when they listen. `description` is the name of the
     /// process in errors. Fails when the process ends first, or when the file is still missing after
     /// [`DEFAULT_TIMEOUT`].
     pub fn wait_for_file(&mut self, description: &str, file: &Path) -> anyhow::Result<()> {

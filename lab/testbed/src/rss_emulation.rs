@@ -33,18 +33,23 @@ pub(crate) mod skeletons {
     }
 }
 
-/// Priority of the tc program, which makes it run after the access port's program.
+/// Priority of the RSS emulation's tc program, which makes it run after the access port's program.
 const TC_PRIORITY: u32 = 2;
 
-/// Attaches the RSS emulation at the egress of `port` in `switch`, and pins its registers at the path `pin_path`.
-pub(crate) fn attach_emulation(switch: &Namespace, port: &str, pin_path: &Path, rss: &RssConfig) -> anyhow::Result<()> {
+/// Attaches the program that emulates RSS at the egress of `port` in `switch`, and pins its registers at `pin_path`.
+pub(crate) fn attach_rss_emulation(
+    switch: &Namespace,
+    port: &str,
+    pin_path: &Path,
+    rss: &RssConfig,
+) -> anyhow::Result<()> {
     let mut storage = MaybeUninit::uninit();
     let open_skeleton = skeletons::rss_emulation::RssEmulationSkelBuilder::default().open(&mut storage)?;
     let mut loaded_skeleton = open_skeleton.load().context("the kernel does not load rss_emulation.bpf.c")?;
     fs::create_dir_all(pin_path.parent().context("the pin has no directory")?)?;
     loaded_skeleton.maps.registers.pin(pin_path).with_context(|| format!("cannot pin {}", pin_path.display()))?;
     write_registers(pin_path, rss)?;
-    attach_tc(switch, port, loaded_skeleton.progs.rss_emulation.as_fd(), TC_EGRESS, TC_PRIORITY)
+    attach_tc_program(switch, port, loaded_skeleton.progs.rss_emulation.as_fd(), TC_EGRESS, TC_PRIORITY)
         .with_context(|| format!("cannot attach the RSS emulation to port {port}"))
 }
 
@@ -57,14 +62,15 @@ pub fn write_registers(pin_path: &Path, rss: &RssConfig) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Shifts the table entries of open TCP connections by `shift`, until registers are written again. A NIC's flow
-/// director has this effect (ATR of ixgbe and i40e). Fails when `pin_path` is not a pinned map of registers.
+/// Adds `shift` to the indirection table indices of open TCP connections, until registers are written again. A NIC's
+/// flow director has this effect (ATR of ixgbe and i40e). Fails when `pin_path` is not a pinned map of registers.
 pub fn shift_established_connections(pin_path: &Path, shift: u32) -> anyhow::Result<()> {
     let registers = intf::emulated_rss { established_shift: shift, ..*read_register_map(pin_path)? };
     Ok(open_register_map(pin_path)?.update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)?)
 }
 
-/// Reads the key and the indirection table. Fails when `pin_path` is not a pinned map of registers, or has no table.
+/// Reads key and indirection table from the emulated registers. Fails when `pin_path` is not a pinned map of registers,
+/// or has no table.
 pub fn read_registers(pin_path: &Path) -> anyhow::Result<RssConfig> {
     Ok(RssConfig::from_emulated_registers(&*read_register_map(pin_path)?)?)
 }
@@ -103,12 +109,13 @@ pub struct ReceiveQueueRecorder {
 }
 
 impl ReceiveQueueRecorder {
-    /// Starts to record until the device is removed. Fails when the program does not load or attach.
+    /// Records the flows that arrive at a device until the device is removed. Fails when the BPF program does not load
+    /// or attach.
     pub fn start(namespace: &Namespace, device: &str) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
         let open_skeleton = skeletons::receive_queues::ReceiveQueuesSkelBuilder::default().open(&mut storage)?;
         let loaded_skeleton = open_skeleton.load().context("the kernel does not load receive_queues.bpf.c")?;
-        attach_tc(namespace, device, loaded_skeleton.progs.receive_queues.as_fd(), TC_INGRESS, TC_PRIORITY)?;
+        attach_tc_program(namespace, device, loaded_skeleton.progs.receive_queues.as_fd(), TC_INGRESS, TC_PRIORITY)?;
         Ok(Self { flow_map: MapHandle::try_from(&loaded_skeleton.maps.received_flows)? })
     }
 
@@ -124,8 +131,8 @@ impl ReceiveQueueRecorder {
     }
 }
 
-/// Attaches a tc program with clsact instead of tcx, because clsact exists before Linux 6.6, and ends with the device.
-pub(crate) fn attach_tc(
+/// Attaches a tc program by clsact instead of tcx, because clsact exists before Linux 6.6 and ends with the device.
+pub(crate) fn attach_tc_program(
     namespace: &Namespace,
     device: &str,
     program: BorrowedFd<'_>,

@@ -21,7 +21,7 @@ const SERVER_NETWORK_PREFIX: Ipv4Prefix = (Ipv4Addr::new(10, 1, 1, 0), 24);
 const SERVER_SIDE_DEVICE: &str = "servers";
 
 impl Testbed {
-    /// Creates the router in front of the servers and the servers' bridge, if the testbed has them.
+    /// Creates the router in front of the servers and the bridge that connects the servers, if the testbed has them.
     pub(crate) fn create_server_router(&self) -> anyhow::Result<()> {
         let Some(router) = self.server_router() else { return Ok(()) };
         create_namespaces(&[router])?;

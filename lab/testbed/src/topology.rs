@@ -23,7 +23,7 @@ use anyhow::{Context as _, bail};
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 
 use crate::addresses::{
-    AddressFamily, CONTROLLER_ADDRESS, FIRST_VIP, HOST_DEVICE, IPV6_VIP_PREFIX, Ipv4Prefix, ROUTED_CLIENTS_PREFIX,
+    AddressFamily, CONTROLLER_ADDRESS, FIRST_IPV4_VIP, HOST_DEVICE, IPV6_VIP_PREFIX, Ipv4Prefix, ROUTED_CLIENTS_PREFIX,
     ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH, SERVICE_ADDRESS, ipv6_address, ipv6_prefix, load_balancer_address,
     load_balancer_name, rack_controller_address, rack_controller_name, server_address,
 };
@@ -34,10 +34,11 @@ use crate::rss_emulation;
 use options::{LOAD_BALANCERS_MAX, SERVERS_MAX};
 pub use options::{TestbedOptions, Vlans};
 
-/// Stream number of [`seeded_rng`] for the initial RSS keys of emulated NICs.
+/// Number of the [`seeded_rng`] stream from which the initial RSS keys of emulated NICs are drawn.
 const RNG_STREAM_NIC_KEY: u64 = 3;
 
-/// Running testbed. Dropping it removes everything. After a SIGKILL, the next testbed with the same name does so.
+/// Running testbed. Dropping it removes its processes, namespaces, pins and files. After a SIGKILL, the next testbed
+/// with the same name removes them.
 #[derive(Debug)]
 pub struct Testbed {
     options: TestbedOptions,
@@ -55,7 +56,7 @@ pub struct Testbed {
     servers: Vec<Option<Namespace>>,
 }
 
-/// Returns why this process cannot create a testbed, in one sentence, or `None` if it can.
+/// Returns the reason, as one sentence, for which this process cannot create a testbed, or `None` if it can.
 pub fn missing_privilege() -> Option<String> {
     if !nix::unistd::geteuid().is_root() {
         return Some(
@@ -77,8 +78,8 @@ pub fn missing_privilege() -> Option<String> {
     map_result.err().map(|error| format!("the testbed needs the right to load BPF programs (CAP_BPF): {error}"))
 }
 
-/// Returns which rights a test lacks to create a testbed, or `None` if it has all. scripts/test sets the variable when
-/// scripts/capabilities reports missing rights.
+/// Describes the rights that a test lacks to create a testbed, or returns `None` if it has all. scripts/test sets
+/// `COREWARD_WITHOUT_RIGHTS` when scripts/capabilities reports missing rights.
 pub fn missing_testbed_rights() -> Option<String> {
     let reported_missing_rights = std::env::var_os("COREWARD_WITHOUT_RIGHTS");
     reported_missing_rights.map(|_| "scripts/capabilities names what is missing".to_owned()).or_else(missing_privilege)
@@ -107,14 +108,14 @@ impl Testbed {
         };
         testbed.create_switch()?;
         testbed.create_hosts()?;
-        for number in 1..=testbed.options.racks {
+        for number in 1..=testbed.options.rack_controller_count {
             testbed.add_rack_controller(number)?;
         }
-        for _ in 0..testbed.options.load_balancers {
+        for _ in 0..testbed.options.load_balancer_count {
             testbed.add_load_balancer()?;
         }
         testbed.route_vips_to_load_balancers(&testbed.load_balancer_numbers())?;
-        for _ in 0..testbed.options.servers {
+        for _ in 0..testbed.options.server_count {
             testbed.add_server()?;
         }
         Ok(testbed)
@@ -156,8 +157,8 @@ impl Testbed {
         Ok(())
     }
 
-    /// Adds a load balancer and returns its number, which counts from 1 and is never reused.
-    /// [`Testbed::route_vips_to_load_balancers`] can then make it a next hop for the VIPs. Fails when `ip` or the
+    /// Adds the host of a load balancer and returns its number, which counts from 1 and is never reused.
+    /// [`Testbed::route_vips_to_load_balancers`] can then make the host a next hop for the VIPs. Fails when `ip` or the
     /// kernel rejects a setting.
     pub fn add_load_balancer(&mut self) -> anyhow::Result<u16> {
         let number = self.load_balancers.len() as u16 + 1;
@@ -217,7 +218,8 @@ impl Testbed {
         }
     }
 
-    /// Adds a server and returns its number, which counts from 1 and is never reused. Fails when a command fails.
+    /// Adds the host of a server and returns its number, which counts from 1 and is never reused. Fails when a command
+    /// fails.
     pub fn add_server(&mut self) -> anyhow::Result<u16> {
         let number = self.servers.len() as u16 + 1;
         if number > SERVERS_MAX {
@@ -230,12 +232,12 @@ impl Testbed {
         // source. For IPv6 the kernel does neither with an address of another device.
         namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
         // The port needs one more queue than there are cores (see "Why + 2" in rss_emulation.bpf.c).
-        let port_queue_count = self.options.cores + 1;
-        if self.options.has_rings {
+        let port_queue_count = self.options.core_count + 1;
+        if self.options.has_receive_rings {
             self.connect_to_switch(&namespace, &server_name, port_queue_count, port_queue_count)?;
             self.enable_receive_rings(&namespace, &server_name)?;
         } else {
-            self.connect_to_switch(&namespace, &server_name, self.options.cores, port_queue_count)?;
+            self.connect_to_switch(&namespace, &server_name, self.options.core_count, port_queue_count)?;
         }
         let mut ip_commands = self.server_ip_commands(server_address(number));
         for vip in self.vips() {
@@ -244,7 +246,7 @@ impl Testbed {
         }
         run_ip_batch(Some(&namespace), &ip_commands)?;
         self.servers.push(Some(namespace));
-        rss_emulation::attach_emulation(
+        rss_emulation::attach_rss_emulation(
             &self.switch,
             &server_name,
             &self.emulated_rss_path(number),
@@ -286,7 +288,7 @@ impl Testbed {
         run_ip_batch(Some(host), &format!("link set lo up\nlink set {HOST_DEVICE} up\n"))
     }
 
-    /// Sets up the receive rings that [`TestbedOptions::has_rings`] describes. The backlog without rings
+    /// Sets up the receive rings of [`TestbedOptions::has_receive_rings`]. The backlog without rings
     /// (net.core.netdev_max_backlog) has 1000 packets, so that about 40 packets to each of 31 servers overflow it. veth
     /// has rings where its end does GRO and the other end no TSO (veth_skb_is_eligible_for_gro() in
     /// drivers/net/veth.c).
@@ -304,9 +306,9 @@ impl Testbed {
     /// Returns the initial RSS settings of a NIC under Linux, which are a random key, and queue `i mod cores` in entry
     /// `i` (ethtool_rxfh_indir_default() in include/linux/ethtool.h).
     fn default_nic_rss(&self, number: u16) -> anyhow::Result<RssConfig> {
-        let core_count = u32::from(self.options.cores);
+        let core_count = u32::from(self.options.core_count);
         let table_queues: Vec<u32> =
-            (0..self.options.indirection_entries as u32).map(|entry| entry % core_count).collect();
+            (0..self.options.indirection_entry_count as u32).map(|entry| entry % core_count).collect();
         let rss_key = RssKey::random(&mut seeded_rng(self.options.seed << 16 | u64::from(number), RNG_STREAM_NIC_KEY));
         Ok(RssConfig { key: rss_key, indirection_table: IndirectionTable::new(&table_queues)? })
     }
@@ -337,7 +339,7 @@ impl Testbed {
     }
 
     pub fn load_balancer_numbers(&self) -> Vec<u16> {
-        present_numbers(&self.load_balancers)
+        present_host_numbers(&self.load_balancers)
     }
 
     /// Returns the namespace of the controllers' host.
@@ -363,10 +365,10 @@ impl Testbed {
     }
 
     pub fn server_numbers(&self) -> Vec<u16> {
-        present_numbers(&self.servers)
+        present_host_numbers(&self.servers)
     }
 
-    /// Returns the VIPs, all of which every server has.
+    /// Returns the VIPs of the testbed. Every server has all VIPs.
     pub fn vips(&self) -> impl Iterator<Item = IpAddr> + use<> {
         let family = self.options.family;
         (0..self.options.vip_count).map(move |index| family.vip(index))
@@ -381,12 +383,14 @@ impl Testbed {
         self.options.family == AddressFamily::Ipv6 || self.options.has_server_router
     }
 
-    /// Returns `ip` commands that add a host's addresses to a device, with an IPv4 prefix of `length` bits.
-    pub(crate) fn address_commands(&self, address: Ipv4Addr, length: u8, device: &str) -> String {
-        let ipv4_command = format!("address add {address}/{length} dev {device}\n");
+    /// Returns `ip` commands that add a host's addresses to a device, with an IPv4 prefix of `prefix_length` bits.
+    pub(crate) fn address_commands(&self, address: Ipv4Addr, prefix_length: u8, device: &str) -> String {
+        let ipv4_command = format!("address add {address}/{prefix_length} dev {device}\n");
         match self.has_ipv6() {
             false => ipv4_command,
-            true => ipv4_command + &format!("address add {} dev {device} nodad\n", ipv6_prefix((address, length))),
+            true => {
+                ipv4_command + &format!("address add {} dev {device} nodad\n", ipv6_prefix((address, prefix_length)))
+            }
         }
     }
 
@@ -450,7 +454,8 @@ impl Testbed {
     /// [`Testbed::create`] does.
     pub fn create_without_load_balancing(instance: &str) -> anyhow::Result<Self> {
         let instance = instance.to_owned();
-        let testbed = Self::create(TestbedOptions { instance, servers: 1, cores: 2, ..TestbedOptions::default() })?;
+        let testbed =
+            Self::create(TestbedOptions { instance, server_count: 1, core_count: 2, ..TestbedOptions::default() })?;
         testbed.route_vip_to_server_1(testbed.client())?;
         Ok(testbed)
     }
@@ -458,18 +463,18 @@ impl Testbed {
     /// Adds a route on `host` that sends packets for the VIP to server 1. Fails when `ip` fails.
     pub fn route_vip_to_server_1(&self, host: &Namespace) -> anyhow::Result<()> {
         let mut ip = Command::new("ip");
-        ip.args(["route", "add", &format!("{FIRST_VIP}/32"), "via", &server_address(1).to_string()]);
+        ip.args(["route", "add", &format!("{FIRST_IPV4_VIP}/32"), "via", &server_address(1).to_string()]);
         self.run_command(host, ip).map(drop)
     }
 
-    /// Starts a process on a host. It is killed as [`Process::spawn`] describes. Fails when the program cannot be
-    /// started.
+    /// Starts a process in the namespace of a host. [`Process::spawn`] describes when it is killed. Fails when the
+    /// program cannot be started.
     pub fn spawn(&self, namespace: &Namespace, command: Command) -> anyhow::Result<Process> {
         Process::spawn(namespace, command)
     }
 
-    /// Runs a program on a host to its end. Fails when it cannot be started. Fails with its stderr when the program
-    /// fails.
+    /// Runs a program in the namespace of a host until it ends. Fails when the program cannot be started. Fails with
+    /// the program's stderr when the program fails.
     pub fn run_command(&self, namespace: &Namespace, command: Command) -> anyhow::Result<Output> {
         process::run_command(namespace, command)
     }
@@ -479,12 +484,12 @@ fn host_by_number(hosts: &[Option<Namespace>], number: u16) -> Option<&Namespace
     hosts.get(usize::from(number).checked_sub(1)?)?.as_ref()
 }
 
-fn present_numbers(hosts: &[Option<Namespace>]) -> Vec<u16> {
+fn present_host_numbers(hosts: &[Option<Namespace>]) -> Vec<u16> {
     (1..).zip(hosts).filter_map(|(number, host)| host.as_ref().map(|_| number)).collect()
 }
 
-/// Creates namespaces that send no unsolicited packets. They have no IPv6, which would send neighbour and multicast
-/// messages.
+/// Creates network namespaces that send no unsolicited packets. IPv6 is disabled in them, because it would send
+/// neighbour and multicast messages.
 pub(crate) fn create_namespaces(namespaces: &[&Namespace]) -> anyhow::Result<()> {
     let commands: String = namespaces.iter().map(|namespace| format!("netns add {}\n", namespace.name())).collect();
     run_ip_batch(None, &commands)?;

@@ -42,14 +42,14 @@ impl Testbed {
         Ipv4Addr::new(10, second_octet, 0, FIRST_CLIENT_HOST_NUMBER + index as u8)
     }
 
-    /// Returns the host whose kernel selects a load balancer for each connection. This is the router, or the client if
-    /// there is none.
+    /// Returns the host whose kernel selects a load balancer for each connection. The host is the router, or the client
+    /// if there is no router.
     pub fn ecmp_host(&self) -> &Namespace {
         self.client_router().unwrap_or(self.client())
     }
 
-    /// Makes these load balancers the next hops for the VIPs. Fails when there are none, or when the kernel rejects the
-    /// route.
+    /// Makes these load balancers the next hops for the VIPs. Fails when `load_balancers` is empty, or when the kernel
+    /// rejects the route.
     pub fn route_vips_to_load_balancers(&self, load_balancers: &[u16]) -> anyhow::Result<()> {
         ensure!(!load_balancers.is_empty(), "no next hop of the VIPs: expected at least one load balancer");
         let host_addresses: Vec<Ipv4Addr> = load_balancers.iter().copied().map(load_balancer_address).collect();
@@ -77,7 +77,7 @@ impl Testbed {
             Some(router) => self.create_client_router(router)?,
         }
         let mut client_commands = String::new();
-        for index in 0..self.options().client_addresses {
+        for index in 0..self.options().client_address_count {
             client_commands +=
                 &self.address_commands(self.client_ipv4_address(index), SEGMENT_PREFIX_LENGTH, HOST_DEVICE);
         }

@@ -13,7 +13,7 @@ use libbpf_rs::{TC_EGRESS, TC_INGRESS};
 
 use crate::addresses::{HOST_DEVICE, load_balancer_address};
 use crate::namespace::run_ip_batch;
-use crate::rss_emulation::{attach_tc, skeletons};
+use crate::rss_emulation::{attach_tc_program, skeletons};
 use crate::topology::Testbed;
 
 /// Priority of the tc programs, which makes them run before the emulated NIC's program.
@@ -40,11 +40,11 @@ impl Testbed {
         let mut open_skeleton = skeletons::access_port::AccessPortSkelBuilder::default().open(&mut storage)?;
         open_skeleton.maps.rodata_data.as_deref_mut().context("access_port.bpf.c has no constants")?.vlan = vlan;
         let loaded_skeleton = open_skeleton.load().context("the kernel does not load access_port.bpf.c")?;
-        attach_tc(self.switch(), port, loaded_skeleton.progs.from_host.as_fd(), TC_INGRESS, TC_PRIORITY)?;
-        attach_tc(self.switch(), port, loaded_skeleton.progs.to_host.as_fd(), TC_EGRESS, TC_PRIORITY)
+        attach_tc_program(self.switch(), port, loaded_skeleton.progs.from_host.as_fd(), TC_INGRESS, TC_PRIORITY)?;
+        attach_tc_program(self.switch(), port, loaded_skeleton.progs.to_host.as_fd(), TC_EGRESS, TC_PRIORITY)
     }
 
-    /// If VLANs are enabled, makes a load balancer's port a trunk and adds its MAC address to the client's neighbours.
+    /// Makes a load balancer's port a trunk and adds its MAC address to the client's neighbours, if VLANs are enabled.
     pub(crate) fn set_up_trunk_port(&self, number: u16, port: &str) -> anyhow::Result<()> {
         if self.options().vlans.is_none() {
             return Ok(());
@@ -52,7 +52,7 @@ impl Testbed {
         let mut storage = MaybeUninit::uninit();
         let open_skeleton = skeletons::access_port::AccessPortSkelBuilder::default().open(&mut storage)?;
         let loaded_skeleton = open_skeleton.load().context("the kernel does not load access_port.bpf.c")?;
-        attach_tc(self.switch(), port, loaded_skeleton.progs.from_trunk.as_fd(), TC_INGRESS, TC_PRIORITY)?;
+        attach_tc_program(self.switch(), port, loaded_skeleton.progs.from_trunk.as_fd(), TC_INGRESS, TC_PRIORITY)?;
         // veth passes tags outside of the frame, where XDP cannot read them.
         self.set_offloads(self.switch(), port, &["txvlan", "off"])?;
         let mac = self.load_balancer(number)?.device_mac_address(HOST_DEVICE)?;

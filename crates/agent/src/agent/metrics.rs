@@ -29,8 +29,8 @@ metrics! {
 }
 
 impl Agent {
-    /// Returns the current value of every metric. The cores' busy times are those of the newest report.
-    /// `extra_warnings` are warnings about the connection to the controller.
+    /// Returns the current value of every metric. Cores' busy times are those of the newest report. `extra_warnings`
+    /// are warnings about the connection to the controller.
     pub fn metrics(&self, extra_warnings: &[String]) -> Snapshot {
         let mut snapshot = component::base_snapshot(Component::Agent);
         let server_name = self.config.server.as_str();
@@ -40,7 +40,7 @@ impl Agent {
             .connection_counter
             .newest_counted_connections()
             .iter()
-            .flat_map(|connection_counts| connection_counts.services.values())
+            .flat_map(|connection_counts| connection_counts.connection_count_by_service.values())
             .sum();
         snapshot.add_value(&AGENT_OPEN_CONNECTIONS, [], open_connection_count.into());
         snapshot.add_value(&SERVER_WARNINGS, [server_name], self.all_warnings(extra_warnings).len() as f64);

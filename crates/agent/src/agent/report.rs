@@ -7,27 +7,27 @@ use coreward_dataplane::clock::monotonic_ns;
 use coreward_dataplane::server;
 use coreward_intf as intf;
 use coreward_model::load::CoreReadings;
-use coreward_wire::{AgentReport, ReportDetails, ReportedRss, reduce_oversized_report, v1};
+use coreward_wire::{AgentReport, ReportDetails, ReportedRss, remove_displayed_lists_if_oversized, v1};
 
 use super::Agent;
 use crate::report_state::SentReportState;
 use crate::steering::Steering;
 use crate::{connections, dispatch};
 
-/// Lifetime of a report, in report intervals.
+/// Lifetime of a report, as a number of report intervals.
 const REPORT_LIFETIME_IN_INTERVALS: u32 = 5;
-/// Minimum lifetime of a report, so that reports do not expire while a busy machine delays them.
+/// Minimum lifetime of a report, so that reports do not expire when a busy machine delays the next one.
 const MIN_REPORT_LIFETIME: Duration = Duration::from_millis(500);
 
 impl Agent {
-    /// Returns the next report without the parts that `report_state` records as sent, or `None` while the cores' load
-    /// is unknown.
-    pub fn report(&mut self, report_state: &SentReportState, extra_warnings: &[String]) -> Option<v1::Report> {
-        let measured_ns = self.read_core_busy_times()?;
+    /// Returns the next report, without the parts that were already sent according to `report_state`. Returns `None`
+    /// while the load of the cores is unknown.
+    pub fn next_report(&mut self, report_state: &SentReportState, extra_warnings: &[String]) -> Option<v1::Report> {
+        let measurement_time_ns = self.read_core_busy_times()?;
         self.report_sequence_number += 1;
         // This does not wait for maintenance, because packets for a server are dropped until its MAC address is known.
         self.daisy_chain.apply_mac_address_changes(&mut self.bpf_programs);
-        self.connection_counter.poll(self.applied_configuration.as_ref());
+        self.connection_counter.collect_and_start_counts(self.applied_configuration.as_ref());
         let rss_generation = self.rss_manager.change_count();
         let changed_rss = (rss_generation != report_state.sent_rss_generation()).then(|| ReportedRss {
             source: self.rss_manager.settings_source().to_owned(),
@@ -36,31 +36,31 @@ impl Agent {
         let counters = self.bpf_programs.counters();
         let warnings = self.all_warnings(extra_warnings);
         let needs_details = report_state.needs_details(self.applied_configuration.as_ref(), &warnings);
-        let details = needs_details.then(|| self.report_details(&counters, warnings));
+        let details = needs_details.then(|| self.build_report_details(&counters, warnings));
         let report = AgentReport {
             sent_at: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
             time_to_live: (self.report_interval() * REPORT_LIFETIME_IN_INTERVALS).max(MIN_REPORT_LIFETIME),
             readings: CoreReadings {
                 report_sequence: self.report_sequence_number,
-                measured_ns,
+                measured_ns: measurement_time_ns,
                 busy_ns: self.core_busy_ns.clone(),
             },
-            open_connections: connections::open_connection_count(),
+            open_connection_count: connections::open_connection_count(),
             rss_generation,
             rss: changed_rss,
-            rss_matched: counters[intf::SERVER_COUNTER_RSS_MATCHED as usize],
-            rss_mismatched: counters[intf::SERVER_COUNTER_RSS_MISMATCHED as usize],
+            rss_matched_syn_count: counters[intf::SERVER_COUNTER_RSS_MATCHED as usize],
+            rss_mismatched_syn_count: counters[intf::SERVER_COUNTER_RSS_MISMATCHED as usize],
             configuration_generation: self.confirmed_generation(),
             details,
         };
-        Some(reduce_oversized_report(report.into()))
+        Some(remove_displayed_lists_if_oversized(report.into()))
     }
 
     /// Reads the cores' busy times, and logs when they become unknown or known again. Returns the time of the reading
-    /// in ns, or `None` if they are unknown.
+    /// in ns, or `None` if the busy times are unknown.
     fn read_core_busy_times(&mut self) -> Option<u64> {
         self.core_busy_ns.clear();
-        let measured_ns = monotonic_ns();
+        let measurement_time_ns = monotonic_ns();
         let load_read_error =
             self.load_source.append_busy_times(&mut self.core_busy_ns).err().map(|error| format!("{error:#}"));
         if load_read_error != self.load_read_error {
@@ -77,20 +77,20 @@ impl Agent {
             }
             self.load_read_error = load_read_error;
         }
-        self.load_read_error.is_none().then_some(measured_ns)
+        self.load_read_error.is_none().then_some(measurement_time_ns)
     }
 
-    fn report_details(&self, counters: &[u64; server::COUNTER_COUNT], warnings: Vec<String>) -> ReportDetails {
+    fn build_report_details(&self, counters: &[u64; server::COUNTER_COUNT], warnings: Vec<String>) -> ReportDetails {
         ReportDetails {
             counters: [counters_by_name(counters, &self.steering), self.decapsulator.counters()].concat(),
             warnings,
-            dispatch: self.dispatcher.as_ref().map(dispatch::service_reports).unwrap_or_default(),
-            connections: self.connection_counter.newest_counted_connections(),
+            dispatched_services: self.dispatcher.as_ref().map(dispatch::service_reports).unwrap_or_default(),
+            counted_connections: self.connection_counter.newest_counted_connections(),
             refused_updates: self.refused_updates.clone(),
         }
     }
 
-    /// Returns all warnings for `coreward status`, including `extra_warnings`, which are about the connection to the
+    /// Returns all warnings for `coreward status`. They include `extra_warnings`, which are about the connection to the
     /// controller.
     pub(super) fn all_warnings(&self, extra_warnings: &[String]) -> Vec<String> {
         let describe_refused_update = |refused_update: &v1::RefusedUpdate| {

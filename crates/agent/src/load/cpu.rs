@@ -17,7 +17,7 @@ impl CpuLoadSource {
 
 impl LoadSource for CpuLoadSource {
     fn append_busy_times(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()> {
-        busy_ns.extend(self.cpu_of_queue.iter().map(|cpu| self.cpu_load_program.busy_ns(*cpu)));
+        busy_ns.extend(self.cpu_of_queue.iter().map(|cpu| self.cpu_load_program.cpu_busy_ns(*cpu)));
         Ok(())
     }
 
@@ -26,10 +26,10 @@ impl LoadSource for CpuLoadSource {
     }
 
     fn warnings(&self) -> Vec<String> {
-        let mut queue_cpus = self.cpu_of_queue.clone();
-        queue_cpus.sort_unstable();
-        queue_cpus.dedup();
-        let (queue_count, cpu_count) = (self.cpu_of_queue.len(), queue_cpus.len());
+        let mut sorted_queue_cpus = self.cpu_of_queue.clone();
+        sorted_queue_cpus.sort_unstable();
+        sorted_queue_cpus.dedup();
+        let (queue_count, cpu_count) = (self.cpu_of_queue.len(), sorted_queue_cpus.len());
         if cpu_count == queue_count {
             return vec![];
         }

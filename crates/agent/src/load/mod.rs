@@ -10,13 +10,13 @@ pub mod queues;
 
 /// Source of the cores' busy times.
 pub trait LoadSource: Send {
-    /// Appends each core's total busy time in ns, in the order of receive queues. Fails when it cannot be read.
+    /// Appends the total busy time of each core in ns, in the order of the receive queues. Fails if it cannot be read.
     fn append_busy_times(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()>;
 
-    /// Sets the CPU that serves each receive queue. Called about once a second.
+    /// Sets the CPU that serves each receive queue. Called about once per second.
     fn set_queue_cpus(&mut self, cpu_of_queue: &[usize]);
 
-    /// Returns the problems that the source has, as text for `coreward status`.
+    /// Returns the source's current problems as warnings for `coreward status`.
     fn warnings(&self) -> Vec<String> {
         vec![]
     }

@@ -8,7 +8,7 @@ use anyhow::{Context as _, ensure};
 
 use super::LoadSource;
 
-/// Maximum size of the load file in bytes, which suffices for the maximum number of cores in a report.
+/// Maximum size of the load file in bytes. It suffices for the maximum number of cores in a report.
 const MAX_FILE_BYTES: usize = coreward_intf::MAX_CPUS as usize * 8;
 
 #[derive(Debug)]
@@ -18,7 +18,7 @@ pub struct PublishedLoadFile {
 }
 
 impl PublishedLoadFile {
-    /// Returns a source that reads busy times from the file at `load_file_path`, which may be created later.
+    /// Returns a source that reads the busy times from the file at `load_file_path`. The file may be created later.
     pub fn new(load_file_path: PathBuf) -> Self {
         Self { load_file_path, open_file: None }
     }
@@ -43,7 +43,7 @@ impl LoadSource for PublishedLoadFile {
         self.try_append_busy_times(busy_ns).with_context(|| self.load_file_path.display().to_string())
     }
 
-    /// Makes the next read open the file again, because a restarted application creates a new file with its name.
+    /// Makes the next read open the file again, because a restarted application creates a new file with the same name.
     fn set_queue_cpus(&mut self, _cpu_of_queue: &[usize]) {
         self.open_file = None;
     }
@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn replaced_load_file_is_reread_and_its_size_is_checked() {
+    fn replaced_load_file_is_reopened_and_wrong_size_is_rejected() {
         let directory = tempfile::tempdir().unwrap();
         let load_file_path = directory.path().join("busy");
         let mut load_source = PublishedLoadFile::new(load_file_path.clone());

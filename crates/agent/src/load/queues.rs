@@ -5,26 +5,26 @@ use std::fs;
 
 use crate::sysfs;
 
-/// Returns the CPU of each of the `receive_queue_count` queues. If the interrupt of queue `q` is unknown, as for
-/// virtual devices, this is CPU `q` modulo the number of CPUs.
+/// Returns the CPU of each of the first `receive_queue_count` queues. If the interrupt of queue `q` is unknown, as for
+/// virtual devices, its CPU is `q` modulo the number of CPUs.
 pub fn cpus_of_queues(interface: &str, receive_queue_count: u16) -> Vec<usize> {
     let cpu_count = std::thread::available_parallelism().map_or(1, usize::from);
     let interrupts_by_queue = receive_queue_interrupts(interface);
-    let cpu_of_queue = |queue: u16| {
+    let find_queue_cpu = |queue: u16| {
         interrupts_by_queue.get(&queue).and_then(|interrupt| interrupt.cpu).unwrap_or(usize::from(queue) % cpu_count)
     };
-    (0..receive_queue_count).map(cpu_of_queue).collect()
+    (0..receive_queue_count).map(find_queue_cpu).collect()
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Interrupt {
-    /// Interrupt number (IRQ), as in /proc/interrupts.
+    /// Interrupt number (IRQ) in /proc/interrupts.
     pub irq_number: u32,
     /// CPU that handles the interrupt, or `None` if /proc does not show it.
     pub cpu: Option<usize>,
 }
 
-/// Returns the known interrupt of each receive queue of a device. The map is empty for a virtual device.
+/// Returns the interrupt of each receive queue of a device, as far as known. The map is empty for a virtual device.
 pub fn receive_queue_interrupts(interface: &str) -> BTreeMap<u16, Interrupt> {
     let irq_by_queue = bus_device_name(interface).map_or_else(BTreeMap::new, |device| {
         irqs_by_receive_queue(&fs::read_to_string("/proc/interrupts").unwrap_or_default(), interface, &device)
@@ -35,26 +35,26 @@ pub fn receive_queue_interrupts(interface: &str) -> BTreeMap<u16, Interrupt> {
         .collect()
 }
 
-/// Returns the name that a network device has on its bus, which is a PCI address or `virtioN`.
+/// Returns the name of a network device on its bus, which is a PCI address or `virtioN`.
 fn bus_device_name(interface: &str) -> Option<String> {
     let device_path = fs::canonicalize(sysfs::device_directory(interface)?.join("device")).ok()?;
     Some(device_path.file_name()?.to_str()?.to_owned())
 }
 
-/// Returns the first CPU in the effective affinity of an interrupt.
-fn first_affinity_cpu(irq: u32) -> Option<usize> {
-    let cpu_list = fs::read_to_string(format!("/proc/irq/{irq}/effective_affinity_list")).ok()?;
+/// Returns the first CPU in the effective affinity of an interrupt, or `None` if it cannot be read.
+fn first_affinity_cpu(irq_number: u32) -> Option<usize> {
+    let cpu_list = fs::read_to_string(format!("/proc/irq/{irq_number}/effective_affinity_list")).ok()?;
     cpu_list.trim().split([',', '-']).next()?.parse().ok()
 }
 
-/// Parses the text of /proc/interrupts and returns the interrupt number of each receive queue. Drivers name interrupts
+/// Returns the interrupt number of each receive queue, from the text of /proc/interrupts. Drivers name interrupts
 /// `eth0-TxRx-3`, `i40e-eth0-TxRx-3`, `virtio2-input.3`, `mlx5_comp3@pci:0000:3b:00.0`, `eth0-rx-3` or `eth0-Tx-Rx-3`.
-fn irqs_by_receive_queue(interrupts: &str, interface: &str, device: &str) -> BTreeMap<u16, u32> {
-    let is_of_interface = |action: &str| {
-        let has_name_part = |name: &str| {
+fn irqs_by_receive_queue(interrupts: &str, interface: &str, bus_device: &str) -> BTreeMap<u16, u32> {
+    let belongs_to_interface = |action: &str| {
+        let contains_name = |name: &str| {
             action.split(['-', '@']).any(|name_part| name_part == name || name_part.ends_with(&format!(":{name}")))
         };
-        has_name_part(interface) || has_name_part(device) || action.ends_with(&format!("pci:{device}"))
+        contains_name(interface) || contains_name(bus_device) || action.ends_with(&format!("pci:{bus_device}"))
     };
     let mut irq_by_queue = BTreeMap::new();
     for line in interrupts.lines() {
@@ -62,7 +62,7 @@ fn irqs_by_receive_queue(interrupts: &str, interface: &str, device: &str) -> BTr
         let irq_number = columns.next().and_then(|irq_token| irq_token.strip_suffix(':')?.parse().ok());
         let (Some(irq), Some(action)) = (irq_number, columns.last()) else { continue };
         if let Some(queue) = parse_receive_queue(action)
-            && is_of_interface(action)
+            && belongs_to_interface(action)
         {
             irq_by_queue.insert(queue, irq);
         }
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn receive_queue_interrupts_of_many_drivers_are_found() {
+    fn receive_queue_interrupts_are_found_for_common_drivers() {
         let virtio_actions =
             ["virtio2-config", "virtio2-input.0", "virtio2-output.0", "virtio2-input.1", "virtio20-input.0"];
         assert_eq!(parse_irqs(&virtio_actions, "eth0", "virtio2"), [(0, 31), (1, 33)]);

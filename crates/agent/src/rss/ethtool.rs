@@ -21,38 +21,38 @@ const ETHTOOL_GRXCLSRLCNT: u32 = 0x2e;
 const ETHTOOL_GRSSH: u32 = 0x46;
 const ETHTOOL_SRSSH: u32 = 0x47;
 
-/// Flags of the hashed fields, which are the source and destination IP address and both halves of the ports.
+/// Flags of the hashed fields: source and destination IP address, and both halves of the ports.
 const RXH_ADDRESSES_AND_PORTS: u64 = 1 << 4 | 1 << 5 | 1 << 6 | 1 << 7;
 const ETH_RSS_HASH_TOP: u8 = 1;
-/// Hash function number that leaves the NIC's hash function unchanged.
+/// Value of the hash function field that leaves the NIC's hash function unchanged.
 const ETH_RSS_HASH_NO_CHANGE: u8 = 0;
 const ETH_RXFH_INDIR_NO_CHANGE: u32 = 0xffff_ffff;
 const ETH_RXFH_INDIR_DEFAULT: u32 = 0;
 
-/// Length of `struct ethtool_rxfh` without its data, in 32-bit words: cmd, rss_context, indir_size, key_size, (hfunc,
-/// input_xfrm, 2 reserved), reserved.
+/// Length of `struct ethtool_rxfh` without its data, in 32-bit words. Its fields are cmd, rss_context, indir_size,
+/// key_size, (hfunc, input_xfrm, 2 reserved bytes), and reserved.
 const RXFH_WORDS: usize = 6;
 const RXFH_INDIR_SIZE_INDEX: usize = 2;
 const RXFH_KEY_SIZE_INDEX: usize = 3;
 const RXFH_FUNCTION_INDEX: usize = 4;
-/// Number of 32-bit words reserved for `struct ethtool_rxnfc`. It exceeds the length of these requests because the
+/// Number of 32-bit words reserved for `struct ethtool_rxnfc`. It exceeds the length of the requests here, because the
 /// kernel may copy the whole structure back.
 const RXNFC_WORDS: usize = 64;
-/// Word index of `rule_cnt` in `struct ethtool_rxnfc`, after cmd, flow_type, data (8 bytes) and fs (168 bytes).
+/// Word index of `rule_cnt` in `struct ethtool_rxnfc`. It follows cmd, flow_type, data (8 bytes) and fs (168 bytes).
 const RXNFC_RULE_COUNT_INDEX: usize = (4 + 4 + 8 + 168) / 4;
 
-/// File with the kernel's default RSS key, which NICs use if their driver shows none. It has the first bytes that
-/// netdev_rss_key_fill() returns (net/core/dev.c).
+/// File with the kernel's default RSS key, which NICs use if their driver shows none. It contains the first bytes of
+/// the key that netdev_rss_key_fill() returns (net/core/dev.c).
 const NETDEV_RSS_KEY_PATH: &str = "/proc/sys/net/core/netdev_rss_key";
 const NETDEV_RSS_KEY_BYTES: usize = 40;
 
-/// Makes an ethtool request. `request` holds the command as 32-bit words, and receives the answer.
+/// Executes an ethtool ioctl. `request` contains the command as 32-bit words, and receives the answer.
 fn execute_ethtool_request(interface: &str, request: &mut [u32]) -> io::Result<()> {
     // SAFETY: `request` is as long as its header states, which every caller of this private function ensures.
     unsafe { ethtool::ethtool_ioctl(interface, request) }
 }
 
-/// Returns the field `data` of `struct ethtool_rxnfc`, which begins with cmd, flow_type and data (64 bits).
+/// Returns the 64-bit field `data` of `struct ethtool_rxnfc`, which follows cmd and flow_type.
 fn read_rxnfc_data(interface: &str, command: u32, flow_type: u32) -> io::Result<u64> {
     let mut request = [0; RXNFC_WORDS];
     request[0] = command;
@@ -74,7 +74,7 @@ pub fn driver_name(interface: &str) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&driver_name).into_owned())
 }
 
-/// Returns whether the device merges received packets in hardware (LRO).
+/// Returns whether the device merges received packets in hardware (large receive offload, LRO).
 pub fn has_lro(interface: &str) -> io::Result<bool> {
     Ok(ethtool::offload_flags(interface)? & ETH_FLAG_LRO != 0)
 }
@@ -84,18 +84,18 @@ pub fn strips_vlan_tags(interface: &str) -> io::Result<bool> {
     Ok(ethtool::offload_flags(interface)? & ETH_FLAG_RXVLAN != 0)
 }
 
-/// Returns a private flag of the driver (`ethtool --show-priv-flags`), or `None` if it has no flag of that name.
-pub fn private_flag(interface: &str, name: &str) -> Option<bool> {
+/// Returns the value of a private flag of the driver (`ethtool --show-priv-flags`), or `None` if it has no such flag.
+pub fn read_private_flag(interface: &str, flag_name: &str) -> Option<bool> {
     const ETH_SS_PRIV_FLAGS: u32 = 2;
     // The kernel keeps all private flags in one 32-bit word.
-    let flag_names = ethtool::string_set(interface, ETH_SS_PRIV_FLAGS, u32::BITS).ok()?;
-    let flag_index = flag_names.iter().position(|flag| flag == name)?;
+    let flag_names = ethtool::driver_string_set(interface, ETH_SS_PRIV_FLAGS, u32::BITS).ok()?;
+    let flag_index = flag_names.iter().position(|flag| flag == flag_name)?;
     let mut flags_request = [ETHTOOL_GPFLAGS, 0];
     execute_ethtool_request(interface, &mut flags_request).ok()?;
     Some(flags_request[1] >> flag_index & 1 != 0)
 }
 
-/// Kind of traffic whose hashed fields can be set separately, as in `ethtool -N DEVICE rx-flow-hash`.
+/// Kind of traffic whose hashed fields are set separately, as by `ethtool -N DEVICE rx-flow-hash`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FlowType {
     Tcp4,
@@ -116,7 +116,7 @@ impl FlowType {
         }
     }
 
-    /// Returns the name that ethtool uses for the flow type.
+    /// Returns ethtool's name of the flow type.
     pub fn ethtool_name(self) -> &'static str {
         match self {
             Self::Tcp4 => "tcp4",
@@ -126,8 +126,8 @@ impl FlowType {
         }
     }
 
-    /// Returns the kernel's number for the flow type, which is TCP_V4_FLOW, UDP_V4_FLOW, TCP_V6_FLOW or UDP_V6_FLOW.
-    fn kernel_number(self) -> u32 {
+    /// Returns the kernel's number of the flow type: TCP_V4_FLOW, UDP_V4_FLOW, TCP_V6_FLOW or UDP_V6_FLOW.
+    fn kernel_flow_type(self) -> u32 {
         match self {
             Self::Tcp4 => 1,
             Self::Udp4 => 2,
@@ -137,16 +137,18 @@ impl FlowType {
     }
 }
 
-/// Returns whether the NIC hashes the ports in addition to the addresses, or `None` if the driver does not report this.
+/// Returns whether the NIC also hashes the ports for a flow type, or `None` if the driver does not report this.
 pub fn hashes_ports(interface: &str, flow_type: FlowType) -> Option<bool> {
-    hash_fields(interface, flow_type).ok().map(|fields| fields & RXH_ADDRESSES_AND_PORTS == RXH_ADDRESSES_AND_PORTS)
+    read_hash_fields(interface, flow_type)
+        .ok()
+        .map(|fields| fields & RXH_ADDRESSES_AND_PORTS == RXH_ADDRESSES_AND_PORTS)
 }
 
-fn hash_fields(interface: &str, flow_type: FlowType) -> io::Result<u64> {
-    read_rxnfc_data(interface, ETHTOOL_GRXFH, flow_type.kernel_number())
+fn read_hash_fields(interface: &str, flow_type: FlowType) -> io::Result<u64> {
+    read_rxnfc_data(interface, ETHTOOL_GRXFH, flow_type.kernel_flow_type())
 }
 
-/// Returns whether the driver accepts flow rules (ntuple), and how many rules it has.
+/// Returns whether flow rules are enabled (ntuple), and the number of flow rules.
 pub fn ntuple_and_rule_count(interface: &str) -> (bool, u64) {
     let is_ntuple_on = ethtool::offload_flags(interface).is_ok_and(|flags| flags & ETH_FLAG_NTUPLE != 0);
     let mut rule_count_request = [0; RXNFC_WORDS];
@@ -156,7 +158,7 @@ pub fn ntuple_and_rule_count(interface: &str) -> (bool, u64) {
     (is_ntuple_on, rule_count)
 }
 
-/// Returns the first bytes of the kernel's default RSS key, which is used by drivers whose key cannot be read.
+/// Returns the first bytes of the kernel's default RSS key, which applies to NICs whose driver shows no key.
 fn read_netdev_rss_key() -> Result<Vec<u8>, RssError> {
     let io_error = |source| RssError::Io { operation: NETDEV_RSS_KEY_PATH.to_owned(), source };
     let text = fs::read_to_string(NETDEV_RSS_KEY_PATH).map_err(io_error)?;
@@ -167,13 +169,13 @@ fn read_netdev_rss_key() -> Result<Vec<u8>, RssError> {
     Ok(key_bytes)
 }
 
-/// NIC whose RSS settings are read and set with ethtool ioctls.
+/// NIC whose RSS settings the agent reads and sets with ethtool ioctls.
 #[derive(Debug)]
 pub struct EthtoolRss {
     interface: String,
 }
 
-/// Driver's decoded reply to ETHTOOL_GRSSH.
+/// Decoded answer of a driver to the ioctl ETHTOOL_GRSSH, which returns the RSS settings.
 struct RxfhReply {
     settings: RssSettings,
     hash_function: u8,
@@ -246,7 +248,7 @@ impl RssDevice for EthtoolRss {
             );
         }
         // If the driver does not report the fields, it hashes the addresses and ports of TCP packets.
-        if let Ok(fields) = hash_fields(&self.interface, FlowType::Tcp4)
+        if let Ok(fields) = read_hash_fields(&self.interface, FlowType::Tcp4)
             && fields & RXH_ADDRESSES_AND_PORTS != RXH_ADDRESSES_AND_PORTS
         {
             return Err(self.unsupported_hash_error(&format!(
@@ -292,13 +294,13 @@ impl RssDevice for EthtoolRss {
         let entry_count = if table.is_empty() { ETH_RXFH_INDIR_NO_CHANGE } else { table.len() as u32 };
         let mut request = vec![ETHTOOL_SRSSH, 0, entry_count, key.len() as u32, input_transform_word, 0];
         request.extend(table);
-        request.extend(key_words(&key));
+        request.extend(to_key_words(&key));
         execute_ethtool_request(&self.interface, &mut request).map_err(to_rss_error)
     }
 }
 
-/// Returns the key's bytes as words, the last of which is padded with zeros.
-fn key_words(key: &[u8]) -> impl Iterator<Item = u32> {
+/// Returns the key's bytes as 32-bit words. The last word is padded with zeros.
+fn to_key_words(key: &[u8]) -> impl Iterator<Item = u32> {
     key.chunks(4).map(|chunk| {
         let mut key_word = [0; 4];
         key_word[..chunk.len()].copy_from_slice(chunk);
@@ -311,7 +313,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn error_names_the_device_without_rss() {
+    fn error_names_the_device_that_has_no_rss() {
         let error = EthtoolRss::new("lo").read_config().unwrap_err();
         assert_eq!(error.to_string(), "lo has no RSS indirection table that ethtool shows");
         let error = EthtoolRss::new("nonexistent0").read_config().unwrap_err();
@@ -319,7 +321,7 @@ mod tests {
         assert_eq!(EthtoolRss::new("lo").receive_queue_count(), 1);
         assert!(receive_queue_count("a-name-that-is-too-long").is_err());
         assert!(driver_name("nonexistent0").is_err() && hashes_ports("lo", FlowType::Udp6).is_none());
-        assert_eq!((strips_vlan_tags("lo").ok(), private_flag("lo", "flow-director-atr")), (Some(false), None));
+        assert_eq!((strips_vlan_tags("lo").ok(), read_private_flag("lo", "flow-director-atr")), (Some(false), None));
     }
 
     #[test]

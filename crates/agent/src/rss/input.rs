@@ -10,14 +10,14 @@ use coreward_model::tuple::address_from_words;
 
 use super::rss_verifier::{RssVerdict, RssVerifier};
 
-/// Search for the input transform that predicts the receive queues on which the sampled packets arrived.
+/// Search for the input transform with which RSS predicts the receive queues of the sampled packets correctly.
 #[derive(Debug, Default)]
 pub struct TransformSearch {
     transform_candidates: Vec<TransformCandidate>,
     last_sample_number: u32,
 }
 
-/// Input transform that the NIC may use, and the verifier of the queues that it predicts.
+/// Input transform that the NIC may use, with the verifier of the receive queues that it predicts.
 #[derive(Debug)]
 struct TransformCandidate {
     input_transform: InputTransform,
@@ -27,7 +27,7 @@ struct TransformCandidate {
 }
 
 impl TransformSearch {
-    /// Restarts the search after the indirection table has changed, ignoring samples up to `last_sample_number`.
+    /// Restarts the search after the indirection table has changed. Ignores samples up to `last_sample_number`.
     pub fn restart(&mut self, last_sample_number: u32) {
         *self = Self { transform_candidates: Vec::new(), last_sample_number };
     }
@@ -37,8 +37,8 @@ impl TransformSearch {
     }
 
     /// Evaluates samples that are newer than [`last_sample_number`](Self::last_sample_number). Returns the only
-    /// transform that predicts their queues correctly, or `None` if it is not yet known. The transform in `rss_config`
-    /// is not tried.
+    /// transform that predicts their receive queues correctly, or `None` if it is not yet known. Does not try the
+    /// transform in `rss_config`.
     pub fn observe_samples(&mut self, rss_config: &RssConfig, samples: &[intf::rss_sample]) -> Option<InputTransform> {
         if self.transform_candidates.is_empty() {
             let other_transforms = InputTransform::ALL
@@ -53,9 +53,9 @@ impl TransformSearch {
             self.transform_candidates = other_transforms.map(new_candidate).collect();
         }
         self.last_sample_number = samples.iter().map(|sample| sample.sequence).max().unwrap_or(self.last_sample_number);
-        let explaining_transforms =
+        let matching_transforms =
             self.transform_candidates.iter_mut().filter_map(|candidate| candidate.observe_samples(rss_config, samples));
-        let explaining_transforms: Vec<InputTransform> = explaining_transforms.collect();
+        let explaining_transforms: Vec<InputTransform> = matching_transforms.collect();
         // If two transforms predict the queues, it is unknown which one the NIC uses.
         if let [only_transform] = explaining_transforms[..] { Some(only_transform) } else { None }
     }
@@ -67,7 +67,7 @@ impl TransformCandidate {
         for sample in samples {
             let Some(four_tuple) = sample_four_tuple(sample) else { continue };
             let predicted_queue =
-                rss_config.indirection_table.queue_of_hash(transformed_key.toeplitz_hash(&four_tuple.bytes()));
+                rss_config.indirection_table.queue_for_hash(transformed_key.toeplitz_hash(&four_tuple.bytes()));
             let match_count = if predicted_queue == sample.actual_queue {
                 &mut self.matched_count
             } else {
@@ -81,7 +81,7 @@ impl TransformCandidate {
     }
 }
 
-/// Returns the sampled packet's addresses and ports, or `None` if a newer sample is overwriting them.
+/// Returns the addresses and ports of the sampled packet, or `None` if a newer sample is overwriting them.
 fn sample_four_tuple(sample: &intf::rss_sample) -> Option<FourTuple> {
     let source = SocketAddr::new(address_from_words(sample.source_address), u16::from_be(sample.source_port));
     let destination =
@@ -99,11 +99,17 @@ mod tests {
     use super::*;
 
     fn rss_config() -> RssConfig {
-        RssConfig { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap() }
+        RssConfig {
+            key: RssKey::microsoft_verification_key(),
+            indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap(),
+        }
     }
 
-    /// Returns samples of SYNs from many clients, on the queues that a NIC with the transform `input` selects.
-    fn syn_samples(input: Option<InputTransform>, sequences: std::ops::Range<u32>) -> Vec<intf::rss_sample> {
+    /// Returns samples of SYNs from many clients, on the receive queues that a NIC with this input transform selects.
+    fn syn_samples(
+        input_transform: Option<InputTransform>,
+        sample_numbers: std::ops::Range<u32>,
+    ) -> Vec<intf::rss_sample> {
         let new_sample = |sequence: u32| {
             let (client, vip): (IpAddr, IpAddr) = if sequence.is_multiple_of(2) {
                 (Ipv4Addr::from(0x0a01_0000 | sequence).into(), Ipv4Addr::new(10, 200, 0, 1).into())
@@ -122,22 +128,22 @@ mod tests {
                 sequence,
                 ..Default::default()
             };
-            let predicted_queue = |input| {
-                rss_config().indirection_table.queue_of_hash(
+            let predict_queue = |input| {
+                rss_config().indirection_table.queue_for_hash(
                     rss_config()
                         .key
                         .with_input_transform(input)
                         .toeplitz_hash(&sample_four_tuple(&sample).unwrap().bytes()),
                 )
             };
-            sample.actual_queue = input.map_or(sequence as u16 % 4, predicted_queue);
+            sample.actual_queue = input_transform.map_or(sequence as u16 % 4, predict_queue);
             sample
         };
-        sequences.map(new_sample).collect()
+        sample_numbers.map(new_sample).collect()
     }
 
     #[test]
-    fn chance_match_is_not_taken_for_an_input_transform() {
+    fn accidental_match_does_not_select_an_input_transform() {
         for input in [InputTransform::SymmetricXor, InputTransform::SymmetricOrXor] {
             let mut search = TransformSearch::default();
             assert_eq!(search.observe_samples(&rss_config(), &syn_samples(Some(input), 1..5)), None, "too few");
@@ -154,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn input_transform_switched_off_in_the_nic_is_recognised() {
+    fn input_transform_that_the_nic_has_disabled_is_detected() {
         let symmetric_config =
             RssConfig { key: rss_config().key.with_input_transform(InputTransform::SymmetricOrXor), ..rss_config() };
         let mut search = TransformSearch::default();

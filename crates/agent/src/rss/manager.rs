@@ -6,20 +6,20 @@ use coreward_model::rss::{IndirectionTable, InputTransform, RssConfig, RssKey};
 use super::{RssDevice, RssError, RssSettings};
 use crate::saved_settings::SettingsStore;
 
-/// RSS settings that the fleet requires of this server's NIC.
+/// RSS settings that the fleet's configuration requires for this server's NIC.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DesiredRss {
     pub rss_key: RssKey,
-    /// Id of this server, which is the seed of the balanced indirection table.
+    /// Id of this server, which is the seed for its balanced indirection table.
     pub table_seed: ServerId,
 }
 
 pub struct RssManager {
     rss_device: Box<dyn RssDevice>,
-    /// Settings that the agent applies, or `None` if it only reads the NIC's settings.
+    /// Settings that the agent sets on the NIC, or `None` if it only reads the NIC's settings.
     desired_rss: Option<DesiredRss>,
     known_rss: Option<RssConfig>,
-    /// Input transform that the sampled packets reveal, if it differs from the one that the driver reports.
+    /// Input transform that the sampled packets show, if it differs from the transform that the driver reports.
     observed_transform: Option<InputTransform>,
     receive_queue_count: u16,
     change_count: u64,
@@ -37,29 +37,30 @@ impl RssManager {
             change_count: 0,
             rss_problem: None,
         };
-        manager.reread_settings();
+        manager.read_settings();
         // The generation starts at 1, so that the first report informs the controller even if RSS is unknown.
         manager.change_count = manager.change_count.max(1);
         manager
     }
 
-    /// Saves the NIC's original settings, and sets the desired RSS key and table now and whenever the NIC has others.
-    pub fn manage_rss(&mut self, desired_rss: DesiredRss, settings_store: &mut SettingsStore) {
+    /// Saves the NIC's original settings. Sets the desired RSS key and table now, and again whenever the NIC has
+    /// different ones.
+    pub fn start_managing_rss(&mut self, desired_rss: DesiredRss, settings_store: &mut SettingsStore) {
         self.desired_rss = Some(desired_rss);
         self.apply_desired_rss(settings_store);
     }
 
-    /// Reads the NIC's settings, and sets the desired ones again if the NIC has lost them. Returns whether the RSS key,
-    /// the table or the number of receive queues has changed.
+    /// Reads the NIC's settings, and sets the desired settings again if the NIC has lost them. Returns whether the RSS
+    /// key, the table or the number of receive queues has changed.
     pub fn sync_with_nic(&mut self, settings_store: &mut SettingsStore) -> bool {
         let previous_change_count = self.change_count;
-        self.reread_settings();
+        self.read_settings();
         self.apply_desired_rss(settings_store);
         self.change_count != previous_change_count
     }
 
-    /// Records the input transform that the sampled packets reveal.
-    pub fn set_input_transform(&mut self, input_transform: InputTransform) {
+    /// Records the input transform that the sampled packets show.
+    pub fn set_observed_transform(&mut self, input_transform: InputTransform) {
         let source = self.rss_device.settings_source();
         tracing::warn!(
             event = "rss-input-differs",
@@ -69,10 +70,10 @@ impl RssManager {
             "the NIC hashes by another input transform than its driver reports: the agent uses the observed one"
         );
         self.observed_transform = Some(input_transform);
-        self.reread_settings();
+        self.read_settings();
     }
 
-    pub fn restore(&mut self, settings_store: &mut SettingsStore) {
+    pub fn restore_original_settings(&mut self, settings_store: &mut SettingsStore) {
         self.desired_rss = None;
         let Some(original_settings) = settings_store.get().rss.clone() else { return };
         let source = self.rss_device.settings_source();
@@ -102,14 +103,14 @@ impl RssManager {
                 "the agent cannot delete the saved RSS settings: its next stop restores them again"
             );
         }
-        self.reread_settings();
+        self.read_settings();
     }
 
-    fn reread_settings(&mut self) {
+    fn read_settings(&mut self) {
         let receive_queue_count = self.rss_device.receive_queue_count();
         let known_rss = match self.rss_device.read_config() {
             Ok(rss) => {
-                self.rss_problem = queue_range_problem(&rss.indirection_table, receive_queue_count);
+                self.rss_problem = find_queue_range_problem(&rss.indirection_table, receive_queue_count);
                 let input_transform = self.observed_transform.unwrap_or(rss.key.input_transform());
                 Some(RssConfig { key: rss.key.with_input_transform(input_transform), ..rss })
             }
@@ -160,12 +161,13 @@ impl RssManager {
         desired_rss: &DesiredRss,
         settings_store: &mut SettingsStore,
     ) -> anyhow::Result<()> {
-        let entries = self.rss_device.table_entry_count()?;
-        let table = IndirectionTable::balanced(desired_rss.table_seed.get().into(), entries, self.receive_queue_count)?;
+        let entry_count = self.rss_device.table_entry_count()?;
+        let table =
+            IndirectionTable::balanced(desired_rss.table_seed.get().into(), entry_count, self.receive_queue_count)?;
         let current_settings = self.rss_device.unchecked_settings();
         let desired_settings = RssSettings {
             key: Some(desired_rss.rss_key.bytes().to_vec()),
-            indirection_table: table.queues().iter().map(|queue| u32::from(*queue)).collect(),
+            indirection_table: table.queue_by_entry().iter().map(|queue| u32::from(*queue)).collect(),
             input_transform: current_settings.as_ref().map_or(0, |current| current.input_transform),
         };
         if current_settings.as_ref().is_ok_and(|current| matches_desired_settings(current, &desired_settings)) {
@@ -181,11 +183,11 @@ impl RssManager {
             event = "rss-set",
             interface = self.rss_device.interface_name(),
             source = self.rss_device.settings_source(),
-            entries,
+            entries = entry_count,
             receive_queues = self.receive_queue_count,
             "the agent has set the fleet's RSS key and a balanced indirection table"
         );
-        self.reread_settings();
+        self.read_settings();
         Ok(())
     }
 
@@ -203,19 +205,19 @@ impl RssManager {
         self.receive_queue_count.max(1)
     }
 
-    /// Returns how often the settings have changed so far, at least 1.
+    /// Returns the number of changes of the settings so far, at least 1.
     pub fn change_count(&self) -> u64 {
         self.change_count
     }
 
-    /// Returns why the RSS settings cannot be read or set, as text for `coreward status`, or `None` if they can.
+    /// Returns the reason why the RSS settings cannot be read or set, for `coreward status`, or `None` if they can.
     pub fn rss_problem(&self) -> Option<&str> {
         self.rss_problem.as_deref()
     }
 }
 
-/// Returns whether the NIC has the desired settings. The NIC's key may be longer than the desired one. A NIC that
-/// accepts no key has none.
+/// Returns whether the NIC has the desired settings. A NIC that accepts no key has none, and the NIC's key may be
+/// longer than the desired one.
 fn matches_desired_settings(current_settings: &RssSettings, desired_settings: &RssSettings) -> bool {
     let desired_key = desired_settings.key.as_deref().unwrap_or_default();
     current_settings.indirection_table == desired_settings.indirection_table
@@ -226,8 +228,8 @@ fn matches_desired_settings(current_settings: &RssSettings, desired_settings: &R
         })
 }
 
-fn queue_range_problem(table: &IndirectionTable, receive_queue_count: u16) -> Option<String> {
-    let highest_queue = table.queues().iter().max().copied().unwrap_or(0);
+fn find_queue_range_problem(table: &IndirectionTable, receive_queue_count: u16) -> Option<String> {
+    let highest_queue = table.queue_by_entry().iter().max().copied().unwrap_or(0);
     (highest_queue >= receive_queue_count).then(|| {
         format!("the RSS table names receive queue {highest_queue}, but there are {receive_queue_count} queues")
     })
@@ -272,17 +274,17 @@ mod tests {
         }
     }
 
-    fn fake_nic(entries: u32, accepts_key: bool) -> std::sync::Arc<std::sync::Mutex<FakeNic>> {
+    fn fake_nic(entry_count: u32, accepts_key: bool) -> std::sync::Arc<std::sync::Mutex<FakeNic>> {
         let settings = RssSettings {
             key: accepts_key.then(|| vec![1; 40]),
-            indirection_table: (0..entries).map(|entry| entry % 4).collect(),
+            indirection_table: (0..entry_count).map(|entry| entry % 4).collect(),
             input_transform: 0,
         };
         std::sync::Arc::new(std::sync::Mutex::new(FakeNic { settings, receive_queue_count: 4, accepts_key }))
     }
 
     fn desired_rss() -> DesiredRss {
-        DesiredRss { rss_key: RssKey::microsoft(), table_seed: 7.try_into().unwrap() }
+        DesiredRss { rss_key: RssKey::microsoft_verification_key(), table_seed: 7.try_into().unwrap() }
     }
 
     #[test]
@@ -296,15 +298,15 @@ mod tests {
     }
 
     #[test]
-    fn changes_of_rss_by_other_programs_are_detected() {
+    fn rss_changes_by_other_programs_are_detected() {
         let device = fake_nic(128, false);
         let mut manager = RssManager::new(Box::new(device.clone()));
         assert_eq!(manager.known_rss().unwrap().key.bytes(), [9; 40]);
         device.lock().unwrap().settings.indirection_table[0] = 3;
-        manager.reread_settings();
-        assert_eq!((manager.change_count(), manager.known_rss().unwrap().indirection_table.queue_of_hash(0)), (2, 3));
+        manager.read_settings();
+        assert_eq!((manager.change_count(), manager.known_rss().unwrap().indirection_table.queue_for_hash(0)), (2, 3));
         device.lock().unwrap().receive_queue_count = 3;
-        manager.reread_settings();
+        manager.read_settings();
         assert_eq!(
             (manager.change_count(), manager.rss_problem()),
             (3, Some("the RSS table names receive queue 3, but there are 3 queues"))
@@ -312,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn managed_rss_is_set_kept_and_restored() {
+    fn managed_rss_is_set_reapplied_and_finally_restored() {
         skip_if!(missing_testbed_rights());
         let pin_directory =
             std::path::PathBuf::from(format!("/sys/fs/bpf/coreward-test-{}-remembered", std::process::id()));
@@ -321,11 +323,11 @@ mod tests {
             let original_settings = device.lock().unwrap().settings.clone();
             let mut settings_store = SettingsStore::open(&pin_directory).unwrap();
             let mut manager = RssManager::new(Box::new(device.clone()));
-            manager.manage_rss(desired_rss(), &mut settings_store);
+            manager.start_managing_rss(desired_rss(), &mut settings_store);
             let balanced_table = IndirectionTable::balanced(7, 64, 4).unwrap();
             assert_eq!(manager.known_rss().unwrap().indirection_table, balanced_table);
             assert_eq!(
-                (manager.known_rss().unwrap().key == RssKey::microsoft(), manager.change_count()),
+                (manager.known_rss().unwrap().key == RssKey::microsoft_verification_key(), manager.change_count()),
                 (accepts_key, 2)
             );
             // Another program sets another table. Later the number of queues changes.
@@ -334,17 +336,17 @@ mod tests {
             assert_eq!(manager.known_rss().unwrap().indirection_table, balanced_table);
             device.lock().unwrap().receive_queue_count = 2;
             assert!(manager.sync_with_nic(&mut settings_store));
-            assert_eq!(manager.known_rss().unwrap().indirection_table.queues().iter().max(), Some(&1));
+            assert_eq!(manager.known_rss().unwrap().indirection_table.queue_by_entry().iter().max(), Some(&1));
             assert!(!manager.sync_with_nic(&mut settings_store));
             // The process is killed, but the next one still knows the original settings.
             drop((manager, settings_store));
             let mut settings_store = SettingsStore::open(&pin_directory).unwrap();
             let mut manager = RssManager::new(Box::new(device.clone()));
-            manager.manage_rss(desired_rss(), &mut settings_store);
-            manager.restore(&mut settings_store);
+            manager.start_managing_rss(desired_rss(), &mut settings_store);
+            manager.restore_original_settings(&mut settings_store);
             assert_eq!(device.lock().unwrap().settings, original_settings);
             assert_eq!(settings_store.get().rss, None);
-            settings_store.remove().unwrap();
+            settings_store.remove_pinned_map().unwrap();
         }
         std::fs::remove_dir(&pin_directory).unwrap();
     }

@@ -17,31 +17,31 @@ use coreward_model::rss::{
 };
 use serde::{Deserialize, Serialize};
 
-/// RSS settings as the NIC's driver reports them, without any checks.
+/// RSS settings as the NIC's driver reports them, before any check.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RssSettings {
-    /// RSS key, or `None` if it cannot be read or is not to be set.
+    /// RSS key, or `None` if the driver does not report it or if it must not be set.
     pub key: Option<Vec<u8>>,
-    /// Receive queue for each entry of the indirection table. The list is empty if the table is not to be set.
+    /// Receive queue of each entry of the indirection table. Empty if the table must not be set.
     pub indirection_table: Vec<u32>,
-    /// Transform of addresses and ports before hashing, as ethtool's number, or 0 if the kernel does not report it.
+    /// Transform of addresses and ports before hashing, as ethtool's number. 0 if the kernel does not report it.
     #[serde(default)]
     pub input_transform: u8,
 }
 
-/// Reasons why the NIC's receive queue for a connection cannot be predicted.
+/// Reason why the receive queue that the NIC selects for a connection cannot be predicted.
 #[derive(Debug, thiserror::Error)]
 pub enum RssError {
-    /// The NIC has one receive queue, or its driver has no RSS.
+    /// The NIC has only one receive queue, or its driver does not support RSS.
     #[error("{0} has no RSS indirection table that ethtool shows")]
     NoIndirectionTable(String),
-    /// The NIC uses another hash function than Toeplitz, or hashes other fields.
+    /// The NIC uses a hash function other than Toeplitz, or does not hash exactly the addresses and ports.
     #[error("{interface} hashes by {found}: expected Toeplitz over addresses and ports")]
     UnsupportedHash { interface: String, found: String },
-    /// The indirection table is not indexed by the low bits of the hash.
+    /// The NIC does not use the low bits of the hash as the index of the indirection table.
     #[error("{interface}: {source}")]
     InvalidTable { interface: String, source: IndirectionTableError },
-    /// The RSS key is too short or too long.
+    /// The RSS key has an unsupported length.
     #[error("{interface}: {source}")]
     InvalidKey { interface: String, source: RssKeyLengthError },
     /// The kernel or the file system returned an error.
@@ -54,8 +54,8 @@ pub enum RssError {
 }
 
 impl RssSettings {
-    /// Checks the settings and returns them, with `fallback_key` if the key could not be read. Fails if the indirection
-    /// table or the key has an invalid length.
+    /// Returns the checked settings, with `fallback_key` if the key could not be read. Fails if the indirection table
+    /// or the key has an invalid length.
     pub fn into_config(&self, interface: &str, fallback_key: &[u8]) -> Result<RssConfig, RssError> {
         let rss_key = RssKey::new(self.key.as_deref().unwrap_or(fallback_key))
             .map_err(|source| RssError::InvalidKey { interface: interface.to_owned(), source })?;
@@ -71,24 +71,24 @@ impl RssSettings {
 }
 
 pub trait RssDevice: Send {
-    /// Returns the name of the source of these settings for reports, which is "ethtool" or "testbed emulation".
+    /// Returns the name of the source of the settings in reports: "ethtool" or "testbed emulation".
     fn settings_source(&self) -> &'static str;
 
-    /// Returns the name of the NIC's network device.
+    /// Returns the name of the NIC's network interface.
     fn interface_name(&self) -> &str;
 
     /// Returns the number of receive queues, at least 1.
     fn receive_queue_count(&self) -> u16;
 
-    /// Returns the NIC's settings without checks. Fails when the driver does not report them.
+    /// Returns the NIC's settings without checks. Fails if the driver does not report them.
     fn unchecked_settings(&self) -> Result<RssSettings, RssError>;
 
-    /// Returns the checked RSS configuration by which the NIC distributes TCP packets. Fails when it is unknown.
+    /// Returns the checked RSS configuration with which the NIC distributes TCP packets. Fails if it is unknown.
     fn read_config(&self) -> Result<RssConfig, RssError>;
 
-    /// Returns how many table entries `write_settings` must set. Fails when the driver does not report this number.
+    /// Returns the number of table entries that `write_settings` must set. Fails if the driver does not report it.
     fn table_entry_count(&self) -> Result<usize, RssError>;
 
-    /// Writes the settings to the NIC, without the key if the NIC accepts none. Fails when the driver rejects them.
+    /// Writes the settings to the NIC, but no key if the NIC accepts none. Fails if the driver rejects them.
     fn write_settings(&mut self, settings: &RssSettings) -> Result<(), RssError>;
 }

@@ -6,20 +6,21 @@
 
 use coreward_model::rss::IndirectionTable;
 
-/// Natural logarithm of the odds at which the verifier reaches a verdict.
+/// Natural logarithm of the odds at which the verifier decides on a verdict.
 const DECISION_LOG_ODDS: f64 = 13.8; // ln 10^6
-/// Expected fraction of SYNs on other queues although the NIC uses the table, for example by a rule for one flow.
-const STRAY_FRACTION: f64 = 0.02;
+/// Expected fraction of SYNs on other queues even if the NIC uses the table, for example because of a rule for one
+/// flow.
+const EXPECTED_MISMATCH_FRACTION: f64 = 0.02;
 
-/// Verdict on whether the NIC uses the table that it shows.
+/// Verdict on whether the NIC uses the indirection table that its driver reports.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RssVerdict {
-    /// There were too few SYNs, or the table has only one queue.
+    /// Too few SYNs have arrived, or the table has only one queue.
     #[default]
     Undecided,
     InForce,
-    /// SYNs arrive on queues that do not match the table that the NIC shows.
+    /// SYNs arrive on queues that do not match the reported table.
     NotInForce,
 }
 
@@ -36,13 +37,14 @@ impl std::fmt::Display for RssVerdict {
 #[derive(Debug, Clone, Default)]
 pub struct RssVerifier {
     verdict: RssVerdict,
-    /// Logarithm of the likelihood ratio between "the NIC does not use the table" and "the NIC uses the table".
+    /// Natural logarithm of the likelihood ratio between "the NIC does not use the table" and "the NIC uses the table".
     log_odds: f64,
-    last_match_counts: Option<(u64, u64)>,
+    last_matched_and_mismatched_counts: Option<(u64, u64)>,
 }
 
 impl RssVerifier {
-    /// Evaluates the total numbers of SYNs on the predicted queue and on other queues, and returns the verdict.
+    /// Evaluates the total numbers of SYNs that arrived on the predicted queue and on other queues. Returns the
+    /// verdict.
     pub fn observe_counts(
         &mut self,
         table: &IndirectionTable,
@@ -50,15 +52,15 @@ impl RssVerifier {
         mismatched_count: u64,
     ) -> RssVerdict {
         let (previous_matched_count, previous_mismatched_count) =
-            self.last_match_counts.replace((matched_count, mismatched_count)).unwrap_or_default();
-        let chance_probability = match_probability(table);
-        if chance_probability > 1.0 - STRAY_FRACTION {
+            self.last_matched_and_mismatched_counts.replace((matched_count, mismatched_count)).unwrap_or_default();
+        let chance_probability = chance_match_probability(table);
+        if chance_probability > 1.0 - EXPECTED_MISMATCH_FRACTION {
             return self.verdict;
         }
         let new_matches = matched_count.saturating_sub(previous_matched_count) as f64;
         let new_mismatches = mismatched_count.saturating_sub(previous_mismatched_count) as f64;
-        self.log_odds += new_mismatches * ((1.0 - chance_probability) / STRAY_FRACTION).ln()
-            + new_matches * (chance_probability / (1.0 - STRAY_FRACTION)).ln();
+        self.log_odds += new_mismatches * ((1.0 - chance_probability) / EXPECTED_MISMATCH_FRACTION).ln()
+            + new_matches * (chance_probability / (1.0 - EXPECTED_MISMATCH_FRACTION)).ln();
         if self.log_odds.abs() >= DECISION_LOG_ODDS {
             self.verdict = if self.log_odds > 0.0 { RssVerdict::NotInForce } else { RssVerdict::InForce };
             self.log_odds = 0.0;
@@ -66,9 +68,9 @@ impl RssVerifier {
         self.verdict
     }
 
-    /// Restarts the test after the table has changed, with the current totals as the starting point.
+    /// Restarts the verification after the table has changed. The current totals are the new starting point.
     pub fn restart(&mut self, matched_count: u64, mismatched_count: u64) {
-        *self = Self { last_match_counts: Some((matched_count, mismatched_count)), ..Self::default() };
+        *self = Self { last_matched_and_mismatched_counts: Some((matched_count, mismatched_count)), ..Self::default() };
     }
 
     pub fn verdict(&self) -> RssVerdict {
@@ -76,12 +78,13 @@ impl RssVerifier {
     }
 }
 
-/// Returns the probability that a SYN arrives on the predicted queue by chance, under another table with equal shares.
-fn match_probability(table: &IndirectionTable) -> f64 {
-    let mut entries_by_queue = std::collections::BTreeMap::new();
-    table.queues().iter().for_each(|queue| *entries_by_queue.entry(queue).or_insert(0u32) += 1);
+/// Returns the probability that a SYN arrives on the predicted queue by chance if the NIC uses another table. In that
+/// table, each queue has as many entries as in `table`.
+fn chance_match_probability(table: &IndirectionTable) -> f64 {
+    let mut entry_counts_by_queue = std::collections::BTreeMap::new();
+    table.queue_by_entry().iter().for_each(|queue| *entry_counts_by_queue.entry(queue).or_insert(0u32) += 1);
     let entry_count = table.entry_count() as f64;
-    entries_by_queue.values().map(|count| (f64::from(*count) / entry_count).powi(2)).sum()
+    entry_counts_by_queue.values().map(|count| (f64::from(*count) / entry_count).powi(2)).sum()
 }
 
 #[cfg(test)]
@@ -93,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn verdict_needs_a_few_dozen_syns() {
+    fn verdict_requires_a_few_dozen_syns() {
         let mut verifier = RssVerifier::default();
         assert_eq!(verifier.observe_counts(&four_queue_table(), 9, 0), RssVerdict::Undecided);
         assert_eq!(verifier.observe_counts(&four_queue_table(), 20, 0), RssVerdict::InForce);
@@ -106,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn change_of_the_nics_table_is_detected_after_any_history() {
+    fn table_change_is_detected_even_after_many_matches() {
         let mut verifier = RssVerifier::default();
         verifier.observe_counts(&four_queue_table(), 1_000_000, 0);
         assert_eq!(verifier.observe_counts(&four_queue_table(), 1_000_008, 24), RssVerdict::NotInForce);

@@ -18,8 +18,8 @@ pub struct TestbedRss {
 }
 
 impl TestbedRss {
-    /// Returns the emulated NIC `interface`, with registers at `register_map_pin` and `table_entry_count` table
-    /// entries.
+    /// Returns the emulated NIC `interface`. Its registers are in the map pinned at `register_map_pin`, and its
+    /// indirection table has `table_entry_count` entries.
     pub fn new(register_map_pin: PathBuf, interface: &str, table_entry_count: usize) -> Self {
         Self { register_map_pin, interface: interface.to_owned(), table_entry_count }
     }
@@ -54,7 +54,7 @@ impl RssDevice for TestbedRss {
 
     fn unchecked_settings(&self) -> Result<RssSettings, RssError> {
         let rss_config = self.read_config()?;
-        let table_queues = rss_config.indirection_table.queues().iter().map(|queue| u32::from(*queue));
+        let table_queues = rss_config.indirection_table.queue_by_entry().iter().map(|queue| u32::from(*queue));
         // The transform is left out, because the drivers of real NICs did not report it before 2025 either.
         Ok(RssSettings {
             key: Some(rss_config.key.bytes().to_vec()),

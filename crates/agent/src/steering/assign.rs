@@ -4,8 +4,8 @@ use coreward_dataplane::listeners::ServiceSocket;
 
 use crate::config::Steer;
 
-/// Returns the index in `listeners` of each queue's listener, or `None` if the kernel is to select the queue's workers.
-/// `cpu_of_queue` has the CPU that serves each queue.
+/// Returns the index in `listeners` of the listener of each queue, or `None` for a queue whose workers the kernel
+/// selects. `cpu_of_queue` contains the CPU that serves each queue.
 pub fn assign_listeners_to_queues(
     steering_mode: Steer,
     listeners: &[ServiceSocket],
@@ -18,30 +18,30 @@ pub fn assign_listeners_to_queues(
     }
 }
 
-/// Assigns the k-th socket to queue k. A master process opens its workers' sockets one after the other, so the order of
-/// descriptors is that of the workers. A respawned worker inherits the same socket. If sockets of separate processes
-/// have equal descriptors, the process with the lower pid comes first.
+/// Assigns the k-th socket to queue k. A master process opens the sockets of its workers one after the other, so that
+/// the order of descriptors is the order of workers. A respawned worker inherits the same socket. Among equal
+/// descriptors of separate processes, the lower pid comes first.
 fn assign_by_order(listeners: &[ServiceSocket], queue_count: usize) -> Vec<Option<usize>> {
     let mut listener_indices: Vec<usize> = (0..listeners.len()).collect();
     listener_indices.sort_by_key(|position| (listeners[*position].descriptor, listeners[*position].pid));
     (0..queue_count).map(|queue| listener_indices.get(queue % listener_indices.len().max(1)).copied()).collect()
 }
 
-/// Returns the index of the worker that may run on the queue's CPU and on the fewest other CPUs. Workers that may run
-/// anywhere are excluded, because steering to them would gain nothing.
+/// Returns the index of the worker that may run on the CPU `cpu` and on the fewest other CPUs. Workers that are not
+/// pinned are excluded, because steering to them would have no benefit.
 fn find_worker_pinned_to(listeners: &[ServiceSocket], cpu: usize) -> Option<usize> {
     let is_pinned_to_cpu = |listener: &&(usize, &ServiceSocket)| {
         listener.1.cpu_affinity.contains(&cpu) && listener.1.cpu_affinity.len() <= MAX_PINNED_CPUS
     };
-    let candidates: Vec<(usize, &ServiceSocket)> = listeners.iter().enumerate().collect();
-    let best_candidate = candidates
+    let indexed_listeners: Vec<(usize, &ServiceSocket)> = listeners.iter().enumerate().collect();
+    let best_candidate = indexed_listeners
         .iter()
         .filter(is_pinned_to_cpu)
         .min_by_key(|(position, listener)| (listener.cpu_affinity.len(), *position));
     best_candidate.map(|(position, _)| *position)
 }
 
-/// Maximum number of CPUs for a pinned worker. Two CPUs are a core and its sibling hardware thread.
+/// Maximum number of CPUs of a worker that counts as pinned. Two CPUs are a core and its sibling hardware thread.
 pub const MAX_PINNED_CPUS: usize = 2;
 
 #[cfg(test)]
@@ -53,7 +53,7 @@ mod tests {
     }
 
     #[test]
-    fn order_follows_descriptors_after_a_worker_respawn() {
+    fn workers_are_assigned_by_descriptor_after_a_respawn() {
         let listeners = [listener(30, 6, &[0, 1]), listener(77, 7, &[0, 1]), listener(32, 8, &[0, 1])];
         assert_eq!(assign_listeners_to_queues(Steer::Order, &listeners, &[0, 1, 2]), [Some(0), Some(1), Some(2)]);
         // With few workers, each serves several queues. Without workers, the kernel chooses.

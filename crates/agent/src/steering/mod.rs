@@ -26,45 +26,45 @@ use coreward_model::ServiceAddress;
 
 use crate::config::Steer;
 
-/// Maximum time between two searches of the epoll sets, because workers may be pinned to other CPUs meanwhile.
+/// Maximum interval between two searches of the epoll sets, because workers may be pinned to other CPUs meanwhile.
 const MAX_EPOLL_SEARCH_INTERVAL: Duration = Duration::from_secs(30);
 
-/// Steering for the connections of all services on this server. Steering remains active when this value is dropped.
+/// Steering of the connections of all services on this server to workers. It remains active after this value is
+/// dropped.
 #[derive(Debug)]
 pub struct Steering {
     steering_mode: Steer,
     pin_directory: PathBuf,
     services: BTreeMap<SocketAddr, SteeredService>,
-    /// Counters of all services that are or were steered, so that no total ever decreases.
+    /// Counters of all services that are or were steered. Former services are included, so that no total decreases.
     counters_by_service: BTreeMap<SocketAddr, SteerCounters>,
 }
 
 #[derive(Debug)]
 struct SteeredService {
     steering_program: Program,
-    /// Result of the last complete search, with the sockets, their workers, the queues' CPUs and the time.
+    /// Result of the last complete search: the sockets, their workers, the queues' CPUs and the time.
     steered_sockets: Option<SteeredSockets>,
-    /// State of repeated searches, while they find sockets that belong to no worker.
+    /// State of the repeated searches, while these find sockets without a worker.
     incomplete_search: Option<IncompleteSearch>,
 }
 
-/// Repeated searches of /proc that did not find the worker of every socket.
-///
-/// The next search is due after a quarter of the time between the first and the last one. It is therefore repeated soon
-/// after a reload, but rarely if workers do not wait with epoll. This matters because each search reads the descriptors
-/// of every process of the machine.
+/// Series of searches of /proc that did not find the worker of every socket.
+/// The next search is due after a quarter of the time between the first and the last search. Searches are therefore
+/// frequent after a reload, but rare if workers do not wait with epoll. This matters because each search reads the
+/// descriptors of every process on the machine.
 #[derive(Debug)]
 struct IncompleteSearch {
     socket_inodes: BTreeSet<SocketInode>,
     cpu_of_queue: Vec<usize>,
-    first_searched_at: Instant,
-    last_searched_at: Instant,
+    first_search_time: Instant,
+    last_search_time: Instant,
 }
 
 impl IncompleteSearch {
     fn is_retry_due(&self, now: Instant) -> bool {
-        now.duration_since(self.last_searched_at)
-            >= (self.last_searched_at.duration_since(self.first_searched_at) / 4).min(MAX_EPOLL_SEARCH_INTERVAL)
+        now.duration_since(self.last_search_time)
+            >= (self.last_search_time.duration_since(self.first_search_time) / 4).min(MAX_EPOLL_SEARCH_INTERVAL)
     }
 }
 
@@ -73,20 +73,20 @@ struct SteeredSockets {
     socket_inodes: BTreeSet<SocketInode>,
     listeners: Vec<ServiceSocket>,
     cpu_of_queue: Vec<usize>,
-    searched_at: Instant,
+    search_time: Instant,
 }
 
 impl Steering {
     pub fn new(steering_mode: Steer, pin_directory: &Path) -> Self {
         // Counters with another layout version are skipped here, because `set_services` fails for them later.
-        let to_pinned_counters =
+        let read_pinned_counters =
             |address| Some((address, SteerCounters::open_pinned(pin_directory, &pin_name(address)).ok()?));
-        let counters_by_service = pinned_service_addresses(pin_directory).filter_map(to_pinned_counters).collect();
+        let counters_by_service = pinned_service_addresses(pin_directory).filter_map(read_pinned_counters).collect();
         Self { steering_mode, pin_directory: pin_directory.to_owned(), services: BTreeMap::new(), counters_by_service }
     }
 
-    /// Sets the services to steer. `rss_map` is the map with the RSS configuration from the server's BPF programs.
-    /// Fails when the kernel rejects a program.
+    /// Sets the services whose connections are steered. `rss_map` is the map with the RSS configuration of the server's
+    /// BPF programs. Fails if the kernel rejects a program.
     pub fn set_services(&mut self, services: &[ServiceAddress], rss_map: BorrowedFd<'_>) -> anyhow::Result<()> {
         let service_addresses: BTreeSet<SocketAddr> = if self.steering_mode == Steer::Off {
             BTreeSet::new()
@@ -105,8 +105,8 @@ impl Steering {
         Ok(())
     }
 
-    /// Updates the steered sockets and the assignment of queues. Called about once a second. `cpu_of_queue` has the CPU
-    /// that serves each receive queue. Returns warnings for the operator.
+    /// Updates the steered sockets and their assignment to queues. Called about once per second. `cpu_of_queue`
+    /// contains the CPU that serves each receive queue. Returns warnings for the operator.
     pub fn update(&mut self, cpu_of_queue: &[usize]) -> Vec<String> {
         let mut warnings = Vec::new();
         if self.services.is_empty() {
@@ -134,13 +134,15 @@ impl Steering {
     }
 }
 
-/// Ends the steering by any agent that used this pin directory, so that the kernel selects the sockets again. Fails
-/// when /proc or the pins cannot be read.
+/// Ends the steering by all agents that used this pin directory, so that the kernel selects the sockets again. Fails if
+/// /proc or the pins cannot be read.
 pub fn end_all_steering(pin_directory: &Path) -> anyhow::Result<()> {
     for address in pinned_service_addresses(pin_directory) {
         // If all sockets are closed, the kernel has already detached the program.
-        for listener in listeners::find_epoll_waiters(&listeners::tcp_listener_inodes(address)?)?.iter().take(1) {
-            if let Err(error) = reuseport::detach(listeners::duplicate_socket(listener)?.as_fd()) {
+        for listener in
+            listeners::find_processes_waiting_with_epoll(&listeners::tcp_listener_inodes(address)?)?.iter().take(1)
+        {
+            if let Err(error) = reuseport::detach_from_group(listeners::duplicate_process_socket(listener)?.as_fd()) {
                 tracing::debug!(
                     event = "steering-kept",
                     service = %address,
@@ -160,7 +162,7 @@ pub fn end_all_steering(pin_directory: &Path) -> anyhow::Result<()> {
 }
 
 impl SteeredService {
-    /// Finds and steers the service's sockets. Returns a warning if the kernel still selects the worker for some queue.
+    /// Finds the service's sockets and steers to them. Returns a warning if some queue still has no worker.
     fn update_sockets(
         &mut self,
         steering_mode: Steer,
@@ -171,7 +173,9 @@ impl SteeredService {
             (self.steered_sockets, self.incomplete_search) = (None, None);
             return Ok(Some("no process listens".to_owned()));
         }
-        if !self.is_current(&socket_inodes, cpu_of_queue) && self.is_search_due(&socket_inodes, cpu_of_queue) {
+        if !self.are_steered_sockets_current(&socket_inodes, cpu_of_queue)
+            && self.is_search_due(&socket_inodes, cpu_of_queue)
+        {
             self.find_and_steer_listeners(steering_mode, socket_inodes, cpu_of_queue)?;
         }
         let Some(steered_sockets) = &self.steered_sockets else {
@@ -190,32 +194,33 @@ impl SteeredService {
         }))
     }
 
-    /// Searches /proc for the workers of the sockets and steers to those found. Records whether a worker is missing.
+    /// Searches /proc for the workers of the sockets, and steers to the workers found. Records if a worker is missing.
     fn find_and_steer_listeners(
         &mut self,
         steering_mode: Steer,
         socket_inodes: BTreeSet<SocketInode>,
         cpu_of_queue: &[usize],
     ) -> anyhow::Result<()> {
-        let waiting_listeners = listeners::find_epoll_waiters(&socket_inodes)?;
+        let waiting_listeners = listeners::find_processes_waiting_with_epoll(&socket_inodes)?;
         self.steered_sockets = None;
         self.steer_listeners(steering_mode, &waiting_listeners, cpu_of_queue)?;
         let (cpu_of_queue, now) = (cpu_of_queue.to_vec(), Instant::now());
-        // After a reload, a new worker's socket has no worker until that waits, so the next search finds it.
+        // A new worker's socket has no waiting worker directly after a reload. The next search finds that worker.
         if waiting_listeners.len() == socket_inodes.len() {
             self.incomplete_search = None;
             self.steered_sockets =
-                Some(SteeredSockets { socket_inodes, listeners: waiting_listeners, cpu_of_queue, searched_at: now });
+                Some(SteeredSockets { socket_inodes, listeners: waiting_listeners, cpu_of_queue, search_time: now });
         } else {
-            let first_searched_at =
-                self.incomplete_search.as_ref().map_or(now, |incomplete| incomplete.first_searched_at);
+            let first_search_time =
+                self.incomplete_search.as_ref().map_or(now, |incomplete| incomplete.first_search_time);
             self.incomplete_search =
-                Some(IncompleteSearch { socket_inodes, cpu_of_queue, first_searched_at, last_searched_at: now });
+                Some(IncompleteSearch { socket_inodes, cpu_of_queue, first_search_time, last_search_time: now });
         }
         Ok(())
     }
 
-    /// Returns whether a search of /proc is due. It is if sockets or queues have changed since the failed searches.
+    /// Returns whether a search of /proc is due. It is due if sockets or queues have changed since the incomplete
+    /// searches.
     fn is_search_due(&mut self, socket_inodes: &BTreeSet<SocketInode>, cpu_of_queue: &[usize]) -> bool {
         let is_same_search =
             |old: &mut IncompleteSearch| old.socket_inodes == *socket_inodes && old.cpu_of_queue == cpu_of_queue;
@@ -225,12 +230,12 @@ impl SteeredService {
         self.incomplete_search.as_ref().is_none_or(|incomplete| incomplete.is_retry_due(Instant::now()))
     }
 
-    fn is_current(&self, socket_inodes: &BTreeSet<SocketInode>, cpu_of_queue: &[usize]) -> bool {
+    fn are_steered_sockets_current(&self, socket_inodes: &BTreeSet<SocketInode>, cpu_of_queue: &[usize]) -> bool {
         let is_process_alive = |listener: &ServiceSocket| Path::new("/proc").join(listener.pid.to_string()).exists();
         self.steered_sockets.as_ref().is_some_and(|steered_sockets| {
             steered_sockets.socket_inodes == *socket_inodes
                 && steered_sockets.cpu_of_queue == cpu_of_queue
-                && steered_sockets.searched_at.elapsed() < MAX_EPOLL_SEARCH_INTERVAL
+                && steered_sockets.search_time.elapsed() < MAX_EPOLL_SEARCH_INTERVAL
                 && steered_sockets.listeners.iter().all(is_process_alive)
         })
     }
@@ -241,20 +246,22 @@ impl SteeredService {
         waiting_listeners: &[ServiceSocket],
         cpu_of_queue: &[usize],
     ) -> anyhow::Result<()> {
-        let cookie_slots: BTreeMap<u64, u32> =
-            self.steering_program.worker_sockets().into_iter().map(|(slot, cookie)| (cookie, slot)).collect();
+        let slots_by_cookie: BTreeMap<u64, u32> =
+            self.steering_program.socket_cookies_by_slot().into_iter().map(|(slot, cookie)| (cookie, slot)).collect();
         let mut listener_slots = Vec::with_capacity(waiting_listeners.len());
-        let mut is_any_attached = false;
+        let mut is_any_socket_attached = false;
         for listener in waiting_listeners {
-            let socket = listeners::duplicate_socket(listener)?;
+            let socket = listeners::duplicate_process_socket(listener)?;
             let socket_cookie = reuseport::socket_cookie(socket.as_fd())?;
-            listener_slots.push(match cookie_slots.get(&socket_cookie) {
+            listener_slots.push(match slots_by_cookie.get(&socket_cookie) {
                 Some(slot) => *slot,
-                None => self.steering_program.add_socket(socket.as_fd())?,
+                None => self.steering_program.add_listening_socket(socket.as_fd())?,
             });
-            if !is_any_attached {
-                self.steering_program.attach(socket.as_fd()).context("the service must listen with SO_REUSEPORT")?;
-                is_any_attached = true;
+            if !is_any_socket_attached {
+                self.steering_program
+                    .attach_to_socket_group(socket.as_fd())
+                    .context("the service must listen with SO_REUSEPORT")?;
+                is_any_socket_attached = true;
             }
         }
         let queue_count = cpu_of_queue.len().min(intf::MAX_STEERED_QUEUES as usize);
@@ -264,7 +271,7 @@ impl SteeredService {
             .into_iter()
             .map(|listener_index| listener_index.map(|index| listener_slots[index]))
             .collect();
-        self.steering_program.set_slots_of_queues(&slot_of_queue);
+        self.steering_program.set_slots_by_queue(&slot_of_queue);
         Ok(())
     }
 }
@@ -274,14 +281,14 @@ fn pinned_service_addresses(pin_directory: &Path) -> impl Iterator<Item = Socket
     pin_entries.filter_map(|entry| parse_pin_name(entry.file_name().to_str()?))
 }
 
-/// Parses a pin's name and returns the service address that [`pin_name`] encoded in it.
+/// Returns the service address that [`pin_name`] has encoded in the name of a pin, or `None` if the name is invalid.
 fn parse_pin_name(name: &str) -> Option<SocketAddr> {
     let (address, port) = name.rsplit_once('_')?;
     let address: IpAddr = address.replace('_', ".").parse().ok()?;
     Some(SocketAddr::new(address, port.parse().ok()?))
 }
 
-/// Returns the name of a service's pin. It has no dots, because bpffs does not allow them in names.
+/// Returns the name of a service's pin. The name has no dots, because bpffs does not allow them.
 fn pin_name(address: SocketAddr) -> String {
     format!("{}_{}", address.ip().to_string().replace('.', "_"), address.port())
 }
@@ -291,18 +298,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn search_backs_off_while_sockets_have_no_worker() {
+    fn search_interval_grows_while_sockets_have_no_worker() {
         let (first_searched_at, mut search_seconds) = (Instant::now(), Vec::new());
         let mut incomplete_search = IncompleteSearch {
             socket_inodes: BTreeSet::new(),
             cpu_of_queue: vec![],
-            first_searched_at,
-            last_searched_at: first_searched_at,
+            first_search_time: first_searched_at,
+            last_search_time: first_searched_at,
         };
         for second in 1..=600 {
             let now = first_searched_at + Duration::from_secs(second);
             if incomplete_search.is_retry_due(now) {
-                incomplete_search.last_searched_at = now;
+                incomplete_search.last_search_time = now;
                 search_seconds.push(second);
             }
         }
@@ -317,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn pin_names_encode_addresses() {
+    fn pin_name_round_trips_service_address() {
         let service_address = "10.200.0.1:80".parse().unwrap();
         assert_eq!(pin_name(service_address), "10_200_0_1_80");
         assert_eq!(parse_pin_name("10_200_0_1_80"), Some(service_address));

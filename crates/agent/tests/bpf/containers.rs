@@ -9,7 +9,7 @@ use crate::support::{agent_config, agent_configuration, create_testbed, http_get
 
 const PACKET_COUNTERS: [&str; 4] = ["egress_forwarded", "stamped", "restored", "egress_foreign_clock"];
 
-/// Compares the values of [`PACKET_COUNTERS`] before and after eight connections.
+/// Asserts that the values of [`PACKET_COUNTERS`] before and after match eight stamped connections.
 fn expect_eight_stamped_connections(counters_before: [u64; 4], counters_after: [u64; 4]) {
     // A repeated SYN adds one more handshake.
     assert!(
@@ -31,7 +31,7 @@ fn container_connections_are_stamped_only_without_timestamp_offsets() -> anyhow:
     testbed.server(1)?.run_within(|| {
         let container = testbed.start_container(1)?;
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.configure(agent_configuration(), &[]);
+        agent.apply_configuration(agent_configuration(), &[]);
         let mut port = 20_000;
         let mut request_container = || {
             port += 1;
@@ -46,9 +46,9 @@ fn container_connections_are_stamped_only_without_timestamp_offsets() -> anyhow:
         }
         assert_eq!(reported_counter(&mut agent, "stamped"), initial_stamped_count, "a random offset is no clock");
         agent.run_maintenance();
-        let names_other_namespace =
+        let warns_of_other_namespace =
             |agent: &Agent| agent.warnings().iter().any(|warning| warning.contains("another network namespace"));
-        assert!(names_other_namespace(&agent), "{:?}", agent.warnings());
+        assert!(warns_of_other_namespace(&agent), "{:?}", agent.warnings());
 
         container.set_sysctl(&testbed, "net.ipv4.tcp_timestamps", 2)?;
         let counters_before = PACKET_COUNTERS.map(|name| reported_counter(&mut agent, name));
@@ -66,13 +66,13 @@ fn container_connections_are_stamped_only_without_timestamp_offsets() -> anyhow:
 }
 
 #[test]
-fn syn_cookie_handshakes_are_not_taken_for_another_namespace() -> anyhow::Result<()> {
+fn syn_cookie_handshakes_cause_no_network_namespace_warning() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tsyncookie")?;
     let _nginx = testbed.start_nginx(1)?;
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.configure(agent_configuration(), &[]);
+        agent.apply_configuration(agent_configuration(), &[]);
         let mut enable_syn_cookies = Command::new("sysctl");
         enable_syn_cookies.args(["-q", "-w", "net.ipv4.tcp_syncookies=2"]);
         testbed.run_command(testbed.server(1)?, enable_syn_cookies)?;

@@ -30,12 +30,12 @@ use crate::support::{
 
 type ReceivedMessages = Arc<Mutex<Vec<v1::AgentMessage>>>;
 
-/// Fake controller that sends one configuration to each agent and records the agent's messages.
+/// Fake controller. It sends one configuration to each agent, and records the messages from the agents.
 #[derive(Clone, Default)]
 struct FakeController {
     received_messages: ReceivedMessages,
-    refuses_agents: bool,
-    refused_request_count: Arc<AtomicUsize>,
+    rejects_agents: bool,
+    rejected_request_count: Arc<AtomicUsize>,
 }
 
 #[tonic::async_trait]
@@ -44,8 +44,8 @@ impl Control for FakeController {
         &self,
         request: Request<Streaming<v1::AgentMessage>>,
     ) -> Result<Response<BoxStream<v1::AgentUpdate>>, Status> {
-        if self.refuses_agents {
-            self.refused_request_count.fetch_add(1, Ordering::Relaxed);
+        if self.rejects_agents {
+            self.rejected_request_count.fetch_add(1, Ordering::Relaxed);
             return Err(Status::not_found("server s1 is not in the controller's file"));
         }
         let (sender, receiver) = mpsc::channel(1);
@@ -62,7 +62,8 @@ impl Control for FakeController {
     }
 }
 
-/// Runs the agent until the controller has received enough, or for a minute. Returns the received messages.
+/// Runs the agent until `is_enough` returns true, at most for a minute. Returns the messages that the controller
+/// received.
 fn run_agent_until(
     agent: &mut Agent,
     fake_controller: FakeController,
@@ -80,7 +81,7 @@ fn run_agent_until(
     };
     runtime.block_on(async {
         tokio::select! {
-            never = daemon::serve(agent) => match never? {},
+            never = daemon::keep_agent_connected(agent) => match never? {},
             outcome = controller_server.serve(controller_address) => anyhow::Ok(outcome?),
             () = wait_for_messages => Ok(()),
         }
@@ -88,13 +89,14 @@ fn run_agent_until(
     Ok(std::mem::take(&mut fake_controller.received_messages.lock().unwrap()))
 }
 
-/// Returns whether the controller has received `count` reports or more, among them `detailed` with details.
-fn has_received_reports(listener: &FakeController, count: usize, detailed: usize) -> bool {
-    let reports = reports(&listener.received_messages.lock().unwrap());
-    reports.len() >= count && reports.iter().filter(|report| report.details.is_some()).count() >= detailed
+/// Returns whether the controller has received the given minimum numbers of reports and of reports with details.
+fn has_received_reports(fake_controller: &FakeController, min_report_count: usize, min_detailed_count: usize) -> bool {
+    let reports = decode_reports(&fake_controller.received_messages.lock().unwrap());
+    reports.len() >= min_report_count
+        && reports.iter().filter(|report| report.details.is_some()).count() >= min_detailed_count
 }
 
-fn reports(received_messages: &[v1::AgentMessage]) -> Vec<AgentReport> {
+fn decode_reports(received_messages: &[v1::AgentMessage]) -> Vec<AgentReport> {
     let to_report = |message: &v1::AgentMessage| match &message.message {
         Some(Message::Report(report)) => {
             Some(AgentReport::try_from(report.clone()).expect("a report that can be read"))
@@ -104,13 +106,13 @@ fn reports(received_messages: &[v1::AgentMessage]) -> Vec<AgentReport> {
     received_messages.iter().filter_map(to_report).collect()
 }
 
-fn tcp_timestamps_sysctl() -> String {
+fn read_tcp_timestamps_sysctl() -> String {
     std::fs::read_to_string("/proc/sys/net/ipv4/tcp_timestamps").unwrap().trim().to_owned()
 }
 
-fn managed_rss() -> RssConfig {
+fn expected_managed_rss() -> RssConfig {
     let indirection_table = IndirectionTable::balanced(server_id().get().into(), 128, CORE_COUNT).unwrap();
-    RssConfig { key: RssKey::microsoft(), indirection_table }
+    RssConfig { key: RssKey::microsoft_verification_key(), indirection_table }
 }
 
 fn expect_reports_in_order(reports: &[AgentReport], elapsed: Duration) {
@@ -140,26 +142,26 @@ fn expect_details_in_reports(reports: &[AgentReport], elapsed: Duration) {
 }
 
 #[test]
-fn agent_registers_reports_and_applies_configurations() -> anyhow::Result<()> {
+fn agent_registers_sends_reports_and_applies_configurations() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tdaemon")?;
     testbed.server(1)?.run_within(|| {
         let original_rss = read_registers(&testbed.emulated_rss_path(1))?;
-        assert_eq!(tcp_timestamps_sysctl(), "1");
+        assert_eq!(read_tcp_timestamps_sysctl(), "1");
         let mut agent = Agent::start(agent_config(&testbed))?;
-        assert_eq!(tcp_timestamps_sysctl(), "1", "nothing is stamped yet");
+        assert_eq!(read_tcp_timestamps_sysctl(), "1", "nothing is stamped yet");
         std::fs::write(busy_time_file(&testbed), [5u64, 6, 7, 8].map(u64::to_le_bytes).concat())?;
-        let started_at = Instant::now();
+        let start_time = Instant::now();
         let received_messages =
             run_agent_until(&mut agent, FakeController::default(), |listener| has_received_reports(listener, 30, 3))?;
-        let elapsed = started_at.elapsed();
-        assert_eq!(tcp_timestamps_sysctl(), "2");
+        let elapsed = start_time.elapsed();
+        assert_eq!(read_tcp_timestamps_sysctl(), "2");
 
         match &received_messages[0].message {
             Some(Message::Registration(registration)) => assert_eq!(registration.server, "s1"),
             other => panic!("{other:?} instead of a registration"),
         }
-        let reports = reports(&received_messages);
+        let reports = decode_reports(&received_messages);
         expect_reports_in_order(&reports, elapsed);
         // RSS is sent once per generation, with the settings at that time.
         let reported_rss: Vec<_> =
@@ -170,70 +172,76 @@ fn agent_registers_reports_and_applies_configurations() -> anyhow::Result<()> {
             "{reported_rss:?}"
         );
         let (_, last_rss) = reported_rss.last().expect("not empty");
-        assert_eq!((last_rss.source.as_str(), &last_rss.rss), ("testbed emulation", &Some(managed_rss())));
-        assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed_rss());
+        assert_eq!((last_rss.source.as_str(), &last_rss.rss), ("testbed emulation", &Some(expected_managed_rss())));
+        assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, expected_managed_rss());
         expect_details_in_reports(&reports, elapsed);
 
         check_shutdown_and_restart(&testbed, agent, &original_rss)
     })
 }
 
-/// Checks that a shutdown restores RSS but keeps stamping, and that an agent still knows the original RSS after a kill.
+/// Checks that a shutdown restores RSS but continues stamping, and that an agent restores the original RSS after a
+/// kill.
 fn check_shutdown_and_restart(testbed: &Testbed, agent: Agent, original_rss: &RssConfig) -> anyhow::Result<()> {
     agent.shut_down()?;
     assert_eq!(&read_registers(&testbed.emulated_rss_path(1))?, original_rss);
-    assert_eq!(tcp_timestamps_sysctl(), "2", "connections are still stamped");
+    assert_eq!(read_tcp_timestamps_sysctl(), "2", "connections are still stamped");
     let mut agent = Agent::start(agent_config(testbed))?;
-    agent.configure(agent_configuration(), &[]);
-    assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed_rss());
+    agent.apply_configuration(agent_configuration(), &[]);
+    assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, expected_managed_rss());
     // If the agent is killed, nothing is restored.
     drop(agent);
-    assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed_rss());
+    assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, expected_managed_rss());
     // Meanwhile, another program changes the table.
-    write_registers(&testbed.emulated_rss_path(1), &RssConfig { key: RssKey::microsoft(), ..original_rss.clone() })?;
+    write_registers(
+        &testbed.emulated_rss_path(1),
+        &RssConfig { key: RssKey::microsoft_verification_key(), ..original_rss.clone() },
+    )?;
     let mut agent = Agent::start(agent_config(testbed))?;
-    agent.configure(agent_configuration(), &[]);
-    assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed_rss());
+    agent.apply_configuration(agent_configuration(), &[]);
+    assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, expected_managed_rss());
     agent.detach()?;
     assert_eq!(&read_registers(&testbed.emulated_rss_path(1))?, original_rss);
-    assert_eq!(tcp_timestamps_sysctl(), "1");
+    assert_eq!(read_tcp_timestamps_sysctl(), "1");
     assert!(!agent_config(testbed).pin_directory.exists());
     Ok(())
 }
 
 #[test]
-fn agent_retries_after_refusals_and_absence_of_the_controller() -> anyhow::Result<()> {
+fn agent_retries_while_controller_rejects_it_or_is_absent() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("trefused")?;
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
-        let refusing_controller = FakeController { refuses_agents: true, ..FakeController::default() };
-        let is_refused = |listener: &FakeController| listener.refused_request_count.load(Ordering::Relaxed) > 0;
-        assert!(run_agent_until(&mut agent, refusing_controller.clone(), is_refused)?.is_empty());
-        assert!(is_refused(&refusing_controller));
+        let rejecting_controller = FakeController { rejects_agents: true, ..FakeController::default() };
+        let has_rejected_agent =
+            |listener: &FakeController| listener.rejected_request_count.load(Ordering::Relaxed) > 0;
+        assert!(run_agent_until(&mut agent, rejecting_controller.clone(), has_rejected_agent)?.is_empty());
+        assert!(has_rejected_agent(&rejecting_controller));
         // At first no controller is reachable, and then one accepts the agent.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
-            let serve_result = tokio::time::timeout(Duration::from_millis(500), daemon::serve(&mut agent)).await;
+            let serve_result =
+                tokio::time::timeout(Duration::from_millis(500), daemon::keep_agent_connected(&mut agent)).await;
             assert!(serve_result.is_err(), "it ended: {serve_result:?}");
         });
         let received_messages =
             run_agent_until(&mut agent, FakeController::default(), |listener| has_received_reports(listener, 6, 0))?;
-        assert!(reports(&received_messages).len() > 5);
+        assert!(decode_reports(&received_messages).len() > 5);
         agent.detach()
     })
 }
 
 #[test]
-fn first_report_waits_until_the_load_is_known() -> anyhow::Result<()> {
+fn agent_sends_no_report_until_its_load_is_known() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tnoload")?;
     testbed.server(1)?.run_within(|| {
         std::fs::remove_file(busy_time_file(&testbed))?;
         let mut agent = Agent::start(agent_config(&testbed))?;
-        assert_eq!(agent.report(&SentReportState::default(), &[]), None);
+        assert_eq!(agent.next_report(&SentReportState::default(), &[]), None);
         std::fs::write(busy_time_file(&testbed), [1u64, 2].map(u64::to_le_bytes).concat())?;
-        let first_report = agent.report(&SentReportState::default(), &[]);
+        let first_report = agent.next_report(&SentReportState::default(), &[]);
         assert_eq!(first_report.map(|report| report.core_busy_ns), Some(vec![1, 2]));
         agent.detach()
     })
@@ -250,9 +258,10 @@ fn error_names_the_missing_interface() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Checks a warning. SYNs arrive on the predicted queues until the agent reads the registers of another server's NIC.
+/// Checks the warning about a table that is not in force. SYNs arrive on the predicted queues until the agent reads the
+/// registers of another server's NIC.
 #[test]
-fn rss_table_not_in_force_is_reported() -> anyhow::Result<()> {
+fn rss_table_that_is_not_in_force_causes_warning() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let mut testbed = create_testbed("tforce")?;
     testbed.add_server()?;
@@ -263,7 +272,7 @@ fn rss_table_not_in_force_is_reported() -> anyhow::Result<()> {
         let config = coreward_agent::config::Config { rss: emulated_rss, manage_rss: false, ..agent_config(&testbed) };
         testbed.server(1)?.run_within(|| {
             let mut agent = Agent::start(config)?;
-            agent.configure(agent_configuration(), &[]);
+            agent.apply_configuration(agent_configuration(), &[]);
             for port in first_port..first_port + 64 {
                 http_get(&testbed, WORKER_IDENTITY_PATH, port)?;
             }
@@ -275,8 +284,8 @@ fn rss_table_not_in_force_is_reported() -> anyhow::Result<()> {
                 (64, is_in_force),
                 "{matched_count} of 64 matched"
             );
-            let is_warned = agent.warnings().iter().any(|warning| warning.contains("is not in force"));
-            assert_eq!(is_warned, !is_in_force, "{:?}", agent.warnings());
+            let has_warning = agent.warnings().iter().any(|warning| warning.contains("is not in force"));
+            assert_eq!(has_warning, !is_in_force, "{:?}", agent.warnings());
             agent.detach()
         })?;
     }
@@ -285,7 +294,7 @@ fn rss_table_not_in_force_is_reported() -> anyhow::Result<()> {
 }
 
 #[test]
-fn unknown_mac_address_of_a_previous_server_is_warned_of() -> anyhow::Result<()> {
+fn unknown_mac_address_of_previous_server_causes_warning() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tchain")?;
     // The client has the address of a server that exists, and an unused address that of one that does not.
@@ -295,7 +304,7 @@ fn unknown_mac_address_of_a_previous_server_is_warned_of() -> anyhow::Result<()>
         let mut agent = Agent::start(agent_config(&testbed))?;
         let previous_server = |id, address| PreviousServer { id: ServerId::try_from(id).unwrap(), address };
         let previous_servers = vec![previous_server(1, reachable_address), previous_server(2, absent_address)];
-        agent.configure(AgentConfiguration { previous_servers, ..agent_configuration() }, &[]);
+        agent.apply_configuration(AgentConfiguration { previous_servers, ..agent_configuration() }, &[]);
         wait_until("one of two servers is found", || {
             agent.run_maintenance();
             let mac_address_warning = agent.warnings().iter().find(|warning| warning.starts_with("no MAC address of"));
@@ -303,19 +312,19 @@ fn unknown_mac_address_of_a_previous_server_is_warned_of() -> anyhow::Result<()>
         })?;
         let names_both_addresses = agent.warnings().iter().any(|warning| warning.contains(&absent_address.to_string()));
         assert!(names_both_addresses, "{:?}", agent.warnings());
-        agent.configure(AgentConfiguration { previous_servers: vec![], ..agent_configuration() }, &[]);
+        agent.apply_configuration(AgentConfiguration { previous_servers: vec![], ..agent_configuration() }, &[]);
         assert!(!agent.warnings().iter().any(|warning| warning.contains("MAC")), "{:?}", agent.warnings());
         agent.detach()
     })
 }
 
 #[test]
-fn socket_query_returns_connections_with_open_sockets() -> anyhow::Result<()> {
+fn answer_to_socket_query_lists_connections_with_open_sockets() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tquery")?;
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.configure(agent_configuration(), &[]);
+        agent.apply_configuration(agent_configuration(), &[]);
         let listener = TcpListener::bind(SERVICE_ADDRESS)?;
         let client = TcpStream::connect(SERVICE_ADDRESS)?;
         let open_client = client.local_addr()?;
@@ -330,7 +339,7 @@ fn socket_query_returns_connections_with_open_sockets() -> anyhow::Result<()> {
         };
         assert_eq!(
             agent.answer_socket_query(&query)?,
-            SocketAnswer { query_number: 7, load_balancer_session: 8, socket_exists: vec![false, true] }
+            SocketAnswer { query_number: 7, load_balancer_session: 8, socket_exists_by_client: vec![false, true] }
         );
         let udp_service_address = ServiceAddress { protocol: Protocol::Udp, ..service_address };
         assert!(agent.answer_socket_query(&SocketQuery { service: udp_service_address, ..query }).is_err());

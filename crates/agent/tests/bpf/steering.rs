@@ -14,30 +14,30 @@ use crate::support::{
     CORE_COUNT, agent_config, agent_configuration, create_testbed, http_get, reported_counter, wait_until,
 };
 
-/// Sends requests from 32 ports, starting at `first_port`, 8 to each queue. `workers[queue]` must answer them.
-fn check_worker_of_each_queue(testbed: &Testbed, first_port: u16, workers: &[u32]) -> anyhow::Result<()> {
+/// Sends requests from 32 source ports from `first_port`, 8 for each queue. The worker of the queue must answer them.
+fn check_worker_of_each_queue(testbed: &Testbed, first_port: u16, worker_pids: &[u32]) -> anyhow::Result<()> {
     let emulated_rss = read_registers(&testbed.emulated_rss_path(1))?;
     let mut requests_by_queue = [0; CORE_COUNT as usize];
     for port in first_port..first_port + 1_000 {
         let four_tuple = FourTuple::new((testbed.client_address(0), port).into(), SERVICE_ADDRESS.into())?;
         let queue = usize::from(
-            emulated_rss.indirection_table.queue_of_hash(emulated_rss.key.toeplitz_hash(&four_tuple.bytes())),
+            emulated_rss.indirection_table.queue_for_hash(emulated_rss.key.toeplitz_hash(&four_tuple.bytes())),
         );
         if requests_by_queue[queue] == 8 {
             continue;
         }
         let answer = http_get(testbed, WORKER_IDENTITY_PATH, port)?;
-        assert_eq!(answer.trim(), format!("1 {}", workers[queue]), "port {port}, queue {queue} of {workers:?}");
+        assert_eq!(answer.trim(), format!("1 {}", worker_pids[queue]), "port {port}, queue {queue} of {worker_pids:?}");
         requests_by_queue[queue] += 1;
     }
     assert_eq!(requests_by_queue, [8; CORE_COUNT as usize], "the ports do not use all queues");
     Ok(())
 }
 
-/// Waits until there are `count` workers. Returns their process ids in the order in which they started, by the kernel's
-/// list of children. Sorting the ids would not suffice, because they may wrap.
-fn wait_for_workers(nginx: &NginxServer, count: usize) -> anyhow::Result<Vec<u32>> {
-    wait_until("the workers", || Ok(nginx.worker_pids().len() == count))?;
+/// Waits until there are that many workers. Returns their process ids in the order of their starts, which is the order
+/// of the kernel's list of children. The ids themselves may wrap, so that sorting them would not suffice.
+fn wait_for_workers(nginx: &NginxServer, worker_count: usize) -> anyhow::Result<Vec<u32>> {
+    wait_until("the workers", || Ok(nginx.worker_pids().len() == worker_count))?;
     Ok(nginx.worker_pids())
 }
 
@@ -49,13 +49,13 @@ fn maintain_until_steered(agent: &mut Agent) -> anyhow::Result<()> {
 }
 
 #[test]
-fn nginx_stays_steered_through_reload_respawn_and_agent_restart() -> anyhow::Result<()> {
+fn steering_survives_nginx_reload_worker_respawn_and_agent_restart() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tsteer")?;
     let nginx = testbed.start_nginx(1)?;
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.configure(agent_configuration(), &[]);
+        agent.apply_configuration(agent_configuration(), &[]);
         maintain_until_steered(&mut agent)?;
         let first_worker_pids = wait_for_workers(&nginx, 4)?;
         check_worker_of_each_queue(&testbed, 20_000, &first_worker_pids)?;
@@ -85,7 +85,7 @@ fn nginx_stays_steered_through_reload_respawn_and_agent_restart() -> anyhow::Res
         )?;
         let mut agent = Agent::start(agent_config(&testbed))?;
         assert_eq!(reported_counter(&mut agent, "steered"), 96, "before it knows the service");
-        agent.configure(agent_configuration(), &[]);
+        agent.apply_configuration(agent_configuration(), &[]);
         maintain_until_steered(&mut agent)?;
         check_worker_of_each_queue(
             &testbed,
@@ -111,22 +111,22 @@ fn nginx_stays_steered_through_reload_respawn_and_agent_restart() -> anyhow::Res
 
         // The next agent must be able to take over all sockets.
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.configure(agent_configuration(), &[]);
+        agent.apply_configuration(agent_configuration(), &[]);
         maintain_until_steered(&mut agent)?;
         check_worker_of_each_queue(&testbed, 27_000, &wait_for_workers(&nginx, 6)?)?;
         agent.detach()
     })
 }
 
-/// Tests a NIC that hashes symmetrically without reporting it, like mlx5 before Linux 6.15.
+/// Tests a NIC that hashes symmetrically but does not report it, like mlx5 before Linux 6.15.
 #[test]
-fn unreported_symmetric_hash_is_recognised_by_the_queues_of_syns() -> anyhow::Result<()> {
+fn unreported_symmetric_hash_is_detected_from_queues_of_syns() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tsymmetric")?;
     let nginx = testbed.start_nginx(1)?;
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.configure(agent_configuration(), &[]);
+        agent.apply_configuration(agent_configuration(), &[]);
         maintain_until_steered(&mut agent)?;
         let worker_pids = wait_for_workers(&nginx, 4)?;
         let mut port = 20_000;
@@ -145,23 +145,23 @@ fn unreported_symmetric_hash_is_recognised_by_the_queues_of_syns() -> anyhow::Re
             port += 1_000;
             agent.run_maintenance();
             assert_eq!(reported_counter(&mut agent, "rss_mismatched"), initial_mismatch_count, "{}", input.name());
-            let is_warned = agent.warnings().iter().any(|warning| warning.contains("not in force"));
-            assert!(!is_warned, "{:?}", agent.warnings());
+            let has_warning = agent.warnings().iter().any(|warning| warning.contains("not in force"));
+            assert!(!has_warning, "{:?}", agent.warnings());
         }
         agent.detach()
     })
 }
 
-/// Tests a NIC that moves connections, as the flow director of ixgbe and i40e does.
+/// Tests a NIC that moves open connections to other queues, as the flow director of ixgbe and i40e does.
 #[test]
-fn nic_that_moves_open_connections_is_reported() -> anyhow::Result<()> {
+fn nic_that_moves_open_connections_causes_warning() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tmoves")?;
     let _nginx = testbed.start_nginx(1)?;
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.configure(agent_configuration(), &[]);
-        let is_warned =
+        agent.apply_configuration(agent_configuration(), &[]);
+        let has_warning =
             |agent: &Agent| agent.warnings().iter().any(|warning| warning.contains("moves open connections"));
         let mut port = 20_000;
         let mut request_until = |agent: &mut Agent, condition_name: &str, expected: bool| {
@@ -174,7 +174,7 @@ fn nic_that_moves_open_connections_is_reported() -> anyhow::Result<()> {
                 agent.run_maintenance();
                 let sampled_packet_count = reported_counter(agent, "rss_established_matched")
                     + reported_counter(agent, "rss_established_mismatched");
-                Ok(sampled_packet_count >= 20 && is_warned(agent) == expected)
+                Ok(sampled_packet_count >= 20 && has_warning(agent) == expected)
             })
         };
         request_until(&mut agent, "open connections are sampled", false)?;

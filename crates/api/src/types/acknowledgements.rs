@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Acknowledgements of the newest configuration by live load balancers and connected agents.
+/// Acknowledgements of the newest configuration by peers, which are live load balancers and connected agents.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Acknowledgements {
     /// Generation of the newest configuration.
@@ -16,27 +16,27 @@ pub struct Acknowledgements {
     pub waiting_count: u64,
     /// The first 100 peers that have not confirmed the newest configuration.
     pub waiting: Vec<Waiting>,
-    /// Number of rejected parts. The peers continue to use the previous versions of these parts.
+    /// Number of rejected parts of updates. The peers continue to use the previous versions of these parts.
     pub refused_count: u64,
-    /// The first 100 rejections.
+    /// The first 100 rejected parts of updates.
     pub refused: Vec<RefusedUpdate>,
     /// Load balancers that are disconnected but not forgotten. Each forwards packets by its last configuration.
     #[serde(default)]
     pub disconnected: Vec<Waiting>,
 }
 
-/// A peer that has not confirmed the newest configuration.
+/// Load balancer or agent (peer) that has not confirmed the newest configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Waiting {
     /// Kind of the peer: "lb" or "agent".
     pub part: String,
     /// Name of the load balancer or server.
     pub name: String,
-    /// Newest configuration generation that the peer has confirmed, or 0 if it has confirmed none.
+    /// Generation of the newest configuration that the peer has confirmed, or 0 if it has confirmed none.
     pub configuration_generation: u64,
 }
 
-/// A rejected part of an update.
+/// Part of a configuration or table update that a load balancer or agent (peer) has rejected.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RefusedUpdate {
     /// Kind of the peer: "lb" or "agent".
@@ -47,24 +47,24 @@ pub struct RefusedUpdate {
     pub kind: String,
     /// Name of the service, or null if the whole update was rejected.
     pub service: Option<String>,
-    /// Generation of the configuration or the table, or 0 if it is unknown.
+    /// Generation of the rejected configuration or table, or 0 if it is unknown.
     pub generation: u64,
     /// Reason for the rejection.
     pub reason: String,
 }
 
-/// Maximum number of service names in one summary line. Further services are only counted.
+/// Maximum number of service names in one summary line, which only counts further services.
 const MAX_NAMED_SERVICES: usize = 3;
 
 impl RefusedUpdate {
     /// Returns one line for each group of rejections with the same peer and reason, such as "lb lb1 refuses
     /// configuration 5 of services a, b: ...".
     pub fn summary_lines(refused_updates: &[Self]) -> Vec<String> {
-        let mut services_by_refusal: BTreeMap<_, Vec<&str>> = BTreeMap::new();
+        let mut services_by_rejection: BTreeMap<_, Vec<&str>> = BTreeMap::new();
         for Self { part, name, kind, service, generation, reason } in refused_updates {
             // A kernel log about a BPF program may be long, so only its first line is shown. The API returns all of it.
             let reason = reason.lines().next().unwrap_or_default();
-            let refused_services = services_by_refusal.entry((part, name, kind, *generation, reason)).or_default();
+            let refused_services = services_by_rejection.entry((part, name, kind, *generation, reason)).or_default();
             refused_services.extend(service.as_deref());
         }
         let format_line =
@@ -76,7 +76,7 @@ impl RefusedUpdate {
                     format_service_list(&service_names)
                 )
             };
-        services_by_refusal.into_iter().map(format_line).collect()
+        services_by_rejection.into_iter().map(format_line).collect()
     }
 }
 
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals_with_one_reason_share_a_line() {
+    fn rejections_with_the_same_reason_share_a_summary_line() {
         let service_names: Vec<String> = (0..43).map(|number| format!("web{number}")).collect();
         let mut refused_updates: Vec<RefusedUpdate> = service_names
             .iter()

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
-/// Entry of the audit log, with a change and its author.
+/// Entry of the audit log, which describes one change and its author.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AuditEntry {
     /// Id of the entry, which grows by one with every entry, even if another controller takes the lead.
@@ -26,7 +26,7 @@ pub struct AuditEntry {
     pub after: String,
 }
 
-/// Entries of the audit log, the oldest first.
+/// Answer with entries of the audit log, the oldest first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Audit {
     /// The newest entries, at most 1,000.
@@ -38,11 +38,11 @@ pub struct Audit {
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub struct AuditQuery {
-    /// Return only entries with a greater id.
+    /// Only entries with an id greater than this one are returned.
     #[serde(default)]
     #[param(value_type = Option<u64>, maximum = 9007199254740991_u64)]
     pub after: u64,
-    /// Maximum number of entries. The newest ones are returned.
+    /// Maximum number of entries to return. The newest entries are returned.
     #[serde(default)]
     #[param(minimum = 1, maximum = 1000)]
     pub limit: Option<u16>,

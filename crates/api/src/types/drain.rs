@@ -16,17 +16,17 @@ pub struct DrainServer {
     #[serde(default)]
     #[schema(required = false)]
     pub services: Vec<String>,
-    /// Drain the server even if one of its services then has no server that takes new connections.
+    /// Whether to drain the server even if one of its services then has no server that takes new connections.
     #[serde(default)]
     #[schema(required = false)]
     pub force: bool,
 }
 
-/// Origin of a server's drain.
+/// Origin of a server's drain: a command or the fleet document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DrainedBy {
-    /// The server was drained by `coreward drain` and stays so until `coreward undrain`.
+    /// The server was drained by `coreward drain`, and remains drained until `coreward undrain`.
     Command,
     /// The server is drained by `state` or `weight` in the fleet document.
     Document,
@@ -48,7 +48,7 @@ impl fmt::Display for DrainedBy {
     }
 }
 
-/// An active drain of a server.
+/// Active drain of a server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Drained {
     /// Origin of the drain.
@@ -63,7 +63,7 @@ pub struct Drained {
 /// Counts of a server's TCP connections, from half-open to closing ones, without listening and TIME-WAIT sockets.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct CountedConnections {
-    /// Time since the agent began this count of connections (ms).
+    /// Time since the server's agent began to count the connections (ms).
     pub age_ms: u64,
     /// Number of connections by service name, for the server's present and former TCP services.
     pub services: BTreeMap<String, u32>,
@@ -85,7 +85,7 @@ pub struct DrainStatus {
     /// Number of remaining connections of the drained services, counted after the last new connection. Null if the
     /// server is not drained, or if the number is unknown (see `waits_for`).
     pub remaining: Option<u64>,
-    /// Reasons for which `remaining` is unknown.
+    /// Reasons why `remaining` is unknown.
     pub waits_for: Vec<String>,
     /// The newest count of connections, even if it is too old for `remaining`. Null if there is none.
     pub connections: Option<CountedConnections>,

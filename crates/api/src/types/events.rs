@@ -5,31 +5,31 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
-/// Query that selects events.
+/// Query that selects events of the fleet.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub struct EventsQuery {
-    /// Return only events with a greater id.
+    /// Only events with an id greater than this one are returned.
     #[serde(default)]
     #[param(value_type = Option<u64>, maximum = 9007199254740991_u64)]
     pub after: u64,
-    /// Maximum number of events. The newest ones are returned.
+    /// Maximum number of events to return. The newest events are returned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[param(minimum = 1, maximum = 1000)]
     pub limit: Option<u16>,
 }
 
-/// The newest events.
+/// Answer with the newest events of the fleet.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Events {
-    /// Identifier of the controller's process. Ids of events start again with each process.
+    /// Identifier of the controller's process. The ids of events restart with each process.
     pub run: String,
     /// Events, the oldest first. The controller keeps the newest 1,000.
     pub events: Vec<Event>,
 }
 
-/// An event in the fleet.
+/// Event in the fleet, such as a state change of a server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Event {
     /// Id of the event, which grows by one with every event since the controller's start.
@@ -52,9 +52,9 @@ pub struct Event {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
-    /// The event is information that needs no action.
+    /// The event needs no action.
     Info,
-    /// The event is a condition that an operator should check.
+    /// The event needs a check by an operator.
     Warning,
 }
 
@@ -64,17 +64,17 @@ pub enum Severity {
 pub enum EventId {
     /// This controller has begun to lead, or has started.
     ControllerStarted,
-    /// An operator has applied another document.
+    /// An operator has applied another fleet document.
     FleetApplied,
-    /// A document with another generation has become active, whatever the cause.
+    /// A fleet document with another generation has become active, for any reason.
     FleetInForce,
-    /// A service is new in the document.
+    /// A service has been added to the fleet document.
     ServiceNew,
     /// The policy of a service has changed.
     ServicePolicy,
-    /// A service has left the document.
+    /// A service has been removed from the fleet document.
     ServiceGone,
-    /// A server is new in the document.
+    /// A server has been added to the fleet document.
     ServerNew,
     /// The state of a server has changed: up, down, draining, gone.
     ServerState,
@@ -96,7 +96,7 @@ pub enum EventId {
     KeysRotated,
     /// A warning of `coreward status` has begun.
     WarningBegins,
-    /// A warning has ended.
+    /// A warning of `coreward status` has ended.
     WarningEnds,
 }
 

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::openapi::{ObjectBuilder, RefOr, Schema, Type};
 use utoipa::{IntoParams, PartialSchema, ToSchema};
 
-/// Relation of a packet to its connection.
+/// Kind of a packet, by its relation to its connection.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum PacketKind {
@@ -104,7 +104,7 @@ pub struct Explanation {
     pub policy: String,
     /// Generation of the service's newest table.
     pub table_generation: u64,
-    /// Inputs of the policy for each server of the pool.
+    /// Values of each server of the service, by which the policy chooses one.
     pub servers: Vec<ExplainedServer>,
     /// Name of the chosen server. Null if no server is eligible, or if a load balancer decides by its own state (see
     /// `reason`).
@@ -121,7 +121,7 @@ pub struct Explanation {
     pub cookie_share: Option<f64>,
 }
 
-/// Values by which the service's policy judges one server.
+/// Values of one server, by which the service's policy decides.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ExplainedServer {
     /// Name of the server.
@@ -133,7 +133,7 @@ pub struct ExplainedServer {
     pub vlan: Option<u16>,
     /// Toeplitz hash of the packet under the server's RSS key, or null if the server's RSS configuration is unknown.
     pub hash: Option<u32>,
-    /// Bucket of the packet's hash, or null if there is no hash.
+    /// Hash bucket of the packet for this server, or null if `hash` is null.
     pub bucket: Option<u32>,
     /// Receive queue of the core that the server's NIC selects, or null if it is unknown.
     pub core: Option<u32>,

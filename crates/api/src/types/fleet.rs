@@ -30,7 +30,7 @@ pub struct NewFleet {
     #[serde(deserialize_with = "serde_whole::whole_number")]
     #[schema(maximum = 9007199254740991_u64)]
     pub generation: u64,
-    /// Return the changes without applying them.
+    /// Whether only to return the changes, without applying them.
     #[serde(default)]
     pub dry_run: bool,
 }
@@ -41,7 +41,7 @@ fn unnamed() -> String {
     "fleet.toml".to_owned()
 }
 
-/// Result of applying a document.
+/// Result of a request to apply a fleet document.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FleetApplied {
     /// Generation of the document that is active after the request.
@@ -50,11 +50,11 @@ pub struct FleetApplied {
     pub replaced_generation: u64,
     /// Whether the new text is active. After a dry run, this is true only if the text was active before.
     pub in_force: bool,
-    /// Changes of the document, by server, service and key.
+    /// Differences between the replaced and the new document, one for each changed key, server or service.
     pub changes: Vec<FleetChange>,
 }
 
-/// One difference between two documents.
+/// One difference between two fleet documents.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FleetChange {
     /// Subject of the change, such as "server s1" or "service web", or empty for the whole fleet.
@@ -83,16 +83,16 @@ pub struct Check {
     pub text: String,
 }
 
-/// Mistakes found in a fleet document.
+/// Result of the check of a fleet document: the mistakes found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Checked {
     /// Mistakes in the order of their lines, or empty if there are none.
     pub mistakes: Vec<DocumentMistake>,
-    /// Minimum number of further mistakes.
+    /// Minimum number of further mistakes, which are not listed.
     pub more: u64,
 }
 
-/// A mistake in a document.
+/// Mistake in a fleet document.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct DocumentMistake {
     /// Name of the document in the request.
@@ -105,7 +105,7 @@ pub struct DocumentMistake {
     pub key: Option<String>,
     /// Invalid value, or another description of the mistake.
     pub problem: String,
-    /// Expected value, if it can be named.
+    /// Expected value, or null if none can be named.
     pub expected: Option<String>,
     /// The valid name closest to the invalid one, or null if no name is close.
     pub nearest: Option<String>,

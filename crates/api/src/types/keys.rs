@@ -17,7 +17,8 @@ pub struct Keys {
     pub phase: KeyPhase,
     /// Generation of the configuration that contains the present keys.
     pub generation: u64,
-    /// Peers that have not confirmed this generation, such as "load balancer lb2" or "the agent of s3".
+    /// Load balancers and agents that have not confirmed the `generation`, such as "load balancer lb2" or "the agent of
+    /// s3".
     pub waiting_for: Vec<String>,
     /// Minimum age of the present key (s) for a rotation without `force`.
     pub shortest_life_s: u64,
@@ -48,8 +49,8 @@ impl fmt::Display for KeyPhase {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RotateKeys {
-    /// Do not wait for peers that have not confirmed the keys, nor for the present key's minimum age. Connections may
-    /// break.
+    /// Whether to rotate without waiting for peers that have not confirmed the keys, and for the present key's minimum
+    /// age. Connections may break.
     #[serde(default)]
     pub force: bool,
 }

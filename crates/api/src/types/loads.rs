@@ -44,18 +44,18 @@ pub struct ServerLoads {
 pub struct LoadBalancerCounts {
     /// Name of the load balancer.
     pub name: String,
-    /// Number of packets so far, by outcome. The keys are the names of enum lb_counter.
+    /// Total number of packets by outcome. The keys are the names of enum lb_counter.
     pub counters: BTreeMap<String, u64>,
 }
 
-/// Part of `status` that changes rarely, without the values that change with every report.
+/// Part of the `status` that changes rarely. It omits all values that change with every report.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Overview {
     /// Generation of the configuration, which grows with every change.
     pub configuration_generation: u64,
     /// Generation of the fleet document.
     pub fleet_generation: u64,
-    /// Time between two reports of an agent, and also between two tables (ms).
+    /// Time between two reports of an agent, and between two placement tables of a service (ms).
     pub report_interval_ms: u32,
     /// Services in the order of the fleet document.
     pub services: Vec<OverviewService>,

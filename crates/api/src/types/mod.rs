@@ -34,7 +34,7 @@ pub use tables::{Candidate, Member, Table, TableSummary, Tables};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Largest whole number in requests, up to which all JSON implementations agree on integers (RFC 8259, Sect. 6).
+/// Largest integer that requests may contain, up to which all JSON implementations agree (RFC 8259, Sect. 6).
 pub const MAX_SAFE_INTEGER: u64 = (1 << 53) - 1;
 
 /// Versions of the controller's program and API.
@@ -53,7 +53,7 @@ pub struct Health {
     pub state: HealthState,
     /// Address at which daemons reach the leading controller, or null if this controller leads or none does.
     pub leader: Option<String>,
-    /// `https://HOST:PORT` of the leader's API, or null if that API listens on the leader's own host only.
+    /// URL of the leader's API (`https://HOST:PORT`), or null if that API listens only on the leader's own host.
     #[serde(default)]
     #[schema(format = "uri")]
     pub leader_api: Option<String>,
@@ -67,6 +67,6 @@ pub enum HealthState {
     Settling,
     /// The controller makes placement tables.
     Ready,
-    /// This controller does not lead. Another one leads, or none does.
+    /// The controller does not lead. Another controller leads, or none does.
     Following,
 }

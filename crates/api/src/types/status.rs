@@ -10,13 +10,13 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::{CountedConnections, Drained, Keys, serde_text};
 
-/// Query options of the status.
+/// Query options of a request for the status.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub struct StatusQuery {
-    /// Include full RSS keys and not only their fingerprints. Only operators may do so, because a client that has the
-    /// key can select a core.
+    /// Whether to include full RSS keys, not only their fingerprints. Only operators may request them, because a client
+    /// that has a key can choose the core of its connections.
     #[serde(default)]
     #[param(value_type = Option<bool>)]
     pub rss_keys: bool,
@@ -27,7 +27,7 @@ pub struct StatusQuery {
 pub struct Status {
     /// Generation of the configuration, which grows with every change.
     pub configuration_generation: u64,
-    /// Time between two reports of an agent, and also between two tables (ms).
+    /// Time between two reports of an agent, and between two placement tables of a service (ms).
     pub report_interval_ms: u32,
     /// Number of reports by agents that the controller accepted.
     pub accepted_reports: u64,
@@ -99,13 +99,13 @@ pub struct Service {
     pub policy: String,
     /// Consistency mode: "stateless", "stateful", "hash-table", "beamer" or "none".
     pub consistency: String,
-    /// Origin of cookies: "server", "lb" or "off".
+    /// Party that stamps cookies into TCP timestamps: "server", "lb" or "off".
     pub timestamps: String,
     /// Number of the service's buckets.
     pub bucket_count: u32,
-    /// Generation of the newest table, or 0 if there is none yet.
+    /// Generation of the newest placement table, or 0 if there is none yet.
     pub table_generation: u64,
-    /// Age of the newest table (ms).
+    /// Age of the newest placement table (ms).
     pub table_age_ms: u32,
     /// Names of the service's present and former servers.
     pub servers: Vec<String>,
@@ -124,7 +124,7 @@ pub struct Service {
 }
 
 impl Service {
-    /// Returns the service with its members replaced by the given ones.
+    /// Returns the service with `members` in place of its previous members.
     pub fn with_members(self, members: Vec<ServiceMember>) -> Self {
         let servers = members.iter().map(|member| member.server.clone()).collect();
         Self { servers, members, ..self }
@@ -142,26 +142,26 @@ pub struct ServiceMember {
     pub reason: String,
     /// Time since the state began (ms), or null if it began before this controller's start.
     pub state_for_ms: Option<u64>,
-    /// Results of each load balancer's checks.
+    /// Results of the health checks by each load balancer.
     pub checks: Vec<CheckedBy>,
 }
 
-/// Result of one load balancer's checks of a server.
+/// Result of one load balancer's health checks of a server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct CheckedBy {
     /// Name of the load balancer.
     pub load_balancer: String,
     /// Whether the load balancer considers the server up, or null after too few checks.
     pub up: Option<bool>,
-    /// Time since the load balancer's result changed (ms).
+    /// Time since `up` last changed (ms).
     pub since_ms: u64,
     /// Error of the newest check, or null if the check passed.
     pub error: Option<String>,
     /// Latency of the newest check (us), or 0 if there was no answer.
     pub latency_us: u32,
-    /// Number of health checks of the server.
+    /// Number of the load balancer's health checks of the server.
     pub checks: u64,
-    /// Number of failed health checks of the server.
+    /// Number of these checks that failed.
     pub failures: u64,
 }
 
@@ -213,7 +213,7 @@ pub struct Server {
     pub warnings: Vec<String>,
     /// Weight of the server.
     pub weight: u32,
-    /// Configured capacity of the server, otherwise its number of cores, or 0 if unknown.
+    /// Capacity of the server in cores: the configured capacity, or else its number of cores. 0 if it is unknown.
     pub capacity: f64,
     /// Generation of the newest configuration that the server's agent has confirmed, or 0 if there is none.
     pub configuration_generation: u64,
@@ -276,7 +276,7 @@ impl ReportState {
 }
 
 impl ServerState {
-    /// All states, the best first.
+    /// All server states, from the best to the worst.
     pub const ALL: [ServerState; 5] = [Self::Active, Self::Joining, Self::Down, Self::Draining, Self::Gone];
 
     /// Returns the state's name, as it appears in output.
@@ -313,10 +313,10 @@ pub struct ServerRss {
     pub indirection_table: Vec<u32>,
 }
 
-/// A service of `coreward dispatch` with its workers. All counts are totals.
+/// UDP service whose requests `coreward dispatch` distributes among workers. All counters are totals.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DispatchedService {
-    /// Address and port of the service's sockets.
+    /// Address and port on which the service's workers listen.
     pub listen: String,
     /// Policy of the service.
     pub policy: String,
@@ -326,7 +326,7 @@ pub struct DispatchedService {
     pub counters: BTreeMap<String, u64>,
 }
 
-/// A worker of a dispatched service.
+/// Worker process of a service of `coreward dispatch`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DispatchedWorker {
     /// Slot number of the worker.
@@ -434,7 +434,7 @@ pub struct ServerClock {
     pub syn_acks: u64,
     /// Number of SYN-ACKs with timestamps.
     pub with_timestamps: u64,
-    /// Number of SYN-ACKs whose clock differed from that of another connection.
+    /// Number of SYN-ACKs whose timestamp clock differed from the clock of another connection.
     pub disagreed: u64,
     /// Reason why the server's connections are not stamped, and what was expected. Null if they are stamped, or if the
     /// clock is still being measured.

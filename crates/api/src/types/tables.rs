@@ -3,19 +3,19 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// The newest table of every service.
+/// Summaries of the newest placement table of every service.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Tables {
-    /// Tables in the order of the fleet document.
+    /// Summaries of the tables, in the order of the services in the fleet document.
     pub tables: Vec<TableSummary>,
 }
 
-/// Summary of a table, without its contents.
+/// Summary of a placement table, without its contents.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct TableSummary {
     /// Name of the service.
     pub service: String,
-    /// Generation of the table, which grows with the service's every table, or 0 if there is none yet.
+    /// Generation of the table, which grows with each new table of the service, or 0 if there is none yet.
     pub generation: u64,
     /// Age of the table (ms).
     pub age_ms: u32,
@@ -30,7 +30,7 @@ pub struct TableSummary {
 pub struct Table {
     /// Name of the service.
     pub service: String,
-    /// Generation of the table, which grows with the service's every table.
+    /// Generation of the table, which grows with each new table of the service.
     pub generation: u64,
     /// Age of the table (ms).
     pub age_ms: u32,
@@ -38,11 +38,11 @@ pub struct Table {
     pub rule: String,
     /// Number of the table's buckets.
     pub bucket_count: u32,
-    /// Candidates for new connections by RSS group and bucket, the best first.
+    /// Candidates for new connections, by RSS group and then by bucket. The candidates of a bucket begin with the best.
     pub groups: Vec<Vec<Vec<Candidate>>>,
     /// Servers that take new connections.
     pub members: Vec<Member>,
-    /// Server of each bucket for connections without a cookie.
+    /// Name of the server of each bucket, for connections without a cookie.
     pub consistent: Vec<String>,
 }
 

@@ -66,7 +66,7 @@ fn load_balancer_warnings(state: &v1::LoadBalancerState) -> Vec<String> {
 }
 
 impl RefusedUpdate {
-    /// Converts a message about an update that a peer rejected. `component` is the peer's kind, and `name` is its name.
+    /// Converts a peer's message about an update that it rejected. `component` and `name` are the peer's kind and name.
     pub fn new(component: &str, name: &str, refused_update: &v1::RefusedUpdate) -> Self {
         Self {
             part: component.to_owned(),
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn warning_count_includes_faults_and_grouped_refusals() {
+    fn warning_count_includes_faults_and_grouped_rejections() {
         let refused_update = |service: &str, reason: &str, table| v1::RefusedUpdate {
             service: service.to_owned(),
             generation: 5,

@@ -10,7 +10,7 @@ use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
 use crate::server::state_manager::{ForgetError, RecordChange};
-use coreward_fleet::audit::MAX_ENTRIES;
+use coreward_fleet::audit::MAX_AUDIT_ENTRIES;
 
 /// Newest 1,000 changes with their authors (audit log), including those by earlier controllers
 #[utoipa::path(
@@ -20,15 +20,18 @@ use coreward_fleet::audit::MAX_ENTRIES;
 )]
 pub async fn audit(State(api): State<Api>, Query(query): Query<AuditQuery>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
-    if query.after > MAX_SAFE_INTEGER || query.limit.is_some_and(|limit| !(1..=MAX_ENTRIES).contains(&limit.into())) {
-        let error_detail = format!("expected `after` up to {MAX_SAFE_INTEGER} and a `limit` of 1 to {MAX_ENTRIES}");
+    if query.after > MAX_SAFE_INTEGER
+        || query.limit.is_some_and(|limit| !(1..=MAX_AUDIT_ENTRIES).contains(&limit.into()))
+    {
+        let error_detail =
+            format!("expected `after` up to {MAX_SAFE_INTEGER} and a `limit` of 1 to {MAX_AUDIT_ENTRIES}");
         return Err(Problem::new(ProblemKind::BadRequest, error_detail));
     }
     let audit_entries = controller_state.lock_controller().fleet().audit_log.clone();
     compute_answer(WorkSize::Small, move || {
-        let first_index = audit_entries.partition_point(|entry| entry.id <= query.after);
-        let first_index = first_index
-            .max(audit_entries.len() - audit_entries.len().min(query.limit.map_or(MAX_ENTRIES, usize::from)));
+        let first_entry_index = audit_entries.partition_point(|entry| entry.id <= query.after);
+        let first_index = first_entry_index
+            .max(audit_entries.len() - audit_entries.len().min(query.limit.map_or(MAX_AUDIT_ENTRIES, usize::from)));
         Ok(Audit { entries: audit_entries[first_index..].to_vec() })
     })
     .await
@@ -64,7 +67,7 @@ pub async fn forget(
         None => api.failed_change_problem(&error),
     })?;
     let event_message = format!("{caller}: forgotten");
-    api.events.add(
+    api.events.add_event(
         (EventKind::LoadBalancer, EventId::LoadBalancerForgotten),
         &name,
         event_message,

@@ -58,7 +58,7 @@ pub async fn log_in(
     };
     Ok((
         StatusCode::NO_CONTENT,
-        [(header::SET_COOKIE, api.access_control.sessions().create(session_credential, peer.is_encrypted))],
+        [(header::SET_COOKIE, api.access_control.sessions().begin_session(session_credential, peer.is_encrypted))],
     ))
 }
 
@@ -72,5 +72,8 @@ pub async fn log_out(
     Extension(peer): Extension<Peer>,
     headers: HeaderMap,
 ) -> impl IntoResponse {
-    (StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.access_control.sessions().end(&headers, peer.is_encrypted))])
+    (
+        StatusCode::NO_CONTENT,
+        [(header::SET_COOKIE, api.access_control.sessions().end_session(&headers, peer.is_encrypted))],
+    )
 }

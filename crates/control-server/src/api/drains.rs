@@ -53,7 +53,7 @@ pub async fn drain(
     let services = (!body.services.is_empty()).then(|| body.services.iter().cloned().collect());
     let request = DrainRequest { server_name: server.clone(), services, force: body.force };
     let now = controller_state.now();
-    let check_result = controller_state.lock_controller().check_drain(&request, now);
+    let check_result = controller_state.lock_controller().check_drain_is_possible(&request, now);
     check_result.map_err(|drain_error| drain_problem(&drain_error))?;
     let scope_suffix = match &request.services {
         Some(_) => format!(" in {}", body.services.join(", ")),
@@ -111,7 +111,12 @@ async fn request_drain_change(
     })?;
     if outcome.has_new_configuration {
         let event_message = format!("{caller}: {event}");
-        api.events.add((EventKind::Server, EventId::ServerDrain), server, event_message, controller_state.now().wall);
+        api.events.add_event(
+            (EventKind::Server, EventId::ServerDrain),
+            server,
+            event_message,
+            controller_state.now().wall,
+        );
     }
     find_drain_status(controller_state, server).map(Json)
 }

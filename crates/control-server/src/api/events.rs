@@ -16,7 +16,7 @@ pub struct EventLog {
     /// Random identifier of this controller run, which is part of each event's id for clients.
     run_id: String,
     events: Mutex<VecDeque<Event>>,
-    newest_id: watch::Sender<u64>,
+    newest_id_sender: watch::Sender<u64>,
     last_overview: Mutex<Option<Overview>>,
 }
 
@@ -27,7 +27,7 @@ impl Default for EventLog {
         Self {
             run_id: random_bytes.map(|byte| format!("{byte:02x}")).concat(),
             events: Mutex::default(),
-            newest_id: watch::Sender::new(0),
+            newest_id_sender: watch::Sender::new(0),
             last_overview: Mutex::default(),
         }
     }
@@ -46,11 +46,11 @@ impl EventLog {
     }
 
     pub fn subscribe_to_newest_id(&self) -> watch::Receiver<u64> {
-        self.newest_id.subscribe()
+        self.newest_id_sender.subscribe()
     }
 
     /// Adds an event that does not follow from a change of the fleet's status. `wall_time` is the time since 1970.
-    pub fn add(&self, (kind, event): (EventKind, EventId), name: &str, message: String, wall_time: Duration) {
+    pub fn add_event(&self, (kind, event): (EventKind, EventId), name: &str, message: String, wall_time: Duration) {
         self.add_events(
             [NewEvent { severity: Severity::Info, event_id: event, kind, name: name.to_owned(), message }],
             wall_time,
@@ -76,7 +76,7 @@ impl EventLog {
 
     fn add_events(&self, new_events: impl IntoIterator<Item = NewEvent>, wall_time: Duration) {
         let mut events = self.lock_events();
-        let previous_newest_id = *self.newest_id.borrow();
+        let previous_newest_id = *self.newest_id_sender.borrow();
         let mut id = previous_newest_id;
         for NewEvent { severity, event_id: event, kind, name, message } in new_events {
             id += 1;
@@ -99,7 +99,7 @@ impl EventLog {
         events.drain(..excess_event_count);
         drop(events);
         if id > previous_newest_id {
-            self.newest_id.send_replace(id);
+            self.newest_id_sender.send_replace(id);
         }
     }
 

@@ -27,8 +27,8 @@ pub async fn explain(State(api): State<Api>, Query(query): Query<Explain>) -> Re
         return Err(Problem::new(ProblemKind::BadRequest, "client port 0: expected one from 1 on"));
     }
     compute_answer(WorkSize::Small, move || {
-        let view = controller_state.service_view(service).map_err(explain_problem)?;
-        view.explain(query.client, packet).map_err(explain_problem)
+        let service_view = controller_state.service_view(service).map_err(explain_problem)?;
+        service_view.explain(query.client, packet).map_err(explain_problem)
     })
     .await
 }

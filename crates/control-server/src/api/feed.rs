@@ -14,12 +14,12 @@ pub const MIN_LOADS_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum number of clients that watch the fleet at the same time.
 const MAX_WATCHERS: usize = 64;
 
-/// Document as JSON text, which is empty before the first document is published.
+/// Document as JSON text. It is empty before the first document is published.
 type JsonText = Arc<str>;
 
 pub struct StatusFeed {
-    loads: watch::Sender<JsonText>,
-    overview: watch::Sender<JsonText>,
+    loads_sender: watch::Sender<JsonText>,
+    overview_sender: watch::Sender<JsonText>,
     last_overview: Mutex<Option<Overview>>,
     watcher_slots: Arc<Semaphore>,
 }
@@ -27,8 +27,8 @@ pub struct StatusFeed {
 impl Default for StatusFeed {
     fn default() -> Self {
         Self {
-            loads: watch::Sender::new(JsonText::from("")),
-            overview: watch::Sender::new(JsonText::from("")),
+            loads_sender: watch::Sender::new(JsonText::from("")),
+            overview_sender: watch::Sender::new(JsonText::from("")),
             last_overview: Mutex::default(),
             watcher_slots: Arc::new(Semaphore::new(MAX_WATCHERS)),
         }
@@ -39,15 +39,15 @@ impl StatusFeed {
     pub fn publish_overview(&self, overview: Overview) {
         let mut last_overview = self.last_overview.lock();
         if last_overview.as_ref() != Some(&overview) {
-            publish_json(&self.overview, &overview);
+            publish_json(&self.overview_sender, &overview);
             *last_overview = Some(overview);
         }
     }
 
     /// Publishes the loads, unless no client watches the fleet.
     pub fn publish_loads(&self, loads: impl FnOnce() -> Loads) {
-        if self.loads.receiver_count() > 0 {
-            publish_json(&self.loads, &loads());
+        if self.loads_sender.receiver_count() > 0 {
+            publish_json(&self.loads_sender, &loads());
         }
     }
 
@@ -57,7 +57,11 @@ impl StatusFeed {
             let error_detail = format!("{MAX_WATCHERS} watchers are connected already: expected fewer; retry later");
             Problem::new(ProblemKind::TooManyRequests, error_detail).with_retry_after(10)
         })?;
-        Ok(Watcher { loads: self.loads.subscribe(), overview: self.overview.subscribe(), _slot: watcher_slot })
+        Ok(Watcher {
+            loads_receiver: self.loads_sender.subscribe(),
+            overview_receiver: self.overview_sender.subscribe(),
+            _slot: watcher_slot,
+        })
     }
 }
 
@@ -74,7 +78,7 @@ fn publish_json(sender: &watch::Sender<JsonText>, document: &impl Serialize) {
 
 pub struct Watcher {
     /// Newest document of loads, which is replaced at most once per [`MIN_LOADS_INTERVAL`].
-    pub loads: watch::Receiver<JsonText>,
-    pub overview: watch::Receiver<JsonText>,
+    pub loads_receiver: watch::Receiver<JsonText>,
+    pub overview_receiver: watch::Receiver<JsonText>,
     _slot: OwnedSemaphorePermit,
 }

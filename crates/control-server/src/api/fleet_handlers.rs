@@ -96,7 +96,7 @@ pub async fn put_fleet(
     let applied_generation = outcome.document_generation;
     if !dry_run && !was_in_force {
         let message = format!("{caller}: applied the document of generation {applied_generation}");
-        api.events.add((EventKind::Fleet, EventId::FleetApplied), "", message, controller_state.now().wall);
+        api.events.add_event((EventKind::Fleet, EventId::FleetApplied), "", message, controller_state.now().wall);
     }
     // No other request may prevent this answer, or the caller would assume that the document was not applied.
     compute_answer(WorkSize::Small, move || {
@@ -122,9 +122,9 @@ impl Api {
     }
 }
 
-fn to_fleet_change(change: &config::Change) -> FleetChange {
+fn to_fleet_change(change: &config::DocumentChange) -> FleetChange {
     let message = change.to_string();
-    let breaking_reason = change.break_reason().map(str::to_owned);
+    let breaking_reason = change.reason_for_broken_connections().map(str::to_owned);
     let whole_subject_change = |subject: &String| FleetChange {
         subject: subject.clone(),
         key: None,
@@ -134,8 +134,10 @@ fn to_fleet_change(change: &config::Change) -> FleetChange {
         breaks: breaking_reason.clone(),
     };
     let document_change = match change {
-        config::Change::Added { subject, .. } | config::Change::Removed { subject } => whole_subject_change(subject),
-        config::Change::Changed { subject, key, old, new } => {
+        config::DocumentChange::Added { subject, .. } | config::DocumentChange::Removed { subject } => {
+            whole_subject_change(subject)
+        }
+        config::DocumentChange::Changed { subject, key, old, new } => {
             FleetChange { key: Some(key.clone()), old: old.clone(), new: new.clone(), ..whole_subject_change(subject) }
         }
     };
@@ -221,12 +223,12 @@ mod tests {
                 Caller { role: Role::Operator, address: IpAddr::from([127, 0, 0, 1]), principal: "alice".into() };
             put_fleet(State(api.clone()), Extension(caller), Json(request))
         };
-        let first_request_received = tokio::sync::Notify::new();
+        let first_request_notification = tokio::sync::Notify::new();
         let apply_both_documents = async {
             let mut reported_generations = Vec::new();
             for _ in 0..2 {
-                let ChangeRequest { change, author, reply: reply_sender } = changes.recv().await.unwrap();
-                first_request_received.notify_one();
+                let ChangeRequest { change, author, reply_sender: reply_sender } = changes.recv().await.unwrap();
+                first_request_notification.notify_one();
                 let (returned_manager, outcome) = apply_change(manager, &state, change, author).await.unwrap();
                 manager = returned_manager;
                 reported_generations.push((reply_sender, outcome));
@@ -234,7 +236,7 @@ mod tests {
             reported_generations.into_iter().for_each(|(reply_sender, outcome)| reply_sender.send(outcome).unwrap());
         };
         let put_second_document = async {
-            first_request_received.notified().await;
+            first_request_notification.notified().await;
             put_document(1).await
         };
         let (first_result, second_result, ()) =

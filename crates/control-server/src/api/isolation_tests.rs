@@ -34,7 +34,7 @@ const MAX_REQUEST_DELAY: Duration = Duration::from_millis(20);
 /// Number of services that have every server. Other services have a few servers.
 const LARGE_SERVICE_COUNT: usize = 8;
 
-/// Returns the text of the largest fleet document. The `additional_line` distinguishes it from other documents.
+/// Returns the fleet document of the largest fleet. `additional_line` distinguishes it from other such documents.
 fn largest_fleet_text(additional_line: &str) -> String {
     let mut text = additional_line.to_owned();
     for n in 0..ServerId::COUNT {
@@ -58,7 +58,7 @@ struct TestEnv {
     client: Client,
     tokens: [String; 2],
     api_thread: Arc<ApiThread>,
-    /// Longest wait for the controller's lock since the last query (ns).
+    /// Longest wait for the controller's lock since the last [`TestEnv::take_longest_lock_wait`] (ns).
     longest_lock_wait_ns: Arc<AtomicU64>,
 }
 
@@ -86,10 +86,11 @@ struct ApiThread {
 }
 
 impl ApiThread {
-    /// Returns the longest CPU time without a yield since the last call, including the present period.
+    /// Returns the longest CPU time that the API's thread used without a yield since the last call, including the
+    /// present period.
     async fn take_longest_busy_time(&self) -> Duration {
-        let initial_count = self.measurement_count.load(Ordering::Relaxed);
-        while self.measurement_count.load(Ordering::Relaxed) < initial_count + 2 {
+        let initial_measurement_count = self.measurement_count.load(Ordering::Relaxed);
+        while self.measurement_count.load(Ordering::Relaxed) < initial_measurement_count + 2 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         Duration::from_nanos(self.longest_busy_ns.swap(0, Ordering::Relaxed))
@@ -148,7 +149,7 @@ async fn process_changes(
     state: &ControllerState,
     mut changes: tokio::sync::mpsc::Receiver<ChangeRequest>,
 ) {
-    while let Some(ChangeRequest { change, author, reply: reply_sender }) = changes.recv().await {
+    while let Some(ChangeRequest { change, author, reply_sender }) = changes.recv().await {
         let (returned_manager, outcome) = apply_change(manager, state, change, author).await.unwrap();
         manager = returned_manager;
         let _ = reply_sender.send(outcome);
@@ -204,7 +205,7 @@ fn server_list_of_maximum_size(server_json: &str) -> String {
     check_request_body(&server_json.repeat((MAX_FLEET_DOCUMENT_BYTES - 100) / json_byte_count))
 }
 
-/// Texts that fill a fleet document of the maximum size.
+/// Texts of which each, when repeated, fills a fleet document of the maximum size.
 const REPEATED_UNITS: [&str; 15] = [
     "=\n",
     "a=1\n",
@@ -222,7 +223,7 @@ const REPEATED_UNITS: [&str; 15] = [
     "alpha=7\n",
     "'''",
 ];
-/// Paths below `/v1/` that change nothing.
+/// Paths below `/v1/` whose GET requests change nothing.
 const READ_PATHS: [&str; 17] = [
     "status?rss_keys=true",
     "services",
@@ -265,7 +266,8 @@ fn largest_requests() -> Vec<Request> {
     requests
 }
 
-/// Maximum number of attempts. A hypervisor's pause may count as CPU time in some attempts, but not in every one.
+/// Maximum number of attempts of each request. A hypervisor's pause may count as CPU time in some attempts, but not in
+/// every one.
 const MAX_REQUEST_ATTEMPTS: u64 = 5;
 
 async fn assert_request_causes_no_delay(env: &TestEnv, request: impl Fn(u64) -> Request) {

@@ -41,6 +41,11 @@ pub async fn rotate(
         .request_change((&caller).into(), RecordChange::TakeKeyStep(key_step))
         .await
         .map_err(|error| api.failed_change_problem(&error))?;
-    api.events.add((EventKind::Keys, EventId::KeysRotated), "", format!("{caller}: {}", key_step.describe()), now.wall);
+    api.events.add_event(
+        (EventKind::Keys, EventId::KeysRotated),
+        "",
+        format!("{caller}: {}", key_step.describe()),
+        now.wall,
+    );
     Ok(Json(api.leader_state()?.keys()))
 }

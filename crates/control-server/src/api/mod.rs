@@ -58,7 +58,7 @@ pub struct Api {
 }
 
 impl Api {
-    /// Returns the state of the controller if it leads. Fails otherwise.
+    /// Returns the state of this controller if it leads the fleet. Fails otherwise.
     fn leader_state(&self) -> Result<Arc<ControllerState>, Problem> {
         self.election.leader_state().map_err(|_| self.not_leading_problem(None))
     }
@@ -191,7 +191,7 @@ async fn update_watchers_loop(api: Api) {
             next_overview_time = tick_time + EVENT_POLL_INTERVAL;
         }
         let api = api.clone();
-        // This runs as separate work, because thousands of servers take some time.
+        // The update runs as separate work, because thousands of servers take some time.
         let update_task = work::run_on_worker(WorkSize::Small, move || {
             if is_overview_due {
                 let now = controller_state.now();

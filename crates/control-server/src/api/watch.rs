@@ -82,17 +82,17 @@ pub async fn watch(
     }
     let controller_state = api.leader_state()?;
     let last_event_header = headers.get("last-event-id").and_then(|id| id.to_str().ok());
-    let run_and_id =
+    let run_id_and_event_id =
         last_event_header.and_then(|id| id.rsplit_once('-')).filter(|(run, _)| *run == api.events.run_id());
-    let last_event_id = run_and_id.and_then(|(_, id)| id.parse().ok());
+    let last_event_id = run_id_and_event_id.and_then(|(_, id)| id.parse().ok());
     let mut watcher = api.status_feed.subscribe()?;
-    watcher.overview.mark_changed();
+    watcher.overview_receiver.mark_changed();
     let missed_events =
         api.events.events_after(last_event_id.unwrap_or(0), if last_event_id.is_some() { MAX_EVENTS } else { 100 });
     let watcher_updates = WatcherUpdates {
         controller_state,
         permission_changes: api.access_control.permission_changes(),
-        newest_event_id: api.events.subscribe_to_newest_id(),
+        newest_event_id_receiver: api.events.subscribe_to_newest_id(),
         last_queued_event_id: missed_events.last().map(|event| event.id).or(last_event_id).unwrap_or(0),
         pending_events: missed_events.into(),
         watcher,
@@ -114,7 +114,7 @@ struct WatcherUpdates {
     /// Receiver of changes of permissions, after which the watcher must authenticate again.
     permission_changes: tokio::sync::watch::Receiver<u64>,
     watcher: Watcher,
-    newest_event_id: tokio::sync::watch::Receiver<u64>,
+    newest_event_id_receiver: tokio::sync::watch::Receiver<u64>,
     /// Id of the newest event that was sent or is in `pending_events`.
     last_queued_event_id: u64,
     pending_events: VecDeque<Event>,
@@ -138,22 +138,22 @@ impl WatcherUpdates {
                 biased;
                 _ = self.permission_changes.changed() => return None,
                 _ = self.controller_state.wait_until_deposed() => return None,
-                changed = self.watcher.overview.changed() => {
+                changed = self.watcher.overview_receiver.changed() => {
                     changed.ok()?;
-                    let overview_json = self.watcher.overview.borrow_and_update().clone();
+                    let overview_json = self.watcher.overview_receiver.borrow_and_update().clone();
                     if !overview_json.is_empty() {
                         return Some(sse::Event::default().event("status").data(&*overview_json));
                     }
                 }
-                changed = self.newest_event_id.changed() => {
+                changed = self.newest_event_id_receiver.changed() => {
                     changed.ok()?;
                     let events = self.api.events.events_after(self.last_queued_event_id, MAX_EVENTS);
                     self.last_queued_event_id = events.last().map_or(self.last_queued_event_id, |event| event.id);
                     self.pending_events.extend(events);
                 }
-                changed = async { loads_timer.await; self.watcher.loads.changed().await } => {
+                changed = async { loads_timer.await; self.watcher.loads_receiver.changed().await } => {
                     changed.ok()?;
-                    let loads_json = self.watcher.loads.borrow_and_update().clone();
+                    let loads_json = self.watcher.loads_receiver.borrow_and_update().clone();
                     self.loads_due_at = (self.loads_due_at + self.loads_interval).max(Instant::now());
                     if !loads_json.is_empty() {
                         return Some(sse::Event::default().event("loads").data(&*loads_json));

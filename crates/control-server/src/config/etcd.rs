@@ -227,7 +227,8 @@ fn parse_etcd_config(
     })
 }
 
-/// Returns the URLs of etcd's members. Reports duplicates, and URLs that do not fit `has_tls`.
+/// Returns the URLs of etcd's members. Reports duplicates, and URLs whose scheme does not fit `has_tls` (whether TLS is
+/// configured).
 fn check_endpoints(endpoints: &[Spanned<Endpoint>], has_tls: bool, reader: &mut Reader<'_>) -> Vec<String> {
     let mut checked_endpoints: Vec<String> = Vec::new();
     for endpoint in endpoints {

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use coreward_rpc::invalid_argument;
+use coreward_rpc::invalid_argument_status;
 use coreward_tls::Role;
 use coreward_wire::sanitize::sanitize;
 use coreward_wire::v1::agent_message::Message;
@@ -38,7 +38,8 @@ pub enum ReportSource {
 }
 
 impl ReportSource {
-    /// Returns the rack's relay of the agent, if any. Fails if the peer may not report for the server.
+    /// Returns the relay through a rack, or `None` if the agent is connected directly. Fails if the peer may not report
+    /// for the server.
     fn relay_if_authorized(&self, server: &str) -> Result<Option<RackRelay>, Status> {
         match self {
             Self::Agent(peer) => peer.require_role_and_name(Role::Agent, server).map(|()| None),
@@ -66,7 +67,7 @@ pub async fn serve(
     controller_state: Arc<ControllerState>,
     source: ReportSource,
     mut messages: impl AgentMessageStream,
-    updates: AgentUpdateSender,
+    update_sender: AgentUpdateSender,
 ) {
     let session = match register_agent(&controller_state, &source, &mut messages).await {
         Ok(session) => session,
@@ -78,7 +79,7 @@ pub async fn serve(
                 error = status.message(),
                 "the controller rejects the registration of an agent"
             );
-            send_rejection(status, &updates).await;
+            send_rejection(status, &update_sender).await;
             return;
         }
     };
@@ -90,14 +91,14 @@ pub async fn serve(
         "the server's agent has registered with the controller"
     );
     let outcome = tokio::select! {
-        outcome = serve_stream(&controller_state, &session, &mut messages, &updates) => outcome,
+        outcome = serve_stream(&controller_state, &session, &mut messages, &update_sender) => outcome,
         _ = controller_state.wait_until_deposed() => Err(not_leading_status(None)),
     };
     controller_state.socket_query_relay.forget_agent(session.number());
     controller_state.lock_controller().end_session(&session);
     log_disconnect(session.server(), outcome.as_ref().err());
     if let Err(status) = outcome {
-        let _ = updates.send(Err(status)).await;
+        let _ = update_sender.send(Err(status)).await;
     }
 }
 
@@ -118,15 +119,15 @@ fn log_disconnect(server: &str, error: Option<&Status>) {
 }
 
 /// Sends the error after a delay and ends the stream. Because a connection has a limited number of streams, the delay
-/// limits the rate of rejections. There is no delay if the agent replaces another one or looks for the leader.
-async fn send_rejection(status: Status, updates: &AgentUpdateSender) {
+/// limits the rate of rejections. There is no delay if the agent replaces another one or searches for the leader.
+async fn send_rejection(status: Status, update_sender: &AgentUpdateSender) {
     if !matches!(status.code(), Code::AlreadyExists | Code::Unavailable) {
         tokio::select! {
             () = tokio::time::sleep(REJECTION_DELAY) => {}
-            () = updates.closed() => return tokio::time::sleep(REJECTION_DELAY).await,
+            () = update_sender.closed() => return tokio::time::sleep(REJECTION_DELAY).await,
         }
     }
-    let _ = updates.send(Err(status)).await;
+    let _ = update_sender.send(Err(status)).await;
 }
 
 async fn register_agent(
@@ -143,7 +144,7 @@ async fn register_agent(
     let (server, version) = (sanitize(registration.server), sanitize(registration.version));
     let relay = source.relay_if_authorized(&server)?;
     let now = controller_state.now();
-    let session = controller_state.lock_controller().register_with_relay(&server, &version, relay, now);
+    let session = controller_state.lock_controller().register_agent_with_relay(&server, &version, relay, now);
     session.map_err(|rejection| rejection_status(&rejection))
 }
 
@@ -151,13 +152,13 @@ async fn serve_stream(
     controller_state: &ControllerState,
     session: &Session,
     messages: &mut impl AgentMessageStream,
-    updates: &AgentUpdateSender,
+    update_sender: &AgentUpdateSender,
 ) -> Result<(), Status> {
-    let mut configuration_versions = controller_state.subscribe_agent_configuration();
-    configuration_versions.mark_changed();
-    let mut queries = controller_state.socket_query_relay.register_agent(session.number());
+    let mut configuration_version_receiver = controller_state.subscribe_to_agent_configuration();
+    configuration_version_receiver.mark_changed();
+    let mut query_receiver = controller_state.socket_query_relay.register_agent(session.number());
     let send_update = async |update: Update| {
-        controller_state.is_leading() && updates.send(Ok(v1::AgentUpdate { update: Some(update) })).await.is_ok()
+        controller_state.is_leading() && update_sender.send(Ok(v1::AgentUpdate { update: Some(update) })).await.is_ok()
     };
     let mut rejection_log = RejectionLog::default();
     loop {
@@ -166,18 +167,18 @@ async fn serve_stream(
                 Some(message) => process_message(controller_state, session, message, &mut rejection_log)?,
                 None => return Ok(()),
             },
-            changed = configuration_versions.changed() => {
+            changed = configuration_version_receiver.changed() => {
                 if changed.is_err() {
                     return Ok(());
                 }
-                configuration_versions.mark_unchanged();
+                configuration_version_receiver.mark_unchanged();
                 let configuration = controller_state.lock_controller().agent_configuration(session);
                 let configuration = configuration.map_err(|rejection| rejection_status(&rejection))?;
                 if !send_update(Update::Configuration((&configuration).into())).await {
                     return Ok(());
                 }
             }
-            Some(query) = queries.recv() => {
+            Some(query) = query_receiver.recv() => {
                 if !send_update(Update::SocketQuery((&query).into())).await {
                     return Ok(());
                 }
@@ -191,12 +192,12 @@ fn process_message(
     controller_state: &ControllerState,
     session: &Session,
     message: Message,
-    refusal_log: &mut RejectionLog,
+    rejection_log: &mut RejectionLog,
 ) -> Result<(), Status> {
     match message {
-        Message::Report(report) => record_report(controller_state, session, report, refusal_log),
+        Message::Report(report) => record_report(controller_state, session, report, rejection_log),
         Message::SocketAnswer(answer) => {
-            let answer = SocketAnswer::try_from(answer).map_err(invalid_argument)?;
+            let answer = SocketAnswer::try_from(answer).map_err(invalid_argument_status)?;
             if !controller_state.socket_query_relay.relay_answer(session.number(), answer) {
                 controller_state.lock_controller().count_unsolicited_message(session, controller_state.now());
             }
@@ -212,41 +213,42 @@ async fn next_message(
     controller_state: &ControllerState,
     session: &Session,
     messages: &mut impl AgentMessageStream,
-    refusal_log: &mut RejectionLog,
+    rejection_log: &mut RejectionLog,
 ) -> Result<Option<Message>, Status> {
     loop {
         let wait_time = controller_state.lock_controller().time_until_next_message(session, controller_state.now());
         if wait_time.is_zero() {
             break;
         }
-        if !std::mem::replace(&mut refusal_log.is_delayed, true) {
+        if !std::mem::replace(&mut rejection_log.is_delayed, true) {
             controller_state.lock_controller().count_delayed_message(session);
-            refusal_log.log_rate_limit(session);
+            rejection_log.log_rate_limit(session);
         }
         tokio::time::sleep(wait_time).await;
     }
     let message = messages.next().await.transpose()?;
-    refusal_log.is_delayed = false;
+    rejection_log.is_delayed = false;
     Ok(message.and_then(|message| message.message))
 }
 
-/// Records an agent's report. An invalid one is counted and logged, but the stream ends only if the session has ended.
+/// Records an agent's report. An invalid report is counted and logged, but the stream ends only if the session has
+/// ended.
 fn record_report(
     state: &ControllerState,
     session: &Session,
     report: v1::Report,
-    refusal_log: &mut RejectionLog,
+    rejection_log: &mut RejectionLog,
 ) -> Result<(), Status> {
     let report = AgentReport::try_from(report);
     let now = state.now();
     let report_result = state.lock_controller().record_report(session, report, now);
     match report_result {
         Ok(()) => {
-            refusal_log.last_reason = None;
+            rejection_log.last_reason = None;
             state.on_loads_updated();
         }
         Err(rejection) if rejection.ends_session() => return Err(rejection_status(&rejection)),
-        Err(rejection) => refusal_log.log_rejected_report(session, &rejection),
+        Err(rejection) => rejection_log.log_rejected_report(session, &rejection),
     }
     Ok(())
 }

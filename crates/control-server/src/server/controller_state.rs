@@ -21,7 +21,7 @@ use tokio::time::Instant;
 use coreward_controller::explain::{ExplainError, ServiceView};
 use coreward_controller::on_change::InputCursor;
 use coreward_controller::{Controller, NewTable, Now, ServiceIndexes, metrics, tables};
-use coreward_fleet::audit::Author;
+use coreward_fleet::audit::ChangeAuthor;
 use coreward_fleet::clock::{RecordClock, wall_clock_time};
 use coreward_fleet::config::TableTiming;
 use coreward_fleet::fleet::{Fleet, FleetServer};
@@ -56,10 +56,10 @@ pub struct ControllerState {
     tables_due_notification: Notify,
     table_budget: TableBudget,
     /// Number of changes of agents' configurations so far. Agents' streams wait until it changes.
-    agent_configuration_version: watch::Sender<u64>,
+    agent_configuration_version_sender: watch::Sender<u64>,
     pub socket_query_relay: SocketQueryRelay,
-    is_deposed: watch::Sender<bool>,
-    change_requests: mpsc::Sender<ChangeRequest>,
+    is_deposed_sender: watch::Sender<bool>,
+    change_request_sender: mpsc::Sender<ChangeRequest>,
     /// Whether tables may be made. After a restart, they must wait for agents' reports.
     are_tables_allowed: AtomicBool,
     /// Inputs of the newest published configuration that are not part of the fleet document or its records.
@@ -74,14 +74,14 @@ pub struct ControllerState {
 /// Requested change of the records, with its author and a channel to the waiting caller.
 pub struct ChangeRequest {
     pub change: RecordChange,
-    pub author: Author,
+    pub author: ChangeAuthor,
     /// Sender of the result, which is used when the change is active or rejected.
-    pub reply: oneshot::Sender<anyhow::Result<ChangeOutcome>>,
+    pub reply_sender: oneshot::Sender<anyhow::Result<ChangeOutcome>>,
 }
 
 impl ChangeRequest {
-    pub fn without_reply(change: RecordChange, author: Author) -> Self {
-        Self { change, author, reply: oneshot::channel().0 }
+    pub fn without_reply(change: RecordChange, author: ChangeAuthor) -> Self {
+        Self { change, author, reply_sender: oneshot::channel().0 }
     }
 }
 
@@ -107,24 +107,24 @@ struct LastPublishedInputs {
 }
 
 impl ControllerState {
-    /// Creates the state, and the receiver of requested changes.
+    /// Returns the state, and the receiver of requested changes.
     pub fn new(
         controller: Controller,
         (clock, state_counters): (RecordClock, Arc<StateCounters>),
         leadership: Option<Arc<Leadership>>,
     ) -> (Self, mpsc::Receiver<ChangeRequest>) {
-        let start_time = Now { monotonic: Duration::ZERO, wall: wall_clock_time(), record: clock.now() };
+        let start_time = Now { monotonic: Duration::ZERO, wall: wall_clock_time(), record_time: clock.now() };
         let configuration = controller.fleet_configuration(start_time);
         let (change_requests, receiver) = mpsc::channel(CHANGE_QUEUE_LENGTH);
         let state = Self {
             publisher: UpdatePublisher::new(configuration),
             tables_due_notification: Notify::new(),
             table_budget: TableBudget::default(),
-            agent_configuration_version: watch::Sender::new(0),
+            agent_configuration_version_sender: watch::Sender::new(0),
             socket_query_relay: SocketQueryRelay::default(),
             leadership,
-            is_deposed: watch::Sender::new(false),
-            change_requests,
+            is_deposed_sender: watch::Sender::new(false),
+            change_request_sender: change_requests,
             are_tables_allowed: AtomicBool::new(false),
             last_published_inputs: Mutex::new(LastPublishedInputs {
                 live_load_balancers: controller.live_load_balancers(start_time),
@@ -140,14 +140,14 @@ impl ControllerState {
     }
 
     /// Requests a change by the controller itself, and waits until it is active. Fails if it cannot be written.
-    pub async fn change(&self, change: RecordChange) -> anyhow::Result<ChangeOutcome> {
-        self.request_change(Author::controller(), change).await
+    pub async fn change(&self, request_own_change: RecordChange) -> anyhow::Result<ChangeOutcome> {
+        self.request_change(ChangeAuthor::controller(), request_own_change).await
     }
 
-    pub async fn request_change(&self, author: Author, change: RecordChange) -> anyhow::Result<ChangeOutcome> {
+    pub async fn request_change(&self, author: ChangeAuthor, change: RecordChange) -> anyhow::Result<ChangeOutcome> {
         let (reply_sender, outcome) = oneshot::channel();
-        self.change_requests
-            .send(ChangeRequest { change, author, reply: reply_sender })
+        self.change_request_sender
+            .send(ChangeRequest { change, author, reply_sender })
             .await
             .context("the controller is ending")?;
         outcome.await.context("the controller is ending")?
@@ -166,16 +166,16 @@ impl ControllerState {
 
     /// Waits until this controller is deposed ([`ControllerState::depose`]). Streams use this instead of a timer.
     pub async fn wait_until_deposed(&self) {
-        let _ = self.is_deposed.subscribe().wait_for(|deposed| *deposed).await;
+        let _ = self.is_deposed_sender.subscribe().wait_for(|deposed| *deposed).await;
     }
 
     /// Marks this controller as deposed, which ends all streams.
     pub fn depose(&self) {
-        self.is_deposed.send_replace(true);
+        self.is_deposed_sender.send_replace(true);
     }
 
     pub fn now(&self) -> Now {
-        Now { monotonic: self.start_time.elapsed(), wall: wall_clock_time(), record: self.clock.now() }
+        Now { monotonic: self.start_time.elapsed(), wall: wall_clock_time(), record_time: self.clock.now() }
     }
 
     /// Locks the controller. Callers hold the lock for microseconds only, and never across an await.
@@ -193,27 +193,27 @@ impl ControllerState {
     }
 
     /// Returns the full status, which takes tens of ms for thousands of servers. It includes full RSS keys if
-    /// `rss_keys` is set.
-    pub fn status(&self, rss_keys: bool) -> Status {
+    /// `includes_rss_keys` is set.
+    pub fn status(&self, includes_rss_keys: bool) -> Status {
         let now = self.now();
         let mut status = self.lock_controller().status_summary(now);
         status.warnings.extend(self.state_counters.warnings());
         status.keys = self.add_waiting_agents(status.keys, now);
-        status.services = self.services(rss_keys, now);
-        status.servers = self.servers(rss_keys, now);
+        status.services = self.services(includes_rss_keys, now);
+        status.servers = self.servers(includes_rss_keys, now);
         status
     }
 
-    /// Returns the status of all services, with full RSS keys if `rss_keys` is set.
-    pub fn services(&self, rss_keys: bool, now: Now) -> Vec<Service> {
-        (0..).map_while(|position| self.service_at(position, rss_keys, now)).collect()
+    /// Returns the status of all services, with full RSS keys if `includes_rss_keys` is set.
+    pub fn services(&self, includes_rss_keys: bool, now: Now) -> Vec<Service> {
+        (0..).map_while(|position| self.service_at(position, includes_rss_keys, now)).collect()
     }
 
     /// Returns the status of the service with this name, as in [`ControllerState::services`].
-    pub fn service(&self, name: &str, rss_keys: bool, now: Now) -> Option<Service> {
+    pub fn service(&self, name: &str, includes_rss_keys: bool, now: Now) -> Option<Service> {
         loop {
             let service_position = self.lock_controller().service_position(name)?;
-            let service = self.service_at(service_position, rss_keys, now);
+            let service = self.service_at(service_position, includes_rss_keys, now);
             // Another document may have changed the position meanwhile.
             if service.as_ref().is_some_and(|service| service.name == name) {
                 return service;
@@ -221,16 +221,16 @@ impl ControllerState {
         }
     }
 
-    /// Returns the status of all servers, with full RSS keys if `rss_keys` is set.
-    pub fn servers(&self, rss_keys: bool, now: Now) -> Vec<Server> {
-        self.map_servers(|controller, id, server| controller.server_status(id, server, rss_keys, now))
+    /// Returns the status of all servers, with full RSS keys if `includes_rss_keys` is set.
+    pub fn servers(&self, includes_rss_keys: bool, now: Now) -> Vec<Server> {
+        self.map_servers(|controller, id, server| controller.server_status(id, server, includes_rss_keys, now))
     }
 
     /// Returns the status of the server with this name, as in [`ControllerState::servers`]. If the operator changed the
-    /// server's id, the newer id counts.
-    pub fn server(&self, name: &str, rss_keys: bool, now: Now) -> Option<Server> {
+    /// server's id, this is the status of the newer id.
+    pub fn server(&self, name: &str, includes_rss_keys: bool, now: Now) -> Option<Server> {
         let status_if_named = |controller: &Controller, id, server: &FleetServer| {
-            (server.name == name).then(|| controller.server_status(id, server, rss_keys, now))
+            (server.name == name).then(|| controller.server_status(id, server, includes_rss_keys, now))
         };
         self.map_servers(status_if_named).into_iter().flatten().next_back()
     }
@@ -300,30 +300,30 @@ impl ControllerState {
         }
     }
 
-    /// Calls `service_reader` for the service at this position. Passes its pool if the controller has none cached.
+    /// Calls `service_reader` for the service at `service_position`. Passes its pool if the controller has none cached.
     fn read_service<T>(
         &self,
-        position: usize,
+        service_position: usize,
         now: Now,
         service_reader: impl FnOnce(&Controller, usize, Option<&Pool>) -> Option<T>,
     ) -> Option<T> {
-        let uncached_pool = self.make_uncached_pool(position, now);
-        self.with_lock(|controller| service_reader(controller, position, uncached_pool.as_ref()))
+        let uncached_pool = self.make_uncached_pool(service_position, now);
+        self.with_lock(|controller| service_reader(controller, service_position, uncached_pool.as_ref()))
     }
 
-    fn service_at(&self, position: usize, rss_keys: bool, now: Now) -> Option<Service> {
+    fn service_at(&self, service_position: usize, includes_rss_keys: bool, now: Now) -> Option<Service> {
         let read_status = |controller: &Controller, position, pool: Option<&Pool>| {
-            controller.service_status(position, pool, rss_keys, now)
+            controller.service_status(position, pool, includes_rss_keys, now)
         };
-        Some(self.add_members(position, self.read_service(position, now, read_status)?, now))
+        Some(self.add_members(service_position, self.read_service(service_position, now, read_status)?, now))
     }
 
     /// Adds the members of the service to its status. The lock is released regularly.
-    fn add_members(&self, position: usize, service: Service, now: Now) -> Service {
+    fn add_members(&self, service_position: usize, service: Service, now: Now) -> Service {
         let (mut members, mut last_id) = (Vec::new(), None);
         loop {
             let member_batch = self.with_lock(|controller| {
-                controller.members_after((position, service.address), last_id, MAX_SERVERS_PER_LOCK, now)
+                controller.members_after((service_position, service.address), last_id, MAX_SERVERS_PER_LOCK, now)
             });
             let Some((batch_end, _)) = member_batch.last() else { return service.with_members(members) };
             last_id = Some(*batch_end);
@@ -332,16 +332,15 @@ impl ControllerState {
     }
 
     /// Returns the service's pool if none is cached. Making it takes tens of ms for thousands of servers.
-    fn make_uncached_pool(&self, position: usize, now: Now) -> Option<Pool> {
-        if !self.lock_controller().needs_pool(position)? {
+    fn make_uncached_pool(&self, service_position: usize, now: Now) -> Option<Pool> {
+        if !self.lock_controller().needs_pool(service_position)? {
             return None;
         }
         let mut servers = Vec::new();
-        while !self
-            .with_lock(|controller| controller.add_pool_servers(position, &mut servers, MAX_SERVERS_PER_LOCK, now))
-        {
-        }
-        self.lock_controller().pool_of_servers(position, servers, now)
+        while !self.with_lock(|controller| {
+            controller.add_pool_servers(service_position, &mut servers, MAX_SERVERS_PER_LOCK, now)
+        }) {}
+        self.lock_controller().pool_of_servers(service_position, servers, now)
     }
 
     pub fn keys(&self) -> Keys {
@@ -366,8 +365,8 @@ impl ControllerState {
         metrics::add_status_metrics(&mut snapshot, &self.status(false), now.wall);
         self.lock_controller().add_metrics(&mut snapshot, now);
         self.state_counters.add_metrics(&mut snapshot);
-        let latencies = *self.report_to_table_latency.lock();
-        snapshot.add_histogram(&TABLE_BUILD_DELAY_SECONDS, latencies);
+        let latency_histogram = *self.report_to_table_latency.lock();
+        snapshot.add_histogram(&TABLE_BUILD_DELAY_SECONDS, latency_histogram);
         let (since_receipt, since_sent) = {
             let controller = self.lock_controller();
             (controller.table_acks.latency_since_receipt, controller.table_acks.latency_since_sent)
@@ -383,7 +382,8 @@ impl ControllerState {
         controller.are_all_loads_known(now) && controller.has_all_check_results(now)
     }
 
-    /// Makes the tables and updates that are due at the end of a report interval. Returns the time until the next end.
+    /// Makes the tables and updates that are due at the end of a report interval. Returns the time until the next
+    /// interval ends.
     pub fn end_report_interval(&self) -> Duration {
         let now = self.now();
         let (table_timing, interval) = {
@@ -397,17 +397,19 @@ impl ControllerState {
                 self.tables_due_notification.notify_one();
             }
         }
-        self.publish_liveness(now);
+        self.publish_live_load_balancers(now);
         interval
     }
 
     /// Makes the tables of all services, as `table_updates = "interval"` requires.
     fn make_all_tables(&self, now: Now) {
-        let last_tables_at = std::mem::replace(&mut self.lock_published_inputs().last_tables_made_at, now.monotonic);
+        let previous_tables_made_at =
+            std::mem::replace(&mut self.lock_published_inputs().last_tables_made_at, now.monotonic);
         let (tables, report_arrival_times) = {
             let mut controller = self.lock_controller();
             let tables = controller.end_report_interval(now);
-            let report_arrival_times: Vec<Duration> = controller.report_times_after(last_tables_at).collect();
+            let report_arrival_times: Vec<Duration> =
+                controller.report_arrival_times_after(previous_tables_made_at).collect();
             (tables, report_arrival_times)
         };
         self.publish_new_tables(&tables, report_arrival_times.into_iter());
@@ -458,20 +460,19 @@ impl ControllerState {
     }
 
     fn publish_new_tables(&self, tables: &[NewTable], report_arrival_times: impl Iterator<Item = Duration>) {
-        self.publisher.publish_tables(
-            tables
-                .iter()
-                .map(|new_table| (new_table.service_index, table::encode(new_table.service_index, &new_table.table))),
-        );
+        self.publisher.publish_tables(tables.iter().map(|new_table| {
+            (new_table.service_index, table::encode_table(new_table.service_index, &new_table.table))
+        }));
         let publication_time = self.start_time.elapsed();
-        let mut latencies = self.report_to_table_latency.lock();
-        report_arrival_times.for_each(|arrival_time| latencies.observe(publication_time.saturating_sub(arrival_time)));
-        drop(latencies);
+        let mut latency_histogram = self.report_to_table_latency.lock();
+        report_arrival_times
+            .for_each(|arrival_time| latency_histogram.observe(publication_time.saturating_sub(arrival_time)));
+        drop(latency_histogram);
         let predecessor_change_count = self.lock_controller().predecessor_change_count();
         if std::mem::replace(&mut self.lock_published_inputs().predecessor_change_count, predecessor_change_count)
             != predecessor_change_count
         {
-            self.agent_configuration_version.send_modify(|count| *count += 1);
+            self.agent_configuration_version_sender.send_modify(|count| *count += 1);
         }
     }
 
@@ -479,7 +480,7 @@ impl ControllerState {
         self.last_published_inputs.lock()
     }
 
-    fn publish_liveness(&self, now: Now) {
+    fn publish_live_load_balancers(&self, now: Now) {
         let controller = self.lock_controller();
         let live_load_balancers = controller.live_load_balancers(now);
         let mut last_published_inputs = self.lock_published_inputs();
@@ -495,12 +496,12 @@ impl ControllerState {
         // No caller waits for the encoding, or until the old configuration is dropped.
         let live_load_balancers = self.lock_controller().live_load_balancers(now);
         let configuration = fleet.load_balancer_configuration(|name| live_load_balancers.contains(name));
-        let indexed_services = ServiceIndexes::of(&fleet);
-        let old_configuration = self.lock_controller().configure_with_indexes(fleet, indexed_services);
+        let service_indexes = ServiceIndexes::for_fleet(&fleet);
+        let old_configuration = self.lock_controller().configure_with_indexes(fleet, service_indexes);
         drop(old_configuration);
         // Earlier tables may contain servers that are gone, which the data plane skips.
         self.publisher.publish_configuration(configuration, |service| remaining_services.contains(&service));
-        self.agent_configuration_version.send_modify(|count| *count += 1);
+        self.agent_configuration_version_sender.send_modify(|count| *count += 1);
         if !self.are_tables_allowed.load(Ordering::Relaxed) {
             return;
         }
@@ -523,10 +524,10 @@ impl ControllerState {
         }
     }
 
-    fn poll_all_inputs(&self, now: Now, interval_ended: bool) {
+    fn poll_all_inputs(&self, now: Now, has_interval_ended: bool) {
         let mut next_cursor = Some(InputCursor::default());
         while let Some(cursor) = next_cursor {
-            next_cursor = self.with_lock(|controller| controller.poll_inputs_from(cursor, now, interval_ended));
+            next_cursor = self.with_lock(|controller| controller.poll_inputs_from(cursor, now, has_interval_ended));
         }
     }
 
@@ -535,7 +536,7 @@ impl ControllerState {
         self.are_tables_allowed.store(true, Ordering::Relaxed);
     }
 
-    pub fn subscribe_agent_configuration(&self) -> watch::Receiver<u64> {
-        self.agent_configuration_version.subscribe()
+    pub fn subscribe_to_agent_configuration(&self) -> watch::Receiver<u64> {
+        self.agent_configuration_version_sender.subscribe()
     }
 }

@@ -15,19 +15,19 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
 
-use super::{ControlService, server_builder, sized_control_service};
+use super::{ControlService, server_builder, size_limited_control_service};
 use crate::server::leader_election::LeaderElection;
 
 const CONNECTION_QUEUE_LENGTH: usize = 64;
 
 pub struct LbRuntime {
     runtime: Option<Runtime>,
-    connections: mpsc::Sender<io::Result<AcceptedConnection>>,
+    connection_sender: mpsc::Sender<io::Result<AcceptedConnection>>,
     server_task: JoinHandle<Result<(), tonic::transport::Error>>,
 }
 
 impl LbRuntime {
-    /// Starts the runtime's thread. Fails if it cannot be created.
+    /// Starts the runtime's thread. Fails if the thread cannot be created.
     pub fn start(election: Arc<LeaderElection>) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -36,17 +36,18 @@ impl LbRuntime {
             .build()
             .context("no thread for load balancers")?;
         let (connections, receiver) = mpsc::channel(CONNECTION_QUEUE_LENGTH);
-        let server = server_builder().add_service(sized_control_service(ControlService { election }));
+        let server = server_builder().add_service(size_limited_control_service(ControlService { election }));
         let server_task = runtime.spawn(server.serve_with_incoming(ReceiverStream::new(receiver)));
-        Ok(Self { runtime: Some(runtime), connections, server_task })
+        Ok(Self { runtime: Some(runtime), connection_sender: connections, server_task })
     }
 
-    /// Moves load balancers' connections from this stream to the runtime. Their certificates identify them.
+    /// Moves the connections of load balancers, which certificates identify, to the runtime. Returns the stream of all
+    /// other connections.
     pub fn split_off_load_balancers<S: Stream<Item = io::Result<AcceptedConnection>>>(
         &self,
         incoming_connections: S,
     ) -> impl Stream<Item = io::Result<AcceptedConnection>> + use<S> {
-        let (connections, runtime_handle) = (self.connections.clone(), self.runtime().handle().clone());
+        let (connections, runtime_handle) = (self.connection_sender.clone(), self.runtime().handle().clone());
         incoming_connections.filter_map(move |incoming| match incoming {
             Ok(connection) if is_from_load_balancer(&connection) => {
                 let peer = connection.caller().clone();
@@ -90,9 +91,9 @@ fn is_from_load_balancer(connection: &AcceptedConnection) -> bool {
 
 fn move_connection_to_runtime(
     connection: AcceptedConnection,
-    connections: &mpsc::Sender<io::Result<AcceptedConnection>>,
+    connection_sender: &mpsc::Sender<io::Result<AcceptedConnection>>,
     runtime_handle: &Handle,
 ) -> anyhow::Result<()> {
     let moved_connection = connection.move_to_runtime(runtime_handle)?;
-    connections.try_send(Ok(moved_connection)).map_err(|error| anyhow::anyhow!("{error}"))
+    connection_sender.try_send(Ok(moved_connection)).map_err(|error| anyhow::anyhow!("{error}"))
 }

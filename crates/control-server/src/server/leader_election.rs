@@ -56,7 +56,8 @@ metrics! {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Leader {
     pub address: SocketAddr,
-    /// `https://HOST:PORT` of its API, or `None` if the API listens on its own host only or is unknown (older version).
+    /// URL (`https://HOST:PORT`) of the leader's API. `None` if the API listens on its own host only, or if the
+    /// leader's version is too old to report the URL.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api: Option<String>,
 }
@@ -73,11 +74,11 @@ impl fmt::Display for Leader {
 #[derive(Clone)]
 enum Role {
     Leader(Arc<ControllerState>),
-    /// Another controller leads, or none does.
+    /// Another controller leads, which the record describes, or no controller leads (`None`).
     Follower(Option<Leader>),
 }
 
-/// Present role of this controller, as far as it knows, and the parts that do not depend on the role.
+/// Last known role of this controller in the leader election, and the state that does not depend on the role.
 pub struct LeaderElection {
     role: Mutex<Role>,
     cluster: Option<Arc<Cluster>>,
@@ -86,7 +87,7 @@ pub struct LeaderElection {
 }
 
 impl LeaderElection {
-    /// Creates an election without a leader. `cluster` is the connection to the etcd cluster in which the election
+    /// Returns an election without a leader. `cluster` is the connection to the etcd cluster in which the election
     /// takes place.
     pub fn new(cluster: Option<Arc<Cluster>>, security: ListenerSecurity) -> Self {
         Self {
@@ -114,7 +115,8 @@ impl LeaderElection {
         self.role.lock().clone()
     }
 
-    /// Returns the state of this controller if it leads. A follower fails with UNAVAILABLE and the leader's address.
+    /// Returns the state of this controller if it leads. At a follower, this fails with
+    /// UNAVAILABLE and the leader's address.
     pub fn leader_state(&self) -> Result<Arc<ControllerState>, Status> {
         match self.role() {
             Role::Leader(state) if state.is_leading() => Ok(state),
@@ -144,7 +146,7 @@ impl LeaderElection {
         snapshot.add_value(&CONTROLLER_IS_LEADER, [], f64::from(u8::from(leader_state.is_some())));
         if let Some(leadership) = leader_state.as_ref().and_then(|state| state.leadership()) {
             snapshot.add_value(&LEADER_TERM, [], leadership.term() as f64);
-            snapshot.add_value(&LEADER_LEASE_SECONDS, [], leadership.lease_end().remaining_time().as_secs_f64());
+            snapshot.add_value(&LEADER_LEASE_SECONDS, [], leadership.lease_deadline().remaining_time().as_secs_f64());
         }
         if let Some(cluster) = &self.cluster {
             snapshot.add_histogram(&ETCD_REQUEST_SECONDS, cluster.request_latencies());
@@ -191,7 +193,7 @@ pub fn is_caused_by_deposition(error: &anyhow::Error) -> bool {
     matches!(etcd_error, Some(EtcdError::Deposed(_) | EtcdError::Unreachable { .. }))
 }
 
-/// Waits until this controller leads. Until then, it records which controller leads.
+/// Waits until this controller leads. Until then, records in `election` which controller leads.
 pub async fn campaign(
     election: &Arc<LeaderElection>,
     cluster: &Arc<Cluster>,
@@ -199,7 +201,7 @@ pub async fn campaign(
 ) -> anyhow::Result<Leadership> {
     let candidate = candidate(config)?;
     let (election, campaign_cluster) = (election.clone(), cluster.clone());
-    let on_leader_state = move |seen| match seen {
+    let on_leader_state = move |leader_state| match leader_state {
         LeaderState::NoLeader => {
             tracing::info!(event = "no-leader", "no controller leads: this controller tries to become the leader");
             election.become_follower(None);

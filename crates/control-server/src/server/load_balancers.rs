@@ -5,7 +5,7 @@ use std::fmt::Display;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use coreward_rpc::invalid_argument;
+use coreward_rpc::invalid_argument_status;
 use coreward_tls::Role;
 use coreward_wire::address::parse_optional_address;
 use coreward_wire::sanitize::sanitize;
@@ -26,7 +26,7 @@ pub async fn serve(
     controller_state: Arc<ControllerState>,
     peer: AuthenticatedPeer,
     mut messages: Streaming<v1::LoadBalancerMessage>,
-    updates: UpdateSender,
+    update_sender: UpdateSender,
 ) {
     let (name, session) = match register_load_balancer(&controller_state, &peer, &mut messages).await {
         Ok(name_and_session) => name_and_session,
@@ -37,7 +37,7 @@ pub async fn serve(
                 error = status.message(),
                 "the controller rejects the registration of a load balancer"
             );
-            let _ = updates.send(Err(status)).await;
+            let _ = update_sender.send(Err(status)).await;
             return;
         }
     };
@@ -50,9 +50,9 @@ pub async fn serve(
     let answers = controller_state.socket_query_relay.register_load_balancer_session(session);
     tokio::select! {
         () = process_messages(&controller_state, &name, session, &mut messages) => {}
-        () = send_updates(&controller_state, UpdateCursor::default(), answers, &updates) => {}
+        () = send_updates(&controller_state, UpdateCursor::default(), answers, &update_sender) => {}
         _ = controller_state.wait_until_deposed() => {
-            let _ = updates.send(Err(not_leading_status(None))).await;
+            let _ = update_sender.send(Err(not_leading_status(None))).await;
         }
     }
     controller_state.socket_query_relay.forget_load_balancer_session(session);
@@ -68,7 +68,9 @@ async fn end_session(controller_state: &ControllerState, name: String, session: 
             load_balancer = name,
             "the stream of the load balancer to the controller has ended"
         );
-        if let Err(error) = controller_state.change(RecordChange::RecordDisconnect { name: name.clone() }).await {
+        if let Err(error) =
+            controller_state.change(RecordChange::RecordLoadBalancerDisconnect { name: name.clone() }).await
+        {
             tracing::warn!(
                 event = "departure-not-stored",
                 load_balancer = name,
@@ -79,8 +81,8 @@ async fn end_session(controller_state: &ControllerState, name: String, session: 
     }
 }
 
-/// Registers the load balancer, and returns its name and session. Its number and address are then sent to other load
-/// balancers.
+/// Registers the load balancer, and returns its name and session. Its owner number and address are then sent to other
+/// load balancers.
 async fn register_load_balancer(
     controller_state: &ControllerState,
     peer: &AuthenticatedPeer,
@@ -117,7 +119,7 @@ async fn read_registration(messages: &mut Streaming<v1::LoadBalancerMessage>) ->
         .and_then(|message| message.message);
     match message {
         Some(v1::load_balancer_message::Message::Registration(registration)) => {
-            let address = parse_optional_address("address", &registration.address).map_err(invalid_argument)?;
+            let address = parse_optional_address("address", &registration.address).map_err(invalid_argument_status)?;
             let generation_in_force = registration.configuration_generation;
             Ok(Registration { name: sanitize(registration.name), address, generation_in_force })
         }
@@ -177,7 +179,8 @@ fn process_message(
     }
 }
 
-/// Returns the decoded message of the load balancer. An invalid message is logged as `event` and gives `None`.
+/// Returns the decoded message of the load balancer, or `None` if the message is invalid. Logs an invalid message as
+/// `event`.
 fn ok_or_log<T>(event: &str, load_balancer: &str, decode_result: Result<T, impl Display>) -> Option<T> {
     let log_invalid_message = |error: &_| {
         tracing::warn!(
@@ -196,7 +199,7 @@ fn relay_query(state: &ControllerState, session: u64, query: SocketQuery) {
     let query = SocketQuery { load_balancer_session: session, ..query };
     match agent_session {
         Some(agent) => state.socket_query_relay.relay_query(agent, query),
-        None => state.socket_query_relay.send_answer(query.answer_without_agent()),
+        None => state.socket_query_relay.send_answer(query.to_answer_without_agent()),
     }
 }
 
@@ -204,12 +207,13 @@ fn relay_query(state: &ControllerState, session: u64, query: SocketQuery) {
 async fn send_updates(
     controller_state: &ControllerState,
     mut cursor: UpdateCursor,
-    mut answers: mpsc::Receiver<SocketAnswer>,
-    updates: &UpdateSender,
+    mut answer_receiver: mpsc::Receiver<SocketAnswer>,
+    update_sender: &UpdateSender,
 ) {
     use v1::dataplane_update::Update;
     let send_update = async |update: Update| {
-        controller_state.is_leading() && updates.send(Ok(v1::DataplaneUpdate { update: Some(update) })).await.is_ok()
+        controller_state.is_leading()
+            && update_sender.send(Ok(v1::DataplaneUpdate { update: Some(update) })).await.is_ok()
     };
     let mut changes = controller_state.publisher.subscribe();
     changes.mark_changed();
@@ -231,7 +235,7 @@ async fn send_updates(
                     }
                 }
             }
-            Some(answer) = answers.recv() => {
+            Some(answer) = answer_receiver.recv() => {
                 if !send_update(Update::SocketAnswer(answer.into())).await {
                     return;
                 }

@@ -30,7 +30,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use coreward_daemon::metrics_endpoint;
 use coreward_daemon::priority::lower_thread_priority;
-pub use coreward_daemon::raise_file_limit;
+pub use coreward_daemon::raise_open_file_limit;
 use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::Leadership;
 use coreward_http::serve::Listener;
@@ -58,7 +58,7 @@ use agents::ReportSource;
 use controller_state::{ChangeOutcome, ChangeRequest, ControllerState};
 use coreward_controller::Controller;
 use coreward_controller::rotation::KeyStep;
-use coreward_fleet::audit::Author;
+use coreward_fleet::audit::ChangeAuthor;
 use coreward_store::Store;
 use coreward_store::embedded::EmbeddedStore;
 use coreward_store::etcd::EtcdStore;
@@ -84,7 +84,7 @@ const MAINTENANCE_INTERVAL: Duration = Duration::from_millis(500);
 /// Runs the controller until SIGTERM or SIGINT. SIGHUP reloads the files. Fails if a file is invalid, the store is
 /// unusable or an address cannot be bound.
 pub fn run(config: &Path) -> anyhow::Result<()> {
-    raise_file_limit();
+    raise_open_file_limit();
     // One worker receives from agents and racks, and makes tables. A multi-thread worker runs the newest woken task
     // first, while a current-thread runtime runs the oldest. A due table thus does not wait for the reports of a
     // thousand agents.
@@ -130,13 +130,14 @@ struct HangupSignals {
 }
 
 enum OpenedStore {
-    /// The embedded store is used only by this controller.
+    /// Embedded store, which only this controller uses.
     Embedded(Box<StateManager>),
     Etcd(Arc<Cluster>, EtcdConfig),
 }
 
 impl ControllerServer {
-    /// Reads the file, opens the store and binds the addresses. The future is boxed to spare callers its compilation.
+    /// Reads the controller's file, opens the store and binds the listening addresses. The future is boxed to spare
+    /// callers its compilation.
     pub fn bind(path: &Path) -> BoxFuture<'_, anyhow::Result<Self>> {
         Box::pin(Self::open(path))
     }
@@ -212,7 +213,7 @@ impl ControllerServer {
             .grpc_acceptor(STREAM_ROLES, AcceptorLimits::default())
             .accepted_connections(self.listener);
         let grpc_server = server_builder()
-            .add_service(sized_control_service(ControlService { election: self.election.clone() }))
+            .add_service(size_limited_control_service(ControlService { election: self.election.clone() }))
             .serve_with_incoming(load_balancer_runtime.split_off_load_balancers(incoming_connections));
         let leadership_task = leadership_mode.lead(&self.config_path, self.config, &self.election, &mut files);
         tokio::select! {
@@ -345,11 +346,15 @@ async fn step_down(election: &LeaderElection, leadership: &Leadership, reason: &
 
 /// Handles SIGHUP at a follower, which only reads the revoked certificates. The rest of the file is read when the
 /// follower becomes the leader.
-async fn update_revocations_on_sighup(hangup: &mut Signal, path: &Path, revoked: &RevocationList) -> Infallible {
+async fn update_revocations_on_sighup(
+    hangup: &mut Signal,
+    path: &Path,
+    revocation_list: &RevocationList,
+) -> Infallible {
     loop {
         hangup.recv().await;
         if let Some(config) = reload_config(path) {
-            revoked.set(config.revoked_certificates);
+            revocation_list.replace_fingerprints(config.revoked_certificates);
         }
     }
 }
@@ -357,22 +362,22 @@ async fn update_revocations_on_sighup(hangup: &mut Signal, path: &Path, revoked:
 struct Term {
     manager: StateManager,
     controller_state: Arc<ControllerState>,
-    change_requests: mpsc::Receiver<ChangeRequest>,
+    change_request_receiver: mpsc::Receiver<ChangeRequest>,
 }
 
 impl Term {
     /// Starts a term as the leader, so that requests are answered.
     fn start(manager: StateManager, election: &LeaderElection, leadership: Option<Arc<Leadership>>) -> Self {
-        let (state, change_requests) =
+        let (state, change_request_receiver) =
             ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counters()), leadership);
         let state = Arc::new(state);
         election.become_leader(state.clone());
-        Self { manager, controller_state: state, change_requests }
+        Self { manager, controller_state: state, change_request_receiver }
     }
 
     /// Makes tables, applies changes and answers requests until an error ends the term.
     async fn lead(self, hangup: &mut Signal) -> anyhow::Result<()> {
-        let Self { manager, controller_state, change_requests } = self;
+        let Self { manager, controller_state, change_request_receiver: change_requests } = self;
         tokio::select! {
             () = make_tables(&controller_state, manager.had_stored_records()) => Ok(()),
             outcome = process_changes(manager, &controller_state, change_requests, hangup) => outcome,
@@ -385,19 +390,19 @@ impl Term {
 async fn process_changes(
     mut manager: StateManager,
     controller_state: &ControllerState,
-    mut changes: mpsc::Receiver<ChangeRequest>,
+    mut change_request_receiver: mpsc::Receiver<ChangeRequest>,
     hangup: &mut Signal,
 ) -> anyhow::Result<()> {
     let mut retire_timer = tokio::time::interval(ID_RETIREMENT_INTERVAL);
     loop {
         let (change, is_reply_expected) = tokio::select! {
-            _ = hangup.recv() => (ChangeRequest::without_reply(RecordChange::Reload, Author::signal()), false),
+            _ = hangup.recv() => (ChangeRequest::without_reply(RecordChange::Reload, ChangeAuthor::hangup_signal()), false),
             _ = retire_timer.tick() => {
-                (ChangeRequest::without_reply(RecordChange::RetireExpiredIds, Author::controller()), false)
+                (ChangeRequest::without_reply(RecordChange::RetireExpiredIds, ChangeAuthor::controller()), false)
             }
-            Some(change) = changes.recv() => (change, true),
+            Some(change) = change_request_receiver.recv() => (change, true),
         };
-        let ChangeRequest { change, author, reply: reply_sender } = change;
+        let ChangeRequest { change, author, reply_sender } = change;
         let is_reload = matches!(change, RecordChange::Reload);
         let expected_reply = is_reply_expected.then_some(reply_sender);
         let (returned_manager, outcome) = apply_change(manager, controller_state, change, author).await?;
@@ -425,11 +430,12 @@ pub(crate) async fn apply_change(
     mut manager: StateManager,
     controller_state: &ControllerState,
     change: RecordChange,
-    author: Author,
+    author: ChangeAuthor,
 ) -> anyhow::Result<(StateManager, anyhow::Result<ChangeOutcome>)> {
     // Changes are sequential, so no other change can drain the last healthy server meanwhile.
     if let RecordChange::DrainServer(drain) = &change
-        && let Err(drain_error) = controller_state.lock_controller().check_drain(drain, controller_state.now())
+        && let Err(drain_error) =
+            controller_state.lock_controller().check_drain_is_possible(drain, controller_state.now())
     {
         return Ok((manager, Err(drain_error.into())));
     }
@@ -469,8 +475,8 @@ async fn store_histories_and_key_steps(controller_state: &ControllerState) {
         poll_timer.tick().await;
         let now = controller_state.now();
         store_changed_bucket_histories(controller_state).await;
-        let step = controller_state.lock_controller().due_key_step(now);
-        match step {
+        let due_key_step = controller_state.lock_controller().due_key_step(now);
+        match due_key_step {
             Ok(None) => last_step_delay_reason = None,
             Ok(Some(step)) => request_key_step(controller_state, step).await,
             Err(reason) => {
@@ -519,12 +525,13 @@ async fn request_key_step(controller_state: &ControllerState, step: KeyStep) {
     }
 }
 
-/// Returns the response to a stream's request, with the leader's term. A peer that knows a newer term disconnects.
+/// Returns the response to a request for a stream, with the leader's term in its metadata. A peer that has received a
+/// newer term disconnects.
 fn stream_response<T: Send + 'static>(
     state: &ControllerState,
-    updates: mpsc::Receiver<Result<T, Status>>,
+    update_receiver: mpsc::Receiver<Result<T, Status>>,
 ) -> Response<BoxStream<T>> {
-    let mut response: Response<BoxStream<T>> = Response::new(Box::pin(ReceiverStream::new(updates)));
+    let mut response: Response<BoxStream<T>> = Response::new(Box::pin(ReceiverStream::new(update_receiver)));
     if let Some(leadership) = state.leadership() {
         response.metadata_mut().insert(TERM_HEADER, leadership.term().into());
     }
@@ -535,7 +542,7 @@ struct ControlService {
     election: Arc<LeaderElection>,
 }
 
-fn sized_control_service(service: ControlService) -> SizeLimitedControlServer<ControlService> {
+fn size_limited_control_service(service: ControlService) -> SizeLimitedControlServer<ControlService> {
     SizeLimitedControlServer::new(service)
 }
 

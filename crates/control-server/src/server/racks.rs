@@ -34,7 +34,7 @@ pub async fn serve(
     controller_state: Arc<ControllerState>,
     peer: AuthenticatedPeer,
     mut messages: Streaming<v1::RackMessage>,
-    updates: UpdateSender,
+    update_sender: UpdateSender,
 ) {
     let (name, session) = match register_rack(&controller_state, &peer, &mut messages).await {
         Ok(name_and_session) => name_and_session,
@@ -45,24 +45,24 @@ pub async fn serve(
                 error = status.message(),
                 "the controller rejects the registration of a rack controller"
             );
-            let _ = updates.send(Err(status)).await;
+            let _ = update_sender.send(Err(status)).await;
             return;
         }
     };
     tracing::info!(event = "rack-connected", rack = name, peer = %peer.caller, "the rack controller has registered");
     tokio::select! {
-        () = process_messages(&controller_state, &name, session, &mut messages, &updates) => {}
-        rejection = send_updates(&controller_state, session, &updates) => if let Some(refused) = rejection {
+        () = process_messages(&controller_state, &name, session, &mut messages, &update_sender) => {}
+        rejection = send_updates(&controller_state, session, &update_sender) => if let Some(refused) = rejection {
             tracing::warn!(
                 event = "rack-rejected",
                 rack = name,
                 error = %refused,
                 "the controller ends the stream of the rack controller"
             );
-            let _ = updates.send(Err(rejection_status(&refused))).await;
+            let _ = update_sender.send(Err(rejection_status(&refused))).await;
         },
         _ = controller_state.wait_until_deposed() => {
-            let _ = updates.send(Err(not_leading_status(None))).await;
+            let _ = update_sender.send(Err(not_leading_status(None))).await;
         }
     }
     controller_state.lock_controller().disconnect_rack(session);
@@ -92,16 +92,17 @@ async fn process_messages(
     name: &str,
     session: u64,
     messages: &mut Streaming<v1::RackMessage>,
-    updates: &UpdateSender,
+    update_sender: &UpdateSender,
 ) {
-    let mut rack_agents = RackAgents { controller_state, name, session, updates, message_senders: HashMap::new() };
+    let mut rack_agents =
+        RackAgents { controller_state, name, session, update_sender: update_sender, message_senders: HashMap::new() };
     let mut last_logged_rejection = None;
     while let Ok(Some(message)) = messages.message().await {
         let now = controller_state.now();
         controller_state.lock_controller().record_rack_message(session, now);
         for agent_message in message.agents {
             if let Err(status) = rack_agents.relay_message(agent_message).await {
-                let _ = updates.send(Err(status)).await;
+                let _ = update_sender.send(Err(status)).await;
                 return;
             }
         }
@@ -130,13 +131,14 @@ struct RackAgents<'a> {
     controller_state: &'a Arc<ControllerState>,
     name: &'a str,
     session: u64,
-    updates: &'a UpdateSender,
+    update_sender: &'a UpdateSender,
     /// Queue to each agent's task, by the number of the agent's stream.
     message_senders: HashMap<u64, AgentMessageSender>,
 }
 
 impl RackAgents<'_> {
-    /// Passes a message to the agent's task, which is started if there is none. Ends the task if there is no message.
+    /// Passes an agent's message to the agent's task, and starts the task if it does not run. Ends the task if there is
+    /// no message.
     /// Fails if the rack has too many agents.
     async fn relay_message(&mut self, v1::FromAgent { stream, message }: v1::FromAgent) -> Result<(), Status> {
         let Some(message) = message else {
@@ -150,7 +152,7 @@ impl RackAgents<'_> {
             return Err(too_many_agents_status(self.name, stream));
         }
         let relay = RackRelay { rack_session: self.session, rack_name: self.name.into(), stream_number: stream };
-        let (controller_state, updates) = (self.controller_state, self.updates);
+        let (controller_state, updates) = (self.controller_state, self.update_sender);
         let agent_sender = self
             .message_senders
             .entry(stream)
@@ -160,8 +162,8 @@ impl RackAgents<'_> {
         Ok(())
     }
 
-    fn has_room_for(&self, stream: u64) -> bool {
-        self.message_senders.len() < MAX_AGENTS_PER_RACK || self.message_senders.contains_key(&stream)
+    fn has_room_for(&self, stream_number: u64) -> bool {
+        self.message_senders.len() < MAX_AGENTS_PER_RACK || self.message_senders.contains_key(&stream_number)
     }
 }
 
@@ -179,7 +181,7 @@ fn too_many_agents_status(rack: &str, stream: u64) -> Status {
 fn start_agent_stream(
     controller_state: &Arc<ControllerState>,
     relay: RackRelay,
-    updates: UpdateSender,
+    update_sender: UpdateSender,
 ) -> AgentMessageSender {
     let (message_sender, messages) = mpsc::channel(MAX_QUEUED_AGENT_MESSAGES);
     let (agent_updates, mut update_receiver) = mpsc::channel(1);
@@ -202,7 +204,7 @@ fn start_agent_stream(
                     ..empty_envelope.clone()
                 },
             };
-            if updates.send(to_rack_update(agent_update)).await.is_err() {
+            if update_sender.send(to_rack_update(agent_update)).await.is_err() {
                 return;
             }
         }
@@ -210,9 +212,13 @@ fn start_agent_stream(
     message_sender
 }
 
-/// Sends the rack's configuration after each change, checked once per report interval. Ends when the rack disconnects,
-/// or returns the reason to end its stream.
-async fn send_updates(controller_state: &ControllerState, session: u64, updates: &UpdateSender) -> Option<Rejection> {
+/// Checks once per report interval whether the rack's configuration has changed, and then sends it. Returns `None` when
+/// the rack disconnects, or the reason why the rack's stream must end.
+async fn send_updates(
+    controller_state: &ControllerState,
+    session: u64,
+    update_sender: &UpdateSender,
+) -> Option<Rejection> {
     let (mut sent_configuration, mut checked_version) = (None, None);
     loop {
         let now = controller_state.now();
@@ -225,7 +231,7 @@ async fn send_updates(controller_state: &ControllerState, session: u64, updates:
             if sent_configuration.as_ref() != Some(&configuration) {
                 let update = v1::rack_update::Update::Configuration((&configuration).into());
                 if !controller_state.is_leading()
-                    || updates.send(Ok(v1::RackUpdate { update: Some(update) })).await.is_err()
+                    || update_sender.send(Ok(v1::RackUpdate { update: Some(update) })).await.is_err()
                 {
                     return None;
                 }

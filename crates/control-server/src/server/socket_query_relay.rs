@@ -17,12 +17,12 @@ const MAX_OPEN_QUERIES: usize = 1024;
 /// Relay of socket queries and answers. It identifies both load balancers and agents by their sessions.
 #[derive(Default)]
 pub struct SocketQueryRelay {
-    agents: Mutex<HashMap<u64, QueriedAgent>>,
-    load_balancers: Mutex<HashMap<u64, mpsc::Sender<SocketAnswer>>>,
+    agents_by_session: Mutex<HashMap<u64, QueriedAgent>>,
+    answer_senders_by_session: Mutex<HashMap<u64, mpsc::Sender<SocketAnswer>>>,
 }
 
 struct QueriedAgent {
-    queries: mpsc::Sender<SocketQuery>,
+    query_sender: mpsc::Sender<SocketQuery>,
     /// Unanswered queries, each with the load balancer's session and the number that the load balancer assigned to it.
     open_queries: VecDeque<(u64, u64)>,
 }
@@ -33,42 +33,42 @@ fn lock_unpoisoned<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl SocketQueryRelay {
     /// Registers an agent's session, and returns the queue of queries to the agent.
-    pub fn register_agent(&self, agent: u64) -> mpsc::Receiver<SocketQuery> {
+    pub fn register_agent(&self, agent_session: u64) -> mpsc::Receiver<SocketQuery> {
         let (query_sender, receiver) = mpsc::channel(MAX_QUEUED_MESSAGES);
-        lock_unpoisoned(&self.agents)
-            .insert(agent, QueriedAgent { queries: query_sender, open_queries: VecDeque::new() });
+        lock_unpoisoned(&self.agents_by_session)
+            .insert(agent_session, QueriedAgent { query_sender, open_queries: VecDeque::new() });
         receiver
     }
 
     /// Registers a load balancer's session, and returns the queue of answers to its queries.
     pub fn register_load_balancer_session(&self, load_balancer_session: u64) -> mpsc::Receiver<SocketAnswer> {
         let (sender, receiver) = mpsc::channel(MAX_QUEUED_MESSAGES);
-        lock_unpoisoned(&self.load_balancers).insert(load_balancer_session, sender);
+        lock_unpoisoned(&self.answer_senders_by_session).insert(load_balancer_session, sender);
         receiver
     }
 
-    pub fn forget_agent(&self, agent: u64) {
-        lock_unpoisoned(&self.agents).remove(&agent);
+    pub fn forget_agent(&self, agent_session: u64) {
+        lock_unpoisoned(&self.agents_by_session).remove(&agent_session);
     }
 
     pub fn forget_load_balancer_session(&self, load_balancer_session: u64) {
-        lock_unpoisoned(&self.load_balancers).remove(&load_balancer_session);
+        lock_unpoisoned(&self.answer_senders_by_session).remove(&load_balancer_session);
     }
 
-    pub fn relay_query(&self, agent: u64, query: SocketQuery) {
-        let mut agents = lock_unpoisoned(&self.agents);
-        let Some(queried_agent) = agents.get_mut(&agent) else { return };
+    pub fn relay_query(&self, agent_session: u64, query: SocketQuery) {
+        let mut agents = lock_unpoisoned(&self.agents_by_session);
+        let Some(queried_agent) = agents.get_mut(&agent_session) else { return };
         let query_id = (query.load_balancer_session, query.query_number);
-        if queried_agent.queries.try_send(query).is_ok() {
+        if queried_agent.query_sender.try_send(query).is_ok() {
             queried_agent.open_queries.truncate(MAX_OPEN_QUERIES - 1);
             queried_agent.open_queries.push_front(query_id);
         }
     }
 
     /// Relays an answer to the load balancer that sent the query. Returns false if the query is not open.
-    pub fn relay_answer(&self, agent: u64, answer: SocketAnswer) -> bool {
+    pub fn relay_answer(&self, agent_session: u64, answer: SocketAnswer) -> bool {
         let query_id = (answer.load_balancer_session, answer.query_number);
-        let was_open = lock_unpoisoned(&self.agents).get_mut(&agent).is_some_and(|queried_agent| {
+        let was_open = lock_unpoisoned(&self.agents_by_session).get_mut(&agent_session).is_some_and(|queried_agent| {
             let position = queried_agent.open_queries.iter().position(|open_query| *open_query == query_id);
             position.and_then(|position| queried_agent.open_queries.remove(position)).is_some()
         });
@@ -77,7 +77,7 @@ impl SocketQueryRelay {
         } else {
             tracing::debug!(
                 event = "answer-unexpected",
-                agent_session = agent,
+                agent_session = agent_session,
                 query = answer.query_number,
                 "an agent has answered a socket query that is unknown or expired: the controller drops the answer"
             );
@@ -87,7 +87,7 @@ impl SocketQueryRelay {
 
     /// Sends an answer to the load balancer. Drops it if the load balancer is not connected or its queue is full.
     pub fn send_answer(&self, answer: SocketAnswer) {
-        if let Some(sender) = lock_unpoisoned(&self.load_balancers).get(&answer.load_balancer_session) {
+        if let Some(sender) = lock_unpoisoned(&self.answer_senders_by_session).get(&answer.load_balancer_session) {
             let _ = sender.try_send(answer);
         }
     }
@@ -100,10 +100,10 @@ mod tests {
 
     use super::*;
 
-    fn new_query(load_balancer_session: u64, number: u64) -> SocketQuery {
+    fn new_query(load_balancer_session: u64, query_number: u64) -> SocketQuery {
         let service = ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
         let clients = vec!["10.1.0.7:40000".parse().unwrap()];
-        SocketQuery { query_number: number, load_balancer_session, server: 9.try_into().unwrap(), service, clients }
+        SocketQuery { query_number, load_balancer_session, server: 9.try_into().unwrap(), service, clients }
     }
 
     #[test]
@@ -113,12 +113,12 @@ mod tests {
         let mut answers = relay.register_load_balancer_session(7);
         relay.relay_query(1, new_query(7, 5));
         let relayed_query = queries.try_recv().unwrap();
-        relay.relay_answer(2, relayed_query.answer(vec![false]));
-        relay.relay_answer(1, new_query(7, 6).answer(vec![false]));
+        relay.relay_answer(2, relayed_query.to_answer(vec![false]));
+        relay.relay_answer(1, new_query(7, 6).to_answer(vec![false]));
         assert!(answers.try_recv().is_err(), "it was not asked that");
-        relay.relay_answer(1, relayed_query.answer(vec![true]));
-        assert_eq!(answers.try_recv().unwrap().socket_exists, [true]);
-        relay.relay_answer(1, relayed_query.answer(vec![false]));
+        relay.relay_answer(1, relayed_query.to_answer(vec![true]));
+        assert_eq!(answers.try_recv().unwrap().socket_exists_by_client, [true]);
+        relay.relay_answer(1, relayed_query.to_answer(vec![false]));
         assert!(answers.try_recv().is_err(), "it has answered");
     }
 
@@ -130,9 +130,9 @@ mod tests {
             relay.relay_query(1, new_query(7, number));
             queries.try_recv().unwrap();
         }
-        relay.relay_answer(1, new_query(7, 0).answer(vec![false]));
+        relay.relay_answer(1, new_query(7, 0).to_answer(vec![false]));
         assert!(answers.try_recv().is_err());
-        relay.relay_answer(1, new_query(7, 1).answer(vec![false]));
+        relay.relay_answer(1, new_query(7, 1).to_answer(vec![false]));
         assert!(answers.try_recv().is_ok());
     }
 }

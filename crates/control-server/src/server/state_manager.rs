@@ -16,7 +16,7 @@ use rand::rngs::SysRng;
 
 use crate::config::ControllerConfig;
 use coreward_controller::rotation::KeyStep;
-use coreward_fleet::audit::{Author, ChangeDescription, describe_changes};
+use coreward_fleet::audit::{ChangeAuthor, ChangeDescription, describe_changes};
 use coreward_fleet::clock::{RecordClock, round_down_to_seconds, wall_clock_time};
 use coreward_fleet::config::{FleetConfig, list_changes};
 use coreward_fleet::drains::{self, DrainRequest};
@@ -51,7 +51,7 @@ metrics! {
 pub struct StateManager {
     config_path: PathBuf,
     config: ControllerConfig,
-    fleet: FleetConfig,
+    fleet_config: FleetConfig,
     records: FleetRecords,
     store: Store,
     clock: RecordClock,
@@ -122,14 +122,14 @@ impl StateCounters {
 pub enum RecordChange {
     Reload,
     ApplyDocument(Box<DocumentRequest>),
-    /// Release the ids of former servers and load balancers whose cookies have expired.
+    /// Releases the ids of former servers and load balancers whose cookies have expired.
     RetireExpiredIds,
     RegisterLoadBalancer {
         name: String,
         /// Address at which other load balancers reach this one.
         address: Option<IpAddr>,
     },
-    RecordDisconnect {
+    RecordLoadBalancerDisconnect {
         name: String,
     },
     DrainServer(DrainRequest),
@@ -171,11 +171,11 @@ fn system_rng() -> UnwrapErr<SysRng> {
 
 impl StateManager {
     /// Reads the fleet's file, opens the store, and merges both. `config` has the parsed contents of the file `path`.
-    /// `revoked` receives the revoked certificates of that file.
+    /// The revoked certificates of that file are written to `revocation_list`.
     pub fn open(
         path: &Path,
         config: ControllerConfig,
-        revoked: RevocationList,
+        revocation_list: RevocationList,
         open_store: impl FnOnce() -> anyhow::Result<Store>,
     ) -> anyhow::Result<Self> {
         let fleet_config = config.fleet_file.as_deref().map(FleetConfig::load).transpose();
@@ -186,33 +186,33 @@ impl StateManager {
         let store = open_store()?;
         let stored_records = store.load()?;
         let had_stored_records = stored_records.is_some();
-        let clock = RecordClock::from(stored_records.as_ref().and_then(|records| records.last_write_at));
+        let clock = RecordClock::continue_from(stored_records.as_ref().and_then(|records| records.last_write_at));
         let (fleet, records, is_file_refused) = merge_at_start_or_keep_document(
             fleet_config,
             config.fleet_file.as_deref(),
             stored_records.as_ref(),
             clock.now(),
         )?;
-        revoked.set(config.revoked_certificates.iter().copied());
+        revocation_list.replace_fingerprints(config.revoked_certificates.iter().copied());
         let state_counters = Arc::new(StateCounters::default());
         state_counters.is_fleet_file_rejected.store(is_file_refused, Ordering::Relaxed);
         let mut manager = Self {
             config_path: path.to_owned(),
             config,
-            fleet,
+            fleet_config: fleet,
             records,
             store,
             clock,
             had_stored_records,
-            revoked_certificates: revoked,
+            revoked_certificates: revocation_list,
             state_counters,
         };
         manager.save_at_start(stored_records)?;
         Ok(manager)
     }
 
-    /// Writes the records for the first time since the start. If this fails other than in etcd, continues with the
-    /// stored records.
+    /// Writes the records for the first time since the start. If the embedded store cannot be written, continues with
+    /// the stored records. Fails if etcd cannot be written.
     fn save_at_start(&mut self, stored_records: Option<FleetRecords>) -> anyhow::Result<()> {
         match (self.save(&self.records.clone()), stored_records) {
             (Ok(()), _) => {}
@@ -224,7 +224,7 @@ impl StateManager {
                     "the controller cannot write to its store: it leads with the stored state and rejects changes"
                 );
                 if last_records.document.text != self.records.document.text {
-                    self.fleet = parse_stored_document(&last_records.document)?;
+                    self.fleet_config = parse_stored_document(&last_records.document)?;
                 }
                 self.records = last_records;
             }
@@ -270,7 +270,7 @@ impl StateManager {
 
     pub fn fleet(&self) -> Fleet {
         let rss_key = self.config.rss_key.as_ref().map(|key| key.expose().clone());
-        Fleet::new(&self.fleet, &self.records).with_controller_settings(self.config.fleet_file.clone(), rss_key)
+        Fleet::new(&self.fleet_config, &self.records).with_controller_settings(self.config.fleet_file.clone(), rss_key)
     }
 
     /// Returns the generation of the active fleet document.
@@ -280,7 +280,7 @@ impl StateManager {
 
     /// Makes the change and returns the new configuration if it differs. After an error, nothing has changed except
     /// revoked certificates. A change that does not affect the configuration succeeds even if it cannot be written yet.
-    pub fn apply_change(&mut self, change: RecordChange, author: &Author) -> anyhow::Result<Option<Fleet>> {
+    pub fn apply_change(&mut self, change: RecordChange, author: &ChangeAuthor) -> anyhow::Result<Option<Fleet>> {
         let now = self.clock.now();
         match change {
             RecordChange::Reload => self.reload_and_count(author).map(Some),
@@ -289,7 +289,7 @@ impl StateManager {
             RecordChange::RegisterLoadBalancer { name, address } => {
                 self.change_records(|records| records.register_load_balancer(&name, address))
             }
-            RecordChange::RecordDisconnect { name } => self.change_records(|records| {
+            RecordChange::RecordLoadBalancerDisconnect { name } => self.change_records(|records| {
                 records.record_disconnect(&name, now);
                 false
             }),
@@ -315,7 +315,7 @@ impl StateManager {
     }
 
     fn retire_expired_ids(&mut self) -> anyhow::Result<Option<Fleet>> {
-        let (now, max_connection_lifetime) = (self.clock.now(), self.fleet.max_connection_lifetime);
+        let (now, max_connection_lifetime) = (self.clock.now(), self.fleet_config.max_connection_lifetime);
         self.change_records(|records| {
             // After a crash, the clock has lost at most the time between two writes.
             records.last_write_at = Some(round_down_to_seconds(now));
@@ -323,7 +323,7 @@ impl StateManager {
         })
     }
 
-    fn take_key_step(&mut self, step: KeyStep, author: &Author) -> anyhow::Result<Option<Fleet>> {
+    fn take_key_step(&mut self, step: KeyStep, author: &ChangeAuthor) -> anyhow::Result<Option<Fleet>> {
         let now = self.clock.now();
         self.apply_audited_change(author, ("rotate-keys", ""), |records| {
             let next_generation = records.generation + 1;
@@ -348,10 +348,11 @@ impl StateManager {
         })
     }
 
-    /// Makes a change that concerns one subject, and adds an audit entry if the records change.
+    /// Makes a change of the records that concerns one object (`target`), and adds an audit entry if the records
+    /// change.
     fn apply_audited_change(
         &mut self,
-        author: &Author,
+        author: &ChangeAuthor,
         (action, target): (&'static str, &str),
         change: impl FnOnce(&mut FleetRecords) -> bool,
     ) -> anyhow::Result<Option<Fleet>> {
@@ -366,7 +367,7 @@ impl StateManager {
                     state_before: previous_description,
                     state_after: new_description,
                 };
-                records.record_change(author, change_description, wall_clock_time());
+                records.append_audit_entry(author, change_description, wall_clock_time());
             }
             has_changed
         })
@@ -397,7 +398,7 @@ impl StateManager {
         Ok(is_configuration_changed.then(|| self.fleet()))
     }
 
-    fn apply_document(&mut self, request: DocumentRequest, author: &Author) -> anyhow::Result<Option<Fleet>> {
+    fn apply_document(&mut self, request: DocumentRequest, author: &ChangeAuthor) -> anyhow::Result<Option<Fleet>> {
         if let Some(file) = self.config.fleet_file.clone().filter(|_| !request.dry_run) {
             return Err(ApplyError::ManagedByFile { file, controller: self.config_path.clone() }.into());
         }
@@ -415,12 +416,12 @@ impl StateManager {
         }
         add_document_audit_entry(&mut records, &self.records, ("apply", author), &request.changes);
         self.save(&records).context("the fleet is not on record, and not in force")?;
-        (self.fleet, self.records) = (fleet, records);
+        (self.fleet_config, self.records) = (fleet, records);
         Ok(Some(self.fleet()))
     }
 
     /// Reloads the files, and counts whether this succeeds.
-    fn reload_and_count(&mut self, author: &Author) -> anyhow::Result<Fleet> {
+    fn reload_and_count(&mut self, author: &ChangeAuthor) -> anyhow::Result<Fleet> {
         let reload_result = self.reload_files(author);
         let reload_counter = match reload_result {
             Ok(_) => &self.state_counters.reload_count,
@@ -431,13 +432,13 @@ impl StateManager {
         reload_result
     }
 
-    fn reload_files(&mut self, author: &Author) -> anyhow::Result<Fleet> {
+    fn reload_files(&mut self, author: &ChangeAuthor) -> anyhow::Result<Fleet> {
         let config = ControllerConfig::load(&self.config_path)?;
-        // Revocations take effect even if the rest cannot, so that a lost key does not wait for room on a disk.
-        self.revoked_certificates.set(config.revoked_certificates.iter().copied());
+        // Revocations take effect even if the rest cannot, so that revoking a lost key needs no space on a disk.
+        self.revoked_certificates.replace_fingerprints(config.revoked_certificates.iter().copied());
         let fleet = match &config.fleet_file {
             Some(file) => FleetConfig::load(file)?,
-            None => self.fleet.clone(),
+            None => self.fleet_config.clone(),
         };
         let mut records = self.records.clone();
         let now = self.clock.now();
@@ -458,7 +459,7 @@ impl StateManager {
                 "the controller keeps the old value of a changed key: restart the controller to apply the key"
             );
         }
-        (self.config, self.fleet, self.records) = (config, fleet, records);
+        (self.config, self.fleet_config, self.records) = (config, fleet, records);
         Ok(self.fleet())
     }
 }
@@ -483,9 +484,9 @@ fn merge_fleet_file_with_records(
     Ok((fleet, records))
 }
 
-/// Merges like [`merge_fleet_file_with_records`]. If the fleet's file at `file_path` has a mistake, the stored document
-/// stays in force. Returns the fleet, the records, and whether the file was rejected. Fails if no document is stored
-/// either.
+/// Merges the fleet's file with the records like [`merge_fleet_file_with_records`]. If the file at `file_path` has a
+/// mistake, the stored document stays in force. Returns the fleet, the records, and whether the file was rejected.
+/// Fails if the file has a mistake and no document is stored.
 fn merge_at_start_or_keep_document(
     file: Result<Option<FleetConfig>, Diagnostics>,
     file_path: Option<&Path>,
@@ -514,7 +515,7 @@ fn merge_at_start_or_keep_document(
 fn add_document_audit_entry(
     records: &mut FleetRecords,
     previous_records: &FleetRecords,
-    (action, author): (&'static str, &Author),
+    (action, author): (&'static str, &ChangeAuthor),
     changes: &[String],
 ) {
     let (old_generation, new_generation) = (previous_records.document.generation, records.document.generation);
@@ -528,15 +529,16 @@ fn add_document_audit_entry(
         state_before: format!("generation {old_generation}"),
         state_after: new_description,
     };
-    records.record_change(author, change_description, wall_clock_time());
+    records.append_audit_entry(author, change_description, wall_clock_time());
 }
 
-/// Describes the state of the object that an action changes, which the audit log contains before and after the change.
+/// Returns a description of the object that an action changes. The audit log contains the description before and after
+/// the change.
 fn describe_subject(records: &FleetRecords, action: &str, target: &str) -> String {
     if action == "rotate-keys" {
         let next_key_suffix =
             if records.key_ring.phase == KeyPhase::Steady { "" } else { ", the next one is announced" };
-        return format!("key {} stamps{next_key_suffix}", records.key_ring.keys.current.get());
+        return format!("key {} stamps{next_key_suffix}", records.key_ring.keys.current_key_index.get());
     }
     if action == "forget" {
         return match records.load_balancers.get(target).map(|record| record.owner_number) {

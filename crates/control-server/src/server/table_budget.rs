@@ -12,13 +12,14 @@ const PAUSE_PER_TABLE_TIME: u32 = 1;
 /// Shortest pause between two rounds of making tables, during which changes accumulate.
 const MIN_TABLE_PAUSE: Duration = Duration::from_millis(1);
 
-/// Limit on the CPU time for tables, as the time from which tables may be made again, or `None` for at once.
+/// Limit on the CPU time for tables. It is stored as the time from which tables may be made again, or `None` if they
+/// may be made at once.
 #[derive(Debug, Default)]
 pub struct TableBudget(Mutex<Option<Instant>>);
 
 impl TableBudget {
-    /// Runs `make_tables` if tables may be made at this time. The function gets a time limit, and returns the time that
-    /// it took. Returns the time at which tables may be made next.
+    /// Runs `make_tables` if tables may be made now. `make_tables` receives a time limit and returns the time that it
+    /// took. Returns the time at which tables may be made next.
     pub fn run_within_budget(&self, make_tables: impl FnOnce(Duration) -> Duration) -> Instant {
         let mut next_allowed_at = self.0.lock();
         if let Some(next_time) = next_allowed_at.filter(|allowed_at| *allowed_at > Instant::now()) {

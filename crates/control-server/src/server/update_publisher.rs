@@ -18,7 +18,7 @@ pub struct UpdatePublisher {
 struct PublishedState {
     configuration: PublishedConfiguration,
     newest_update_number: u64,
-    tables: HashMap<ServiceIndex, (u64, Bytes)>,
+    newest_tables: HashMap<ServiceIndex, (u64, Bytes)>,
     /// Newest encoded table of each service, by the number of the update that published it.
     tables_by_update: BTreeMap<(u64, ServiceIndex), Bytes>,
 }
@@ -26,7 +26,7 @@ struct PublishedState {
 struct PublishedConfiguration {
     fleet: FleetConfiguration,
     update_number: u64,
-    /// The encoded full configuration, which is made when a session first needs it.
+    /// Encoded full configuration, which is made when a session first needs it.
     encoded_configuration: OnceLock<Bytes>,
     /// Number of the previous configuration's update, and the encoded changes since that update.
     change_since_update: Option<(u64, Bytes)>,
@@ -48,7 +48,7 @@ pub enum ConfigUpdate {
     Change(Bytes),
 }
 
-/// Numbers of the newest updates that a session has been sent.
+/// Numbers of the newest updates that have been sent to a session.
 #[derive(Debug, Default)]
 pub struct UpdateCursor {
     newest_update_number: u64,
@@ -60,7 +60,7 @@ impl PublishedConfiguration {
         Self { fleet, update_number, encoded_configuration: OnceLock::new(), change_since_update }
     }
 
-    /// Returns the configuration update for a session whose configuration has this update number.
+    /// Returns the configuration update for a session that has the configuration of update `update_number`.
     fn update_since(&self, update_number: u64) -> ConfigUpdate {
         match &self.change_since_update {
             Some((base, change)) if *base == update_number => ConfigUpdate::Change(change.clone()),
@@ -77,7 +77,7 @@ impl UpdatePublisher {
         let published_state = PublishedState {
             configuration,
             newest_update_number: 1,
-            tables: HashMap::new(),
+            newest_tables: HashMap::new(),
             tables_by_update: BTreeMap::new(),
         };
         Self { published_state: Mutex::new(published_state), newest_update_sender: watch::Sender::new(1) }
@@ -102,7 +102,7 @@ impl UpdatePublisher {
     pub fn publish_tables(&self, tables: impl IntoIterator<Item = (ServiceIndex, Bytes)>) {
         self.publish_change(|snapshot, number| {
             for (service, table) in tables {
-                if let Some((before, _)) = snapshot.tables.insert(service, (number, table.clone())) {
+                if let Some((before, _)) = snapshot.newest_tables.insert(service, (number, table.clone())) {
                     snapshot.tables_by_update.remove(&(before, service));
                 }
                 snapshot.tables_by_update.insert((number, service), table);
@@ -120,7 +120,7 @@ impl UpdatePublisher {
             );
             let encoded_change = Some((previous_configuration.update_number, fleet_change.encode()));
             snapshot.configuration = PublishedConfiguration::new(configuration, number, encoded_change);
-            snapshot.tables.retain(|service, _| keep(*service));
+            snapshot.newest_tables.retain(|service, _| keep(*service));
             snapshot.tables_by_update.retain(|(_, service), _| keep(*service));
         });
     }
@@ -160,7 +160,7 @@ mod tests {
         let key = CookieKey { k0: 1, k1: 2 };
         FleetConfiguration {
             generation,
-            keys: FleetCookieKeys { keys: [key; 2], current: KeyIndex::First },
+            keys: FleetCookieKeys { keys: [key; 2], current_key_index: KeyIndex::First },
             services: Vec::new(),
             load_balancers: Vec::new(),
             report_interval: Duration::from_millis(100),
@@ -168,7 +168,8 @@ mod tests {
         }
     }
 
-    /// Takes the pending updates. Returns the generation of a full configuration or of a change, and the tables.
+    /// Takes the pending updates. Returns the generation of the full configuration or of the configuration change, if
+    /// any, and the tables.
     fn take_generations_and_tables(
         publisher: &UpdatePublisher,
         cursor: &mut UpdateCursor,

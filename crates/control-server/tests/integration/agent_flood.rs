@@ -15,7 +15,7 @@ use crate::support::{RunningController, TestDirectory, with_timeout};
 const WEB_SERVICE_TOML: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 /// Report interval in the fleet document that `support::TestDirectory` writes.
 const REPORT_INTERVAL: Duration = Duration::from_millis(10);
-/// Number of sent reports of some 60 bytes each, which are more than HTTP/2's flow-control windows hold (256 KiB).
+/// Number of sent reports of about 60 bytes each. Together they exceed HTTP/2's flow-control windows (256 KiB).
 const REPORT_COUNT: u64 = 40_000;
 
 async fn open_agent_stream(
@@ -52,9 +52,9 @@ async fn decoded_report_count(controller: &RunningController) -> u64 {
     status.accepted_reports + report_rejection_reasons.iter().map(|reason| status.refused_reports[*reason]).sum::<u64>()
 }
 
-/// Sends as many reports as the connection takes, repeatedly. The controller's HTTP/2 ends a connection with many small
-/// frames that wait to be read, so another connection follows.
-async fn flood(controller: Arc<RunningController>) {
+/// Sends reports as fast as the connection accepts them. The controller's HTTP/2 implementation ends a connection on
+/// which many small frames wait to be read. Reports are then sent on another connection.
+async fn send_report_flood(controller: Arc<RunningController>) {
     loop {
         let (sender, _updates) = open_agent_stream(&controller, "s1").await;
         let mut sequence = 0;
@@ -73,7 +73,7 @@ async fn flooding_agent_is_read_at_its_rate_limit() {
     let controller = test_directory.start_controller().await;
     let controller = Arc::new(controller);
     let start_time = Instant::now();
-    let flood = tokio::spawn(flood(controller.clone()));
+    let flood_task = tokio::spawn(send_report_flood(controller.clone()));
     let report_burst = u64::from(REPORT_BURST);
     with_timeout("the reports that it may send at once", async {
         while decoded_report_count(&controller).await < report_burst {}
@@ -96,11 +96,11 @@ async fn flooding_agent_is_read_at_its_rate_limit() {
         let allowed_report_count = start_time.elapsed().as_nanos() * 2 / REPORT_INTERVAL.as_nanos();
         let max_decoded_count = 2 * (u64::try_from(allowed_report_count).unwrap() + report_burst) + 12;
         assert!(decoded_count <= max_decoded_count, "{decoded_count} decoded, at most {max_decoded_count} expected");
-        assert!(!flood.is_finished(), "{REPORT_COUNT} reports were read on one stream");
+        assert!(!flood_task.is_finished(), "{REPORT_COUNT} reports were read on one stream");
     }
     let rejection_counts = controller.status().await.refused_reports;
     assert!(rejection_counts["too_often"] > 0, "a delay is counted");
-    flood.abort();
+    flood_task.abort();
 }
 
 async fn wait_for_stream_end(mut updates: Streaming<v1::AgentUpdate>) -> Status {

@@ -42,8 +42,7 @@ impl TestEnv {
         std::fs::read_to_string(self.token_file(role)).unwrap().trim().to_owned()
     }
 
-    /// Repeats the request while it is over the limit of refusals. Each burst of refusals is short enough for the
-    /// limit.
+    /// Sends a request, and repeats it while the API rejects it because of the limit of rejected requests.
     async fn send_request_within_limit(&self, method: &str, path: &str, token: Option<&str>) -> (StatusCode, Value) {
         loop {
             // The body does not matter, because it is not read.
@@ -98,7 +97,7 @@ fn documented_operations(document: &Value) -> Vec<(String, String, Role)> {
     operations
 }
 
-/// Every operation of the OpenAPI document requires a token, and a viewer's token changes nothing.
+/// Asserts that every operation of the OpenAPI document requires a token, and that a viewer's token changes nothing.
 #[tokio::test]
 async fn every_endpoint_requires_authentication() {
     let env = TestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
@@ -232,18 +231,21 @@ async fn drain_lasts_until_undrain() {
     let (drain_request, forced_request) =
         (DrainServer::default(), DrainServer { force: true, ..DrainServer::default() });
     let start_time = std::time::Instant::now();
-    let first_status = client.drain("s1", &drain_request).await.unwrap();
-    let drain = first_status.drained.clone().unwrap();
-    assert_eq!((first_status.state, drain.by, drain.services.len()), (ServerState::Draining, DrainedBy::Command, 0));
-    assert_eq!((first_status.state_reason.as_str(), first_status.remaining), ("by `coreward drain`", None));
+    let first_drain_status = client.drain("s1", &drain_request).await.unwrap();
+    let drain = first_drain_status.drained.clone().unwrap();
     assert_eq!(
-        first_status.waits_for,
+        (first_drain_status.state, drain.by, drain.services.len()),
+        (ServerState::Draining, DrainedBy::Command, 0)
+    );
+    assert_eq!((first_drain_status.state_reason.as_str(), first_drain_status.remaining), ("by `coreward drain`", None));
+    assert_eq!(
+        first_drain_status.waits_for,
         ["its agent, which does not report", "a load balancer: none is connected"],
         "no agent counts"
     );
     let generation = client.status(false).await.unwrap().configuration_generation;
-    let repeated_status = client.drain("s1", &drain_request).await.unwrap();
-    assert_eq!(repeated_status.drained.unwrap().services, drain.services);
+    let repeated_drain_status = client.drain("s1", &drain_request).await.unwrap();
+    assert_eq!(repeated_drain_status.drained.unwrap().services, drain.services);
     assert_eq!(client.status(false).await.unwrap().configuration_generation, generation, "nothing has changed");
     let last_server_error = client.drain("s2", &drain_request).await.unwrap_err();
     let problem = last_server_error.downcast_ref::<Problem>().unwrap();

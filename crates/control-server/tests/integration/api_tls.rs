@@ -14,7 +14,7 @@ use crate::support::{RunningController, TestDirectory, with_timeout};
 
 const WEB_SERVICE_TOML: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
 
-/// A controller whose API listens on all addresses with TLS, and the authority of its certificates.
+/// Controller whose API listens on all addresses with TLS, and the authority that issues its certificates.
 struct TestEnv {
     test_directory: TestDirectory,
     authority: Authority,
@@ -107,7 +107,8 @@ fn path_text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// curl may authenticate by a token with TLS, or by a certificate without a token, but not without either.
+/// Asserts that curl may authenticate by a token with TLS, or by a certificate without a token, and is rejected
+/// otherwise.
 #[tokio::test]
 async fn curl_authenticates_by_token_or_certificate() {
     let env = TestEnv::start().await;
@@ -187,7 +188,7 @@ async fn commands_authenticate_by_token_or_certificate() {
         env.client_with(Credential::Token { file: token_file.clone(), ca: Some(viewer_credentials.ca_path.clone()) });
     assert_eq!(client.status(false).await.unwrap().services[0].name, "web");
 
-    // The peer must be a controller with a certificate of our authority.
+    // The peer must be a controller with a certificate of the trusted authority.
     let foreign_authority =
         Authority::init(&env.test_directory.temporary_directory.path().join("foreign"), &"prod".parse().unwrap(), DAY)
             .unwrap();
@@ -228,8 +229,9 @@ async fn controller_certificate_must_name_the_requested_host() {
     };
     for credential in [token_credential, Credential::Certificate(viewer_credentials.clone())] {
         let error_text = env.client_with(credential.clone()).status(false).await.unwrap_err().to_string();
-        let expected = "its certificate is for controller c1 at c1.example, 192.0.2.7: expected one for 127.0.0.1";
-        assert!(error_text.contains(expected) && error_text.contains("--controller-name"), "{error_text}");
+        let expected_error =
+            "its certificate is for controller c1 at c1.example, 192.0.2.7: expected one for 127.0.0.1";
+        assert!(error_text.contains(expected_error) && error_text.contains("--controller-name"), "{error_text}");
         for expected_name in ["c1", "c1.example", "192.0.2.7"] {
             let client =
                 env.client_for_url(&env.url(), credential.clone(), expected_hosts(&["another", expected_name]));
@@ -265,8 +267,8 @@ async fn certificate_without_hosts_is_valid_for_the_requested_host() {
     env.client_for_url(&env.url(), credential.clone(), expected_hosts(&["c1"])).status(false).await.unwrap();
     let rejection =
         env.client_for_url(&env.url(), credential, expected_hosts(&["127.0.0.1"])).status(false).await.unwrap_err();
-    let expected = "its certificate is for controller c1 at no host that it names: expected one for 127.0.0.1";
-    assert!(rejection.to_string().contains(expected), "{rejection}");
+    let expected_error = "its certificate is for controller c1 at no host that it names: expected one for 127.0.0.1";
+    assert!(rejection.to_string().contains(expected_error), "{rejection}");
 }
 
 #[tokio::test]

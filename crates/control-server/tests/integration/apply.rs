@@ -119,7 +119,7 @@ async fn applied_fleet_is_shown_and_survives_a_restart() {
 
     let repeated_proposal = controller.read_proposal(&test_directory, &first_document).await.unwrap();
     assert!(
-        repeated_proposal.is_in_force()
+        repeated_proposal.is_already_active()
             && repeated_proposal.format_changes(OutputFormat::Text).unwrap()
                 == "generation 1 is the same: nothing changes\n"
     );
@@ -144,7 +144,7 @@ async fn applied_fleet_is_shown_and_survives_a_restart() {
 }
 
 #[tokio::test]
-async fn apply_to_an_old_generation_is_rejected() {
+async fn document_based_on_an_old_generation_is_rejected() {
     let test_directory = empty_test_directory();
     let controller = test_directory.start_controller().await;
     controller.apply(&test_directory, &fleet_document(&["s1"], "")).await.unwrap();
@@ -177,7 +177,7 @@ async fn invalid_document_changes_nothing() {
              `buckets`, `servers`, `health`, `when_all_down`",
         ]
     );
-    // The document itself is valid, but only the controller knows that connections may still use the id.
+    // The document itself is valid, but only the controller has the record that connections may still use the id.
     let duplicate_id_document = fleet_document(&["s2"], "").replace("address", "id = 7\naddress");
     assert_eq!(
         controller.apply(&test_directory, &duplicate_id_document).await.unwrap_err(),
@@ -209,7 +209,7 @@ async fn slow_start_ends_with_a_restart() {
     assert_eq!(server_state(&controller.status().await, "s2"), ServerState::Active);
 }
 
-/// If the file is removed, the fleet continues as it is.
+/// Also asserts that the fleet remains unchanged if the file is removed.
 #[tokio::test]
 async fn fleet_managed_by_a_file_changes_only_with_the_file() {
     let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
@@ -243,7 +243,7 @@ async fn fleet_managed_by_a_file_changes_only_with_the_file() {
     assert_eq!(controller.apply(&test_directory, &fleet_document(&["s1", "s2"], "")).await, Ok(2));
 }
 
-/// Generates valid fleet documents, with servers and services in any order, and with comments.
+/// Returns a strategy that generates valid fleet documents, with servers and services in any order, and with comments.
 fn valid_documents() -> impl Strategy<Value = String> {
     let server_keys = (0u8..3, any::<bool>(), 0u8..=100, any::<bool>());
     let servers = prop::collection::btree_map(1u8..40, server_keys, 0..12);

@@ -13,11 +13,11 @@ const SERVER_AND_SERVICE_TOML: &str = "[[server]]\nname = \"s1\"\naddress = \"10
                    [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nhealth = { check = \"tcp\" }\n";
 const NO_SERVICES_TOML: &str = "report_interval = \"50ms\"\n";
 
-/// A connected load balancer that has already had an active configuration.
+/// Simulated load balancer that is connected to a controller, and that may already have an active configuration.
 struct LoadBalancer {
-    updates: Streaming<DataplaneUpdate>,
+    update_stream: Streaming<DataplaneUpdate>,
     newest_configuration: Option<FleetConfiguration>,
-    _messages: mpsc::Sender<v1::LoadBalancerMessage>,
+    _message_sender: mpsc::Sender<v1::LoadBalancerMessage>,
 }
 
 impl LoadBalancer {
@@ -35,13 +35,13 @@ impl LoadBalancer {
             }
         })
         .await;
-        Self { updates, newest_configuration: None, _messages: messages }
+        Self { update_stream: updates, newest_configuration: None, _message_sender: messages }
     }
 
-    /// Waits for the next configuration, and returns the number of its services.
-    async fn next_service_count(&mut self) -> usize {
+    /// Waits for the next configuration from the controller, and returns the number of services in it.
+    async fn receive_service_count(&mut self) -> usize {
         loop {
-            let update = with_timeout("an update", self.updates.message()).await.unwrap().unwrap().update;
+            let update = with_timeout("an update", self.update_stream.message()).await.unwrap().unwrap().update;
             if update.is_some_and(|update| apply_update(&mut self.newest_configuration, &update)) {
                 return self
                     .newest_configuration
@@ -59,7 +59,7 @@ async fn apply_document(controller: &RunningController, text: &str, generation: 
     controller.client.apply_fleet(&fleet).await.unwrap();
 }
 
-fn metric_line(controller: &RunningController, name: &str) -> String {
+fn find_metric_line(controller: &RunningController, name: &str) -> String {
     let metrics_text = (controller.metrics_text)();
     metrics_text.lines().find_map(|line| line.strip_prefix(&format!("{name} "))).unwrap_or_default().to_owned()
 }
@@ -80,14 +80,14 @@ async fn controller_without_a_document_sends_no_configuration() {
     assert!(warnings.iter().any(|warning| warning.starts_with("the store has no document")), "{warnings:?}");
     let expected_warning_prefix = "load balancer lb1 had configuration 27 in force, and the store has ";
     assert!(warnings.iter().any(|warning| warning.starts_with(expected_warning_prefix)), "{warnings:?}");
-    assert_eq!(metric_line(&controller, "coreward_store_behind"), "1.0");
-    assert_eq!(metric_line(&controller, "coreward_store_has_document"), "0.0");
+    assert_eq!(find_metric_line(&controller, "coreward_store_behind"), "1.0");
+    assert_eq!(find_metric_line(&controller, "coreward_store_has_document"), "0.0");
 
     apply_document(&controller, SERVER_AND_SERVICE_TOML, 0).await;
-    assert_eq!(load_balancer.next_service_count().await, 1, "the first configuration that was sent");
+    assert_eq!(load_balancer.receive_service_count().await, 1, "the first configuration that was sent");
     assert_eq!(controller.status().await.warnings, [""; 0]);
-    assert_eq!(metric_line(&controller, "coreward_store_behind"), "0.0");
-    assert_eq!(metric_line(&controller, "coreward_store_has_document"), "1.0");
+    assert_eq!(find_metric_line(&controller, "coreward_store_behind"), "0.0");
+    assert_eq!(find_metric_line(&controller, "coreward_store_has_document"), "1.0");
 }
 
 #[tokio::test]
@@ -96,13 +96,13 @@ async fn applied_document_without_services_removes_all_services() {
     let controller = test_directory.start_controller().await;
     let mut load_balancer = LoadBalancer::connect(&controller, 0).await;
     apply_document(&controller, SERVER_AND_SERVICE_TOML, 0).await;
-    assert_eq!(load_balancer.next_service_count().await, 1);
+    assert_eq!(load_balancer.receive_service_count().await, 1);
     apply_document(&controller, NO_SERVICES_TOML, 1).await;
-    while load_balancer.next_service_count().await > 0 {}
+    while load_balancer.receive_service_count().await > 0 {}
 }
 
 #[tokio::test]
-async fn restored_older_store_is_reported() {
+async fn store_older_than_load_balancer_causes_warning() {
     let test_directory = directory_without_fleet_file();
     let controller = test_directory.start_controller().await;
     apply_document(&controller, SERVER_AND_SERVICE_TOML, 0).await;
@@ -112,7 +112,7 @@ async fn restored_older_store_is_reported() {
     controller.kill().await;
     let controller = test_directory.start_controller().await;
     let mut load_balancer = LoadBalancer::connect(&controller, generation + 20).await;
-    assert_eq!(load_balancer.next_service_count().await, 1);
+    assert_eq!(load_balancer.receive_service_count().await, 1);
     assert_eq!(controller.status().await.warnings.len(), 1);
-    assert_eq!(metric_line(&controller, "coreward_store_behind"), "1.0");
+    assert_eq!(find_metric_line(&controller, "coreward_store_behind"), "1.0");
 }

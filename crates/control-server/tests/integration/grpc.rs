@@ -20,11 +20,12 @@ impl RunningController {
     async fn connect_agent(&self, server: &str) -> Agent {
         let (sender, receiver) = mpsc::channel(4);
         let registration = v1::AgentRegistration { server: server.into(), version: "test".into() };
-        let agent = Agent { sender, sequence: 0, core_busy_ns: vec![0; 2], updates: None };
+        let agent =
+            Agent { message_sender: sender, report_sequence_number: 0, core_busy_ns: vec![0; 2], update_stream: None };
         agent.send_message(agent_message::Message::Registration(registration)).await;
         let agent_updates =
             self.control_client().await.agent(ReceiverStream::new(receiver)).await.unwrap().into_inner();
-        Agent { updates: Some(agent_updates), ..agent }
+        Agent { update_stream: Some(agent_updates), ..agent }
     }
 
     async fn connect_load_balancer(&self, client: ControlClient<Channel>) -> LoadBalancer {
@@ -42,24 +43,24 @@ impl RunningController {
         let message = Some(load_balancer_message::Message::Registration(registration));
         sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
         let updates = client.clone().load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
-        LoadBalancer { sender, updates, newest_configuration: None }
+        LoadBalancer { message_sender: sender, update_stream: updates, newest_configuration: None }
     }
 }
 
 struct Agent {
-    sender: mpsc::Sender<v1::AgentMessage>,
-    sequence: u64,
+    message_sender: mpsc::Sender<v1::AgentMessage>,
+    report_sequence_number: u64,
     core_busy_ns: Vec<u64>,
-    updates: Option<Streaming<v1::AgentUpdate>>,
+    update_stream: Option<Streaming<v1::AgentUpdate>>,
 }
 
 impl Agent {
     async fn send_message(&self, message: agent_message::Message) {
-        self.sender.send(v1::AgentMessage { message: Some(message) }).await.unwrap();
+        self.message_sender.send(v1::AgentMessage { message: Some(message) }).await.unwrap();
     }
 
     async fn next_update(&mut self) -> Result<agent_update::Update, tonic::Status> {
-        let updates = self.updates.as_mut().unwrap();
+        let updates = self.update_stream.as_mut().unwrap();
         let agent_update = with_timeout("an agent's update", updates.message()).await?.expect("the stream goes on");
         Ok(agent_update.update.expect("an update has contents"))
     }
@@ -72,22 +73,22 @@ impl Agent {
         }
     }
 
-    /// Reports the load of each core, as the busy fraction of the time since the last report.
-    async fn send_report(&mut self, loads: [f64; 2]) {
-        self.sequence += 1;
-        let measured_ns = self.sequence * 10_000_000;
-        for (core_busy_ns, load) in self.core_busy_ns.iter_mut().zip(loads) {
+    /// Sends a report with the load of each core, as the busy fraction of the time since the previous report.
+    async fn send_report(&mut self, core_loads: [f64; 2]) {
+        self.report_sequence_number += 1;
+        let measurement_time_ns = self.report_sequence_number * 10_000_000;
+        for (core_busy_ns, load) in self.core_busy_ns.iter_mut().zip(core_loads) {
             *core_busy_ns += (load * 10e6) as u64;
         }
         let report = v1::Report {
-            sequence: self.sequence,
+            sequence: self.report_sequence_number,
             sent_unix_ns: SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64,
             time_to_live_ms: 60_000,
-            measured_ns,
+            measured_ns: measurement_time_ns,
             core_busy_ns: self.core_busy_ns.clone(),
             open_connections: 5,
             rss_generation: 1,
-            rss: (self.sequence == 1).then(|| v1::Rss {
+            rss: (self.report_sequence_number == 1).then(|| v1::Rss {
                 source: "testbed emulation".into(),
                 key: vec![0x5a; 40],
                 indirection_table: vec![0, 1],
@@ -100,14 +101,15 @@ impl Agent {
 }
 
 struct LoadBalancer {
-    sender: mpsc::Sender<v1::LoadBalancerMessage>,
-    updates: Streaming<v1::DataplaneUpdate>,
+    message_sender: mpsc::Sender<v1::LoadBalancerMessage>,
+    update_stream: Streaming<v1::DataplaneUpdate>,
     newest_configuration: Option<FleetConfiguration>,
 }
 
 impl LoadBalancer {
     async fn next_update(&mut self) -> dataplane_update::Update {
-        let message = with_timeout("an update", self.updates.message()).await.unwrap().expect("the stream goes on");
+        let message =
+            with_timeout("an update", self.update_stream.message()).await.unwrap().expect("the stream goes on");
         let update = message.update.expect("an update has contents");
         apply_update(&mut self.newest_configuration, &update);
         update
@@ -122,7 +124,7 @@ impl LoadBalancer {
     async fn next_table(&mut self) -> PlacementTable {
         loop {
             if let dataplane_update::Update::Table(bytes) = self.next_update().await {
-                return table::decode(bytes).unwrap().1;
+                return table::decode_table(bytes).unwrap().1;
             }
         }
     }
@@ -146,14 +148,14 @@ impl LoadBalancer {
 
 const WEB_SERVICE_TOML: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 
-/// Returns the server of each core's buckets. Even buckets belong to core 0, and odd ones to core 1.
+/// Returns the id of the server that owns each core's buckets. Even buckets belong to core 0, odd ones to core 1.
 fn servers_of_cores(table: &PlacementTable) -> Option<[u16; 2]> {
     let server_of_bucket = |bucket: usize| table.candidates.get(bucket).map(|candidate| candidate.server.get());
     Some([server_of_bucket(0)?, server_of_bucket(1)?])
 }
 
 #[tokio::test]
-async fn tables_follow_reported_loads() {
+async fn placement_tables_follow_reported_loads() {
     let test_directory = TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML);
     let controller = test_directory.start_controller().await;
     let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
@@ -171,9 +173,9 @@ async fn tables_follow_reported_loads() {
         agents[0].send_report([0.9, 0.1]).await;
         agents[1].send_report([0.5, 0.5]).await;
     }
-    let expected_servers = Some([id("s2"), id("s1")]);
+    let expected_server_ids = Some([id("s2"), id("s1")]);
     let table = load_balancer
-        .next_table_where("the loads in the table", |table| servers_of_cores(table) == expected_servers)
+        .next_table_where("the loads in the table", |table| servers_of_cores(table) == expected_server_ids)
         .await;
     assert_eq!(table.members.len(), 2);
     // The loads of the two cores are exchanged.
@@ -187,7 +189,7 @@ async fn tables_follow_reported_loads() {
 
     let message = v1::LoadBalancerState { xdp_mode: "native".into(), ..Default::default() };
     let message = Some(load_balancer_message::Message::State(message));
-    load_balancer.sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
+    load_balancer.message_sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
     let status = with_timeout("the load balancer's state", async {
         loop {
             let status = controller.status().await;
@@ -221,7 +223,7 @@ async fn killed_controller_restarts_with_the_same_ids_and_keys() {
     let services =
         format!("{WEB_SERVICE_TOML}[[service]]\nname = \"api\"\nvip = \"10.200.0.1:81\"\npolicy = \"hash\"\n");
     let test_directory = TestDirectory::new(&["s1", "s2", "s3"], &services);
-    let mut stored_identities = Vec::new();
+    let mut observed_ids_and_keys = Vec::new();
     for _ in 0..2 {
         let controller = test_directory.start_controller().await;
         let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
@@ -229,24 +231,25 @@ async fn killed_controller_restarts_with_the_same_ids_and_keys() {
         let mut agent = controller.connect_agent("s1").await;
         let rss_key = agent.next_configuration().await.unwrap().fleet_rss_key;
         load_balancer.next_table().await;
-        let group_key = load_balancer.next_table().await.groups.remove(0);
-        stored_identities.push((configuration.generation, configuration, rss_key, group_key));
+        let group_key = load_balancer.next_table().await.rss_key_by_group.remove(0);
+        observed_ids_and_keys.push((configuration.generation, configuration, rss_key, group_key));
         controller.kill().await;
     }
-    let (second, first) = (stored_identities.pop().unwrap(), stored_identities.pop().unwrap());
+    let (second, first) = (observed_ids_and_keys.pop().unwrap(), observed_ids_and_keys.pop().unwrap());
     // The file and the load balancer, which was new then, caused one generation each. The restart caused one more.
     assert_eq!((first.0, second.0), (2, 3));
     assert_eq!(first.1.keys, second.1.keys);
     assert_eq!(first.1.services, second.1.services);
     assert_eq!((first.2, first.3), (second.2, second.3));
     // Another fleet has different secrets.
-    let other_controller = TestDirectory::new(&["s1", "s2", "s3"], &services).start_controller().await;
-    let mut load_balancer = other_controller.connect_load_balancer(other_controller.control_client().await).await;
+    let other_fleet_controller = TestDirectory::new(&["s1", "s2", "s3"], &services).start_controller().await;
+    let mut load_balancer =
+        other_fleet_controller.connect_load_balancer(other_fleet_controller.control_client().await).await;
     assert_ne!(load_balancer.next_configuration().await.keys, first.1.keys);
 }
 
 #[tokio::test]
-async fn first_table_after_a_restart_waits_for_the_agents() {
+async fn first_table_after_restart_waits_for_agent_reports() {
     let _sighup_guard = SIGHUP_LOCK.lock().await;
     // Waits have a limit. Another attempt follows if the machine paused for longer.
     const TIMEOUT: Duration = Duration::from_secs(4);
@@ -257,7 +260,7 @@ async fn first_table_after_a_restart_waits_for_the_agents() {
         let controller = test_directory.start_controller().await;
         let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
         let configuration = load_balancer.next_configuration().await;
-        let early_table = tokio::time::timeout(Duration::from_millis(300), load_balancer.next_table()).await;
+        let early_table_result = tokio::time::timeout(Duration::from_millis(300), load_balancer.next_table()).await;
         let mut agents = [controller.connect_agent("s1").await, controller.connect_agent("s2").await];
         for _ in 0..2 {
             for agent in &mut agents {
@@ -268,11 +271,11 @@ async fn first_table_after_a_restart_waits_for_the_agents() {
         if start_time.elapsed() >= TIMEOUT {
             continue;
         }
-        assert!(early_table.is_err(), "a table before anybody reported");
+        assert!(early_table_result.is_err(), "a table before anybody reported");
         assert_eq!(table.generation, 1);
         assert_eq!(table.members.len(), configuration.services[0].servers.len());
-        let half_load = coreward_model::load::load_to_fixed_point(0.5);
-        assert!(table.members.iter().all(|member| member.fixed_point_load == half_load), "{table:?}");
+        let fixed_point_half_load = coreward_model::load::load_to_fixed_point(0.5);
+        assert!(table.members.iter().all(|member| member.fixed_point_load == fixed_point_half_load), "{table:?}");
         return;
     }
     panic!("five times the first table came {TIMEOUT:?} after the start");
@@ -306,7 +309,7 @@ async fn unknown_and_duplicate_agents_are_rejected() {
 }
 
 #[tokio::test]
-async fn reloaded_file_is_applied_whole_or_not_at_all() {
+async fn reloaded_fleet_file_is_applied_completely_or_not_at_all() {
     let _sighup_guard = SIGHUP_LOCK.lock().await;
     let test_directory = TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML);
     let controller = test_directory.start_controller().await;
@@ -337,9 +340,9 @@ async fn reloaded_file_is_applied_whole_or_not_at_all() {
         "{server_eligibilities:?}"
     );
     let id = |name: &str| new_configuration.services[0].servers.iter().find(|server| server.name == name).unwrap().id;
-    let expected_servers = [id("s2"), id("s3")];
+    let expected_server_ids = [id("s2"), id("s3")];
     let has_new_pool =
-        |table: &PlacementTable| expected_servers.iter().all(|id| table.members.iter().any(|m| m.server == *id));
+        |table: &PlacementTable| expected_server_ids.iter().all(|id| table.members.iter().any(|m| m.server == *id));
     assert_eq!(load_balancer.next_table_where("the new pool", has_new_pool).await.members.len(), 2);
 }
 
@@ -372,7 +375,7 @@ async fn slow_load_balancer_gets_the_newest_table() {
 }
 
 #[tokio::test]
-async fn socket_queries_are_relayed_to_the_agent_and_back() {
+async fn controller_relays_socket_queries_and_their_answers() {
     let test_directory = TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML);
     let controller = test_directory.start_controller().await;
     let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
@@ -388,14 +391,14 @@ async fn socket_queries_are_relayed_to_the_agent_and_back() {
         clients: vec!["10.1.0.7:40000".parse().unwrap(), "10.1.0.7:40001".parse().unwrap()],
     };
     let message = Some(load_balancer_message::Message::SocketQuery((&query).into()));
-    load_balancer.sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
+    load_balancer.message_sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
     let relayed_query = loop {
         if let agent_update::Update::SocketQuery(asked) = agent.next_update().await.unwrap() {
             break SocketQuery::try_from(&asked).unwrap();
         }
     };
     assert_eq!((relayed_query.query_number, &relayed_query.clients), (query.query_number, &query.clients));
-    agent.send_message(agent_message::Message::SocketAnswer(relayed_query.answer(vec![true, false]).into())).await;
+    agent.send_message(agent_message::Message::SocketAnswer(relayed_query.to_answer(vec![true, false]).into())).await;
     let relayed_answer = loop {
         if let dataplane_update::Update::SocketAnswer(answer) = load_balancer.next_update().await {
             break answer;
@@ -405,13 +408,13 @@ async fn socket_queries_are_relayed_to_the_agent_and_back() {
 }
 
 #[tokio::test]
-async fn owners_of_lost_load_balancers_are_announced() {
+async fn load_balancers_learn_which_peers_are_alive() {
     let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
     let controller = test_directory.start_controller().await;
     let mut first_balancer = controller.connect_load_balancer_as("lb1", controller.control_client().await).await;
     let second_balancer = controller.connect_load_balancer_as("lb2", controller.control_client().await).await;
     // A silent load balancer would also count as lost.
-    let first_sender = first_balancer.sender.clone();
+    let first_sender = first_balancer.message_sender.clone();
     let keep_alive_task = tokio::spawn(async move {
         loop {
             let message = Some(load_balancer_message::Message::State(v1::LoadBalancerState::default()));
@@ -431,7 +434,7 @@ async fn owners_of_lost_load_balancers_are_announced() {
     };
     wait_for_peers(&mut first_balancer, &[("lb1", 0, true), ("lb2", 1, true)]).await;
     let mut duplicate_balancer = controller.connect_load_balancer_as("lb1", controller.control_client().await).await;
-    let rejection = with_timeout("a refusal", duplicate_balancer.updates.message()).await.unwrap_err();
+    let rejection = with_timeout("a refusal", duplicate_balancer.update_stream.message()).await.unwrap_err();
     assert_eq!(rejection.code(), Code::AlreadyExists);
     drop(second_balancer);
     wait_for_peers(&mut first_balancer, &[("lb1", 0, true), ("lb2", 1, false)]).await;
@@ -442,15 +445,15 @@ async fn owners_of_lost_load_balancers_are_announced() {
 async fn key_rotation_waits_for_all_daemons_and_survives_a_restart() {
     let _sighup_guard = SIGHUP_LOCK.lock().await;
     let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
-    let request_rotation =
+    let request_key_rotation =
         async |controller: &RunningController, force: bool| controller.client.rotate_keys(&RotateKeys { force }).await;
     let controller = test_directory.start_controller().await;
-    let rejection = request_rotation(&controller, false).await.unwrap_err();
+    let rejection = request_key_rotation(&controller, false).await.unwrap_err();
     assert_eq!(rejection.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);
     assert!(rejection.to_string().starts_with("the key in force is"), "{rejection}");
     let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
     let original_keys = load_balancer.next_configuration().await.keys;
-    let announced_keys = request_rotation(&controller, true).await.unwrap();
+    let announced_keys = request_key_rotation(&controller, true).await.unwrap();
     assert_eq!((announced_keys.phase, announced_keys.current), (KeyPhase::Announced, 0));
     assert!(announced_keys.waiting_for.contains(&"load balancer lb1".to_owned()), "{:?}", announced_keys.waiting_for);
     controller.kill().await;
@@ -461,16 +464,19 @@ async fn key_rotation_waits_for_all_daemons_and_survives_a_restart() {
     let configuration = load_balancer.next_configuration().await;
     assert_eq!(configuration.keys.keys[0], original_keys.keys[0]);
     assert_ne!(configuration.keys.keys[1], original_keys.keys[1]);
-    assert_eq!(configuration.keys.current, original_keys.current);
+    assert_eq!(configuration.keys.current_key_index, original_keys.current_key_index);
     let state = v1::LoadBalancerState { configuration_generation: configuration.generation, ..Default::default() };
     let message = Some(load_balancer_message::Message::State(state));
-    load_balancer.sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
-    let switched_keys = loop {
+    load_balancer.message_sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
+    let keys_after_switch = loop {
         let next_configuration = load_balancer.next_configuration().await;
         if next_configuration.keys != configuration.keys {
             break next_configuration.keys;
         }
     };
-    assert_eq!((switched_keys.keys, switched_keys.current), (configuration.keys.keys, original_keys.current.other()));
+    assert_eq!(
+        (keys_after_switch.keys, keys_after_switch.current_key_index),
+        (configuration.keys.keys, original_keys.current_key_index.other_index())
+    );
     assert_eq!(controller.status().await.keys.phase, KeyPhase::Steady);
 }

@@ -15,7 +15,7 @@ use tonic::Code;
 
 use crate::support::{RunningController, TestDirectory, with_timeout};
 
-/// Process of one etcd member, which ends when the value is dropped.
+/// Process of a single-member etcd cluster. It is killed when the value is dropped.
 struct Etcd {
     member: LocalMember,
     process: Child,
@@ -32,7 +32,7 @@ impl Etcd {
 }
 
 impl Etcd {
-    fn delete(&self, key: &str) {
+    fn delete_key(&self, key: &str) {
         let mut command = std::process::Command::new("etcdctl");
         command.args(["--endpoints", &self.member.endpoint(), "del", key]).env("ETCDCTL_API", "3");
         assert!(command.status().unwrap().success());
@@ -46,28 +46,28 @@ impl Drop for Etcd {
     }
 }
 
-/// Proxy through which a controller reaches etcd, and which the test can close.
+/// TCP proxy between a controller and etcd. The test can close it to make etcd unreachable.
 struct TcpProxy {
     address: SocketAddr,
     target_address: SocketAddr,
-    task: tokio::task::JoinHandle<()>,
+    forwarding_task: tokio::task::JoinHandle<()>,
 }
 
 impl TcpProxy {
     async fn start(target_address: SocketAddr) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        Self { address, target_address, task: tokio::spawn(forward_connections(listener, target_address)) }
+        Self { address, target_address, forwarding_task: tokio::spawn(forward_connections(listener, target_address)) }
     }
 
     /// Closes all connections and the listening socket, so that new connections are refused.
     fn close(&mut self) {
-        self.task.abort();
+        self.forwarding_task.abort();
     }
 
-    async fn open(&mut self) {
+    async fn reopen(&mut self) {
         let listener = TcpListener::bind(self.address).await.unwrap();
-        self.task = tokio::spawn(forward_connections(listener, self.target_address));
+        self.forwarding_task = tokio::spawn(forward_connections(listener, self.target_address));
     }
 }
 
@@ -81,7 +81,7 @@ async fn forward_connections(listener: TcpListener, target_address: SocketAddr) 
     }
 }
 
-/// One of several controllers, each with its own API tokens.
+/// Running controller of a test with several controllers. Each has its own API tokens.
 struct Controller {
     test_directory: TestDirectory,
     running_controller: RunningController,
@@ -112,7 +112,7 @@ impl Controller {
             .to_owned()
     }
 
-    /// Requests the path as an operator. Returns the HTTP status and the body of the response.
+    /// Sends a GET request for the path with an operator's token. Returns the HTTP status and the body of the response.
     async fn get_json<T: serde::de::DeserializeOwned>(&self, path: &str) -> (u16, T) {
         let url = format!("http://{}/v1/{path}", self.running_controller.api_address);
         let response = reqwest::Client::new().get(url).bearer_auth(self.token()).send();
@@ -120,17 +120,17 @@ impl Controller {
         (response.status().as_u16(), response.json().await.unwrap())
     }
 
-    /// Requests a rotation of the cookie keys from a follower, and returns the problem with which it is rejected.
-    async fn request_rejected_rotation(&self) -> Problem {
+    /// Sends a request for a cookie key rotation, which a follower must reject. Returns the problem in the response.
+    async fn rotate_keys_and_expect_rejection(&self) -> Problem {
         let url = format!("http://{}/v1/keys/rotate", self.running_controller.api_address);
         let body = serde_json::json!({ "force": true });
         let request = reqwest::Client::new().post(url).bearer_auth(self.token()).json(&body);
         with_timeout("an answer", request.send()).await.unwrap().json().await.unwrap()
     }
 
-    /// Waits until this controller leads. Returns its term, which a load balancer's stream begins with.
+    /// Waits until this controller is the leader. Returns its term, from the header of a load balancer's stream.
     async fn wait_until_leading(&self) -> u64 {
-        let leader_term = async {
+        let wait_for_leader_term = async {
             loop {
                 let (sender, receiver) = tokio::sync::mpsc::channel::<v1::LoadBalancerMessage>(1);
                 let stream_result =
@@ -145,7 +145,7 @@ impl Controller {
                 tokio::time::sleep(std::time::Duration::from_millis(50)).await;
             }
         };
-        with_timeout("the leader", leader_term).await
+        with_timeout("the leader", wait_for_leader_term).await
     }
 }
 
@@ -182,15 +182,15 @@ async fn followers_name_the_leader_and_terms_increase() {
     let mut watch_response =
         reqwest::Client::new().get(url).bearer_auth(second_controller.token()).send().await.unwrap();
     assert_eq!(watch_response.status(), 200);
-    etcd.delete("/coreward/leader");
+    etcd.delete_key("/coreward/leader");
     // The controller's next write detects that the leader's key is gone.
-    let rotation_problem = second_controller.request_rejected_rotation().await;
+    let rotation_problem = second_controller.rotate_keys_and_expect_rejection().await;
     assert_eq!(rotation_problem.kind, ProblemKind::NotLeading, "{}", rotation_problem.detail);
     with_timeout("the stream's end", async { while watch_response.chunk().await.unwrap().is_some() {} }).await;
 }
 
 #[tokio::test]
-async fn leader_without_etcd_stops_before_the_next_is_elected() {
+async fn leader_without_etcd_resigns_before_next_leader_is_elected() {
     let etcd = Etcd::start();
     let mut etcd_proxy = TcpProxy::start(etcd.member.client_address).await;
     let first_controller = Controller::start_with_endpoint(&format!("http://{}", etcd_proxy.address), "c1").await;
@@ -213,7 +213,7 @@ async fn leader_without_etcd_stops_before_the_next_is_elected() {
     assert_eq!((status, problem.kind), (503, ProblemKind::NotLeading), "two leaders at once");
     with_timeout("the stream's end", async { while let Ok(Some(_)) = stream.message().await {} }).await;
 
-    etcd_proxy.open().await;
+    etcd_proxy.reopen().await;
     let wait_for_leader_name = async {
         while first_controller.get_json::<Health>("health").await.1.leader_api.as_deref()
             != Some("https://c2.example:7401")

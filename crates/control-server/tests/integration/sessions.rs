@@ -8,7 +8,7 @@ use reqwest::StatusCode;
 
 use crate::support::{SIGHUP_LOCK, TestDirectory, with_timeout};
 
-/// Begins a session and returns its cookie.
+/// Begins a browser session with a token, and returns the session's cookie.
 async fn begin_session(http_client: &reqwest::Client, session_url: String, token: &str) -> String {
     let login_response = http_client.post(session_url).bearer_auth(token).send().await.unwrap();
     let cookie = login_response.headers()["set-cookie"].to_str().unwrap();

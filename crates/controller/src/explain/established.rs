@@ -1,4 +1,4 @@
-//! Explanation of packets that do not open a connection, as far as the controller can know their destination.
+//! Explanation of packets that do not open a connection, as far as the controller can derive their destination.
 
 use coreward_model::ServerId;
 use coreward_model::connection_table::decode_cookie_index;
@@ -74,8 +74,8 @@ impl ConnectionExplainer<'_> {
 
     fn verdict_by_bucket(&self, table: Option<&PlacementTable>, reason_start: &str) -> PacketVerdict {
         let Some(table) = table else { return (None, "no table has been made yet".to_owned()) };
-        let Some(key) = table.groups.first() else { return (None, "no server takes connections".to_owned()) };
-        let bucket = table.bucket_count.bucket(key.toeplitz_hash(&self.four_tuple.bytes())) as usize;
+        let Some(key) = table.rss_key_by_group.first() else { return (None, "no server takes connections".to_owned()) };
+        let bucket = table.bucket_count.bucket_of_hash(key.toeplitz_hash(&self.four_tuple.bytes())) as usize;
         let Some(server) = table.consistent_servers.get(bucket).copied() else {
             return (None, "no server takes connections".to_owned());
         };
@@ -111,7 +111,8 @@ impl ConnectionExplainer<'_> {
         }
     }
 
-    /// Returns the verdict by a cookie that a load balancer stamped. Without one, a connection is in the flow table.
+    /// Returns the verdict by a cookie that a load balancer stamped. Connections without such a cookie are in the flow
+    /// table.
     fn verdict_by_lb_stamped_cookie(&self, tsecr: u32) -> PacketVerdict {
         let id = lb_stamping::decode_server_id(&self.service_view.cookie_keys, &self.four_tuple, tsecr);
         let reason_start = "without an entry in the load balancer's flow table its cookie decides:";
@@ -124,30 +125,30 @@ impl ConnectionExplainer<'_> {
         )
     }
 
-    fn describe_unknown_server(&self, key: u32, id: ServerId) -> String {
+    fn describe_unknown_server(&self, key_slot: u32, id: ServerId) -> String {
         format!(
-            "its cookie, read with key {key}, names server id {}, which no server has: it is forged, damaged, or of a \
+            "its cookie, read with key {key_slot}, names server id {}, which no server has: it is forged, damaged, or of a \
              replaced key; the packet is broadcast at a limited rate, and the server with the connection accepts it",
             id.get()
         )
     }
 
-    fn describe_table_entry(&self, key: u32, number: u16) -> String {
+    fn describe_table_entry(&self, key_slot: u32, cookie_index: u16) -> String {
         if self.service_view.service.mode.consistency != Consistency::Stateful {
             return format!(
-                "its cookie, read with key {key}, names an entry of a connection table, which this service does not \
+                "its cookie, read with key {key_slot}, names an entry of a connection table, which this service does not \
                  have: the packet is broadcast at a limited rate"
             );
         }
-        let (owner, slot) = decode_cookie_index(number);
+        let (owner, slot) = decode_cookie_index(cookie_index);
         let owner_name = self.service_view.owner_names.iter().find(|(known_owner, _)| *known_owner == owner);
         match owner_name {
             Some((_, name)) => format!(
-                "its cookie, made with key {key}, names slot {slot} in the connection table of load balancer {name} \
+                "its cookie, made with key {key_slot}, names slot {slot} in the connection table of load balancer {name} \
                  (`coreward connections` there shows the server)"
             ),
             None => format!(
-                "its cookie, read with key {key}, names slot {slot} in the connection table of owner {owner}, which no \
+                "its cookie, read with key {key_slot}, names slot {slot} in the connection table of owner {owner}, which no \
                  load balancer has: the packet is broadcast, and the server with the connection accepts it"
             ),
         }

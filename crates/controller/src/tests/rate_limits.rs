@@ -2,11 +2,11 @@
 
 use super::*;
 
-/// A flood of reports from one agent changes only a counter, and does not affect other agents.
+/// Asserts that a flood of reports from one agent changes only a counter, and does not affect other agents.
 #[test]
 fn excess_reports_are_rejected_and_counted() {
     let mut harness = Harness::new(&["active", "active"], "crossrss");
-    let sessions = harness.report_loads(&[&[0.5; 4], &[0.5; 4]]);
+    let sessions = harness.connect_and_report_loads(&[&[0.5; 4], &[0.5; 4]]);
     let loads_before = harness.server_status("s0", at(100)).core_load;
     let accepted_reports: Vec<bool> = (3..1003)
         .map(|sequence| {
@@ -37,7 +37,7 @@ fn excess_reports_are_rejected_and_counted() {
 fn registrations_are_rate_limited_per_name() {
     let mut harness = Harness::new(&["active"], "crossrss");
     let mut try_register = |ms: u64| {
-        let session = harness.controller.register("s0", "test", at(ms))?;
+        let session = harness.controller.register_agent("s0", "test", at(ms))?;
         harness.controller.end_session(&session);
         Ok::<_, Rejection>(())
     };

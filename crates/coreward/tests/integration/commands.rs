@@ -11,7 +11,7 @@ use crate::support::{CorewardProcess, coreward_command};
 const SIGINT: i32 = 2;
 
 #[test]
-fn root_may_use_another_users_token_and_interrupt_the_command() {
+fn root_can_use_another_users_token_and_sigint_ends_command() {
     let directory = tempfile::tempdir().unwrap();
     let token_path = directory.path().join("operator.token");
     std::fs::write(&token_path, "0".repeat(64)).unwrap();

@@ -17,7 +17,7 @@ fn collapse_whitespace(item_text: &str) -> String {
 }
 
 #[test]
-fn metrics_document_matches_the_declarations() {
+fn metrics_document_lists_exactly_the_declared_metrics() {
     let document_text = include_str!("../../../../docs/metrics.md");
     let section = document_text.split("## All metrics").nth(1).unwrap();
     let documented_metrics: Vec<String> = section.split("\n* ").skip(1).map(collapse_whitespace).collect();
@@ -27,9 +27,10 @@ fn metrics_document_matches_the_declarations() {
         .iter()
         .map(|metric| {
             let component_names: Vec<&str> = metric.components.iter().map(|component| component.name()).collect();
-            let labels = format!("by {}", metric.labels.join(", "));
+            let labels_text = format!("by {}", metric.labels.join(", "));
             let kind = matches!(metric.kind, MetricKind::Histogram).then_some("histogram");
-            let notes: Vec<&str> = kind.into_iter().chain((!metric.labels.is_empty()).then_some(&*labels)).collect();
+            let notes: Vec<&str> =
+                kind.into_iter().chain((!metric.labels.is_empty()).then_some(&*labels_text)).collect();
             let notes = if notes.is_empty() { String::new() } else { format!("{}; ", notes.join(", ")) };
             format!("`{}` ({notes}{}): {}", metric.name, component_names.join(", "), metric.help)
         })
@@ -44,9 +45,13 @@ fn metrics_document_matches_the_declarations() {
 fn metric_names_follow_prometheus_conventions() {
     for metric in METRICS {
         assert!(metric.name.starts_with("coreward_"), "{}", metric.name);
-        let is_plain =
+        let is_plain_identifier =
             |name: &str| name.chars().all(|letter| letter.is_ascii_lowercase() || "_0123456789".contains(letter));
-        assert!(is_plain(metric.name) && metric.labels.iter().all(|label| is_plain(label)), "{}", metric.name);
+        assert!(
+            is_plain_identifier(metric.name) && metric.labels.iter().all(|label| is_plain_identifier(label)),
+            "{}",
+            metric.name
+        );
         assert_eq!(metric.name.ends_with("_total"), metric.kind == MetricKind::Counter, "{}", metric.name);
         assert_eq!(METRICS.iter().filter(|other| other.name == metric.name).count(), 1, "{}", metric.name);
         for unit in ["_ms", "_milliseconds", "_ns", "_percent", "_kb"] {
@@ -55,7 +60,7 @@ fn metric_names_follow_prometheus_conventions() {
     }
 }
 
-fn metric_names_in(expression: &str) -> BTreeSet<&str> {
+fn find_metric_names(expression: &str) -> BTreeSet<&str> {
     let identifiers = expression.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_');
     identifiers.filter(|identifier| identifier.starts_with("coreward_")).collect()
 }
@@ -83,7 +88,7 @@ fn dashboard_queries_use_declared_metrics_and_labels() {
     let expressions: Vec<&String> = queries.iter().filter(|query| query.contains("coreward_")).collect();
     assert!(expressions.len() > 15, "{expressions:?}");
     for expression in expressions {
-        for name in metric_names_in(expression) {
+        for name in find_metric_names(expression) {
             let metric = METRICS.iter().find(|metric| {
                 let suffix = name.strip_prefix(metric.name);
                 let is_histogram = metric.kind == MetricKind::Histogram;

@@ -17,7 +17,7 @@ fn wait_until(description: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// `/dev/full` rejects every write with ENOSPC, as a full disk does.
+/// Uses `/dev/full`, which rejects every write with ENOSPC, as a full disk does.
 #[test]
 fn daemon_continues_when_its_log_cannot_be_written() {
     let directory = tempfile::tempdir().unwrap();
@@ -48,9 +48,9 @@ fn daemon_continues_when_its_log_cannot_be_written() {
     assert!(controller.0.wait().unwrap().success());
 }
 
-/// Emulates `coreward check FILE 2>&1 | head -1`, and a command with long output whose reader has closed the pipe.
+/// Emulates `coreward check FILE 2>&1 | head -1`, and a command whose long output is no longer read.
 #[test]
-fn closed_pipe_does_not_change_the_exit_status() {
+fn closed_output_pipe_does_not_change_the_exit_status() {
     let mut completions_process =
         coreward_command().args(["completions", "bash"]).stdout(Stdio::piped()).spawn().unwrap();
     drop(completions_process.stdout.take());

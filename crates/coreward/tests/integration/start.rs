@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::support::{CorewardProcess, coreward_command};
 
-/// Time limit for operations that normally take milliseconds.
+/// Time limit for operations that normally take only milliseconds.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Writes the controller's configuration file, with the keys in `extra_settings`, and returns its path.
@@ -20,9 +20,9 @@ fn write_controller_file(directory: &Path, extra_settings: &str) -> PathBuf {
     path
 }
 
-/// Returns the API's address from the log. A thread continues to read the log, so that the controller can write it.
-fn read_api_address(log: ChildStderr) -> String {
-    let mut lines = BufReader::new(log).lines().map(Result::unwrap);
+/// Returns the API's address from the controller's log. A thread reads the rest, so that the controller does not block.
+fn read_api_address(controller_stderr: ChildStderr) -> String {
+    let mut lines = BufReader::new(controller_stderr).lines().map(Result::unwrap);
     let mut log_lines = Vec::new();
     let address = lines.find_map(|line| {
         let address = line.split_once(" api=").map(|(_, address)| address.to_owned());
@@ -33,10 +33,10 @@ fn read_api_address(log: ChildStderr) -> String {
     address.unwrap_or_else(|| panic!("it has ended: {log_lines:?}"))
 }
 
-fn run_command(directory: &Path, api: &str, arguments: &[&str]) -> Output {
+fn run_command(directory: &Path, api_address: &str, arguments: &[&str]) -> Output {
     let token_path = directory.join("operator.token");
     let mut command = coreward_command();
-    command.args(arguments).args(["--controller", api, "--token-file"]).arg(token_path);
+    command.args(arguments).args(["--controller", api_address, "--token-file"]).arg(token_path);
     command.output().unwrap()
 }
 
@@ -44,7 +44,7 @@ fn output_text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// Opens a named pipe for writing once the controller has opened it for reading.
+/// Opens a named pipe for writing as soon as the controller has opened it for reading.
 fn open_pipe_for_writing(pipe: &Path) -> File {
     let (file_sender, file_receiver) = mpsc::channel();
     let pipe = pipe.to_owned();
@@ -64,8 +64,8 @@ fn wait_for_exit(controller: &mut CorewardProcess) -> ExitStatus {
     }
 }
 
-/// A controller gets SIGHUP or SIGTERM during its start, while it waits for its fleet document from a pipe. It handles
-/// the signals after the start.
+/// Sends SIGHUP or SIGTERM to a controller during its start, while it waits for its fleet document from a pipe. The
+/// controller must handle the signal after the start.
 #[test]
 fn early_signals_are_handled_after_startup() {
     let directory = tempfile::tempdir().unwrap();
@@ -99,9 +99,9 @@ fn early_signals_are_handled_after_startup() {
     assert!(exit_status.success(), "{exit_status}");
 }
 
-/// A file size limit of 0 bytes emulates a full disk. The previous controller was killed.
+/// Starts a controller after its predecessor was killed. A file size limit of 0 bytes emulates a full disk.
 #[test]
-fn controller_starts_and_recovers_on_a_full_disk() {
+fn controller_starts_on_full_disk_and_recovers() {
     let directory = tempfile::tempdir().unwrap();
     let directory = directory.path();
     let config_path = write_controller_file(directory, "");
@@ -128,11 +128,12 @@ fn controller_starts_and_recovers_on_a_full_disk() {
         "{}",
         output_text(&status_output)
     );
-    let rejected_drain = run_command(directory, &api_address, &["drain", "s1", "--force"]);
+    let rejected_drain_output = run_command(directory, &api_address, &["drain", "s1", "--force"]);
     assert!(
-        !rejected_drain.status.success() && output_text(&rejected_drain).contains("not on record, and not in force"),
+        !rejected_drain_output.status.success()
+            && output_text(&rejected_drain_output).contains("not on record, and not in force"),
         "{}",
-        output_text(&rejected_drain)
+        output_text(&rejected_drain_output)
     );
 
     let prlimit_arguments = ["--pid", &controller.0.id().to_string(), "--fsize=unlimited"].map(str::to_owned);
@@ -141,11 +142,11 @@ fn controller_starts_and_recovers_on_a_full_disk() {
     assert!(drain_output.status.success(), "{}", output_text(&drain_output));
 }
 
-/// `systemctl reload` first runs `coreward check`. If the check fails, the controller does not reload its files.
+/// Checks that `systemctl reload` first runs `coreward check`, whose failure prevents the reload of invalid files.
 #[test]
-fn reload_of_an_invalid_fleet_fails() {
-    let unit = include_str!("../../../../packaging/systemd/coreward-controller.service");
-    let mut reload_commands = unit.lines().filter_map(|line| line.strip_prefix("ExecReload="));
+fn reload_of_invalid_fleet_document_fails() {
+    let unit_file_text = include_str!("../../../../packaging/systemd/coreward-controller.service");
+    let mut reload_commands = unit_file_text.lines().filter_map(|line| line.strip_prefix("ExecReload="));
     let check_arguments = reload_commands.next().unwrap().strip_prefix("/usr/bin/coreward ").unwrap();
     assert_eq!(reload_commands.next(), Some("/bin/kill -HUP $MAINPID"));
     let directory = tempfile::tempdir().unwrap();

@@ -38,7 +38,7 @@ fn retry_interval_grows_after_each_round_of_controllers() {
 }
 
 #[test]
-fn last_reachable_controller_is_tried_first() {
+fn controller_that_answered_last_is_tried_first() {
     let mut attempt_order = AttemptOrder::new(3);
     attempt_order.record_attempt_end(&StreamEnd::Lost);
     attempt_order.record_answer();
@@ -53,7 +53,7 @@ fn last_reachable_controller_is_tried_first() {
 }
 
 #[test]
-fn named_leader_is_tried_next() {
+fn leader_named_by_follower_is_tried_next() {
     let mut attempt_order = AttemptOrder::new(3);
     assert_eq!(
         (
@@ -78,7 +78,7 @@ fn named_leader_is_tried_next() {
 }
 
 #[test]
-fn older_leader_is_rejected_for_a_minute() {
+fn leader_with_older_term_is_rejected_for_one_minute() {
     let (start, mut terms) = (Instant::now(), TermTracker::default());
     let at = |seconds| start + Duration::from_secs(seconds);
     // Controllers with their own store, or with an older version, send no term.
@@ -98,8 +98,8 @@ fn older_leader_is_rejected_for_a_minute() {
 }
 
 #[tokio::test]
-async fn leader_term_is_read_from_the_response() {
-    let mut connection = connection_to(&[unused_address()]);
+async fn leader_term_is_read_from_response_metadata() {
+    let mut connection = prepare_connection(&[unused_address()]);
     let response_with_term = |term: Option<u64>| {
         let mut response = Response::new(());
         term.into_iter().for_each(|term| drop(response.metadata_mut().insert(TERM_HEADER, term.into())));
@@ -108,12 +108,12 @@ async fn leader_term_is_read_from_the_response() {
     connection.accept_stream(response_with_term(Some(7))).unwrap();
     let error = connection.accept_stream(response_with_term(Some(6))).unwrap_err();
     // This error does not count as a rejection of the daemon, so the other controllers are tried at once.
-    assert_eq!(connection.classify_end(Some(&error)), StreamEnd::Lost);
+    assert_eq!(connection.classify_stream_end(Some(&error)), StreamEnd::Lost);
     connection.accept_stream(response_with_term(Some(7))).unwrap();
 }
 
 #[test]
-fn rejecting_controller_is_retried_later() {
+fn controller_is_retried_after_a_rejection() {
     let mut attempt_order = AttemptOrder::new(2);
     assert_eq!(
         (attempt_order.record_attempt_end(&StreamEnd::Rejected), attempt_order.current_controller_index),
@@ -128,7 +128,7 @@ fn retry_pauses_are_random() {
     assert!(pauses.iter().any(|pause| *pause != pauses[0]));
 }
 
-/// Controller that answers every request with the same status.
+/// gRPC server that answers every request with the same status, as a controller of a test.
 #[derive(Clone)]
 struct FixedStatusServer(Status);
 
@@ -151,16 +151,16 @@ impl tower_service::Service<http::Request<Body>> for FixedStatusServer {
     }
 }
 
-/// Starts a controller that answers with this status until the runtime ends.
-async fn start_server_with_status(answer: Status) -> SocketAddr {
+/// Starts a controller that answers every request with this status until the runtime ends.
+async fn start_server_with_status(status: Status) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    let server = tonic::transport::Server::builder().add_service(FixedStatusServer(answer));
+    let server = tonic::transport::Server::builder().add_service(FixedStatusServer(status));
     tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
     address
 }
 
-/// Returns an address at which no process listens. The port stays bound, so that other tests do not get it.
+/// Returns an address at which no process listens. Its port stays bound, so that no other test uses it.
 fn unused_address() -> SocketAddr {
     let socket = tokio::net::TcpSocket::new_v4().unwrap();
     socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
@@ -177,10 +177,10 @@ fn not_leader_status(leader: Option<SocketAddr>) -> Status {
     status
 }
 
-/// Tries controllers as a daemon does, but without waiting, until one answers. Returns the tried addresses.
-async fn try_controllers(connection: &mut ControllerConnection, attempts: usize) -> Vec<SocketAddr> {
+/// Tries controllers as a daemon does, but without pauses, until one answers. Returns the tried addresses.
+async fn try_controllers(connection: &mut ControllerConnection, max_attempts: usize) -> Vec<SocketAddr> {
     let mut tried_addresses = Vec::new();
-    for _ in 0..attempts {
+    for _ in 0..max_attempts {
         tried_addresses.push(connection.next_controller());
         let result: anyhow::Result<()> = async {
             let channel = connection.connect().await?;
@@ -190,7 +190,7 @@ async fn try_controllers(connection: &mut ControllerConnection, attempts: usize)
         .await;
         let error = result.unwrap_err();
         if error.downcast_ref::<Status>().is_some_and(|status| status.code() == Code::Internal) {
-            connection.record_message();
+            connection.record_controller_message();
             break;
         }
         connection.record_stream_end(Some(&error));
@@ -198,7 +198,7 @@ async fn try_controllers(connection: &mut ControllerConnection, attempts: usize)
     tried_addresses
 }
 
-fn connection_to(addresses: &[SocketAddr]) -> ControllerConnection {
+fn prepare_connection(addresses: &[SocketAddr]) -> ControllerConnection {
     let text = format!("controller = {:?}\n", addresses.iter().map(ToString::to_string).collect::<Vec<_>>());
     coreward_config::config_struct! {
         struct File {
@@ -211,10 +211,10 @@ fn connection_to(addresses: &[SocketAddr]) -> ControllerConnection {
 }
 
 #[tokio::test]
-async fn client_finds_the_leader_among_controllers() {
+async fn daemon_finds_the_leader_among_several_controllers() {
     let leader = start_server_with_status(Status::internal("here")).await;
     let (absent_controller, follower) = (unused_address(), start_server_with_status(not_leader_status(None)).await);
-    let mut connection = connection_to(&[absent_controller, follower, leader]);
+    let mut connection = prepare_connection(&[absent_controller, follower, leader]);
     assert_eq!(try_controllers(&mut connection, 9).await, [absent_controller, follower, leader]);
     connection.record_stream_end(None);
     assert_eq!(try_controllers(&mut connection, 9).await, [leader], "it answered last");
@@ -225,16 +225,16 @@ async fn daemon_connects_to_the_leader_named_by_a_follower() {
     let leader = start_server_with_status(Status::internal("here")).await;
     let (absent_controller, follower) =
         (unused_address(), start_server_with_status(not_leader_status(Some(leader))).await);
-    let mut connection = connection_to(&[follower, absent_controller, leader]);
+    let mut connection = prepare_connection(&[follower, absent_controller, leader]);
     assert_eq!(try_controllers(&mut connection, 9).await, [follower, leader]);
 }
 
 #[tokio::test]
-async fn leader_outside_the_file_is_not_contacted() {
+async fn leader_missing_from_configuration_is_not_contacted() {
     let unlisted_leader = start_server_with_status(Status::internal("here")).await;
     let (absent_controller, follower) =
         (unused_address(), start_server_with_status(not_leader_status(Some(unlisted_leader))).await);
-    let mut connection = connection_to(&[follower, absent_controller]);
+    let mut connection = prepare_connection(&[follower, absent_controller]);
     assert_eq!(try_controllers(&mut connection, 4).await, [follower, absent_controller, follower, absent_controller]);
 }
 
@@ -242,6 +242,6 @@ async fn leader_outside_the_file_is_not_contacted() {
 async fn daemon_tries_other_controllers_after_a_rejection() {
     let leader = start_server_with_status(Status::internal("here")).await;
     let rejecting_controller = start_server_with_status(Status::not_found("server s1 is not in the fleet")).await;
-    let mut connection = connection_to(&[rejecting_controller, leader]);
+    let mut connection = prepare_connection(&[rejecting_controller, leader]);
     assert_eq!(try_controllers(&mut connection, 9).await, [rejecting_controller, leader]);
 }

@@ -9,15 +9,16 @@ use coreward_intf as intf;
 /// Policy by which the dispatcher selects a worker for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Policy {
-    /// `random`: the worker that the kernel selects by a hash of the client's address and port
+    /// `random` selects the worker by the kernel's hash of the client's address and port.
     Random,
-    /// `rr`: each worker in turn
+    /// `rr` (round robin) selects each worker in turn.
     RoundRobin,
-    /// `jsq`: the worker with the fewest outstanding requests
+    /// `jsq` (join the shortest queue) selects the worker with the fewest outstanding requests.
     ShortestQueue,
-    /// `jlq`: the worker with the least expected work outstanding
+    /// `jlq` (join the lightest queue) selects the worker whose outstanding requests have the least expected work.
     LightestQueue,
-    /// `jbsrq`: the worker with the fewest outstanding requests among those that accept the request's priority class
+    /// `jbsrq` selects the worker with the fewest outstanding requests, among the workers whose limit for the request's
+    /// priority class is not reached.
     RankedQueue,
 }
 
@@ -60,7 +61,7 @@ impl FromStr for Policy {
     }
 }
 
-/// Position of the request number in payloads, by which a response is matched to its request.
+/// Position of the request number in requests and responses. The number matches a response to its request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestIdPosition {
     /// Offset of the request number from the start of a request's payload, in bytes.
@@ -71,22 +72,22 @@ pub struct RequestIdPosition {
     pub byte_count: u8,
 }
 
-/// Type of requests, which is recognised by some bytes of the payload.
+/// Type of requests, recognised by bytes of the payload at a fixed offset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestType {
-    /// Bytes that a request of this type has at [`Options::type_offset`]. Bits outside `mask` are 0.
+    /// Bytes that a request of this type contains at [`Options::type_offset`]. Bits outside `mask` are 0.
     pub value: [u8; intf::DISPATCH_TYPE_BYTES as usize],
-    /// Mask of the bits that are compared with `value`.
+    /// Mask of the payload's bits that are compared with `value`.
     pub mask: [u8; intf::DISPATCH_TYPE_BYTES as usize],
     /// Priority class of requests of this type. Class 0 has the highest priority.
-    pub class: u8,
+    pub priority_class: u8,
 }
 
 /// Options for dispatching one service's requests.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// Address to which the service's sockets are bound. The unspecified address matches any address.
-    pub service: SocketAddr,
+    /// Address and port to which the service's sockets are bound. The unspecified address matches any address.
+    pub service_address: SocketAddr,
     /// Policy by which a worker is selected for each request.
     pub policy: Policy,
     /// Position of the request number, or `None` if responses are matched only by the client's address and port.
@@ -94,9 +95,9 @@ pub struct Options {
     /// Offset from the start of the payload, in bytes, at which [`RequestType::value`] is compared.
     pub type_offset: u16,
     /// Types of requests, at most [`MAX_REQUEST_TYPES`]. If several types match a request, the first one applies.
-    pub types: Vec<RequestType>,
-    /// Priority class of requests that match none of `types`.
-    pub default_class: u8,
+    pub request_types: Vec<RequestType>,
+    /// Priority class of requests that match none of `request_types`.
+    pub default_priority_class: u8,
     /// Whether the programs measure the service times of requests.
     pub measures_service_times: bool,
 }
@@ -104,10 +105,10 @@ pub struct Options {
 /// Maximum number of configured request types. The data plane has one more type, for all other requests.
 pub const MAX_REQUEST_TYPES: usize = intf::MAX_DISPATCH_TYPES as usize - 1;
 
-/// Timeouts after which requests are given up and workers are disabled.
+/// Timeouts after which the dispatcher abandons requests and disables workers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeouts {
-    /// Time after which a request that has left the queue but got no response is given up.
+    /// Time after which the dispatcher abandons a request that has left the queue but got no response.
     pub response_timeout: Duration,
     /// Time without a response after which a worker with queued requests gets no new ones until it responds again.
     pub stall_after: Duration,
@@ -121,7 +122,7 @@ impl Default for Timeouts {
 
 /// Interval at which the dispatcher polls the sockets' queues. [`Timeouts`] are rounded up to multiples of it.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Maximum of [`Timeouts::response_timeout`]. A request's age is stored in polls modulo 256, which limits it.
+/// Maximum of [`Timeouts::response_timeout`], which is limited because a request's age is counted in polls modulo 256.
 pub const MAX_RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
 
 #[cfg(test)]
@@ -129,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn policies_match_those_of_the_bpf_program() {
+    fn policy_numbers_and_names_match_the_bpf_program() {
         for (number, policy) in Policy::all().enumerate() {
             assert_eq!((policy.bpf_number(), policy.name().parse()), (number as u32, Ok(policy)));
         }

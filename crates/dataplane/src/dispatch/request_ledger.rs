@@ -23,14 +23,14 @@ use crate::reuseport::SocketCookie;
 
 type RequestTable = [u64; intf::DISPATCH_REQUESTS as usize];
 
-const WORKER_COUNT: usize = intf::MAX_DISPATCH_WORKERS as usize;
-const CLASS_COUNT: usize = intf::MAX_DISPATCH_CLASSES as usize;
-/// Expected service time of all types until others are set. As all types then cost the same, `jlq` acts like `jsq`.
+const MAX_WORKER_COUNT: usize = intf::MAX_DISPATCH_WORKERS as usize;
+const MAX_CLASS_COUNT: usize = intf::MAX_DISPATCH_CLASSES as usize;
+/// Initial expected service time of all request types. While it is equal for all types, `jlq` acts like `jsq`.
 const INITIAL_SERVICE_TIME: Duration = Duration::from_micros(10);
-/// Mask of the flag bits, which are above the expected work in each worker's word.
+/// Mask of the flag bits in a worker's `work` word. The expected work is in the bits below them.
 const WORK_FLAGS_MASK: u64 = !((1 << intf::DISPATCH_WORK_FLAGS_SHIFT) - 1);
 
-/// Counts of one worker's requests.
+/// Counts of one worker's requests, by their state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WorkerCounts {
     /// Slot of the worker's socket in the array of sockets.
@@ -39,14 +39,14 @@ pub struct WorkerCounts {
     pub worker_pid: u32,
     /// Number of requests that have no response yet.
     pub outstanding_requests: u32,
-    /// Expected time to serve all outstanding requests, which the policy `jlq` compares.
+    /// Sum of the expected service times of all outstanding requests, which the policy `jlq` compares.
     pub outstanding_work: Duration,
     /// Number of requests dispatched to the worker.
     pub dispatched_requests: u64,
     /// Number of requests to which a response was observed.
     pub completed_requests: u64,
-    /// Number of requests given up because they got no response, were dropped, or were sent to the slot's dead former
-    /// worker.
+    /// Number of requests abandoned because they got no response, were dropped, or were sent to a former worker of the
+    /// slot that has died.
     pub abandoned_requests: u64,
     /// Number of datagrams in the socket's receive queue at the last poll.
     pub queued_datagrams: u32,
@@ -119,7 +119,7 @@ impl RequestLedger {
         self.state.load(offset_of!(intf::dispatch_state, layout_version)) == u64::from(intf::DISPATCH_LAYOUT_VERSION)
     }
 
-    /// Initialises newly created maps. Fails when the kernel provides no random numbers.
+    /// Initialises the maps after their creation. Fails when the kernel provides no random numbers.
     pub(super) fn initialise_maps(&self) -> anyhow::Result<()> {
         let mut random_seed = [0; 8];
         SysRng.try_fill_bytes(&mut random_seed).context("random numbers of the kernel")?;
@@ -134,12 +134,13 @@ impl RequestLedger {
         Ok(())
     }
 
-    /// Stores the service's address and policy for commands that read the pinned maps.
+    /// Stores the service's address and policy, for commands that read the pinned maps.
     pub(super) fn store_service_info(&self, options: &Options) {
         let word32_at = |field_offset| self.state.word32(field_offset);
         word32_at(offset_of!(intf::dispatch_state, policy)).store(options.policy.bpf_number(), Ordering::Relaxed);
-        word32_at(offset_of!(intf::dispatch_state, port)).store(options.service.port().into(), Ordering::Relaxed);
-        let address_octets = match options.service.ip() {
+        word32_at(offset_of!(intf::dispatch_state, port))
+            .store(options.service_address.port().into(), Ordering::Relaxed);
+        let address_octets = match options.service_address.ip() {
             IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
             IpAddr::V6(v6) => v6.octets(),
         };
@@ -156,7 +157,7 @@ impl RequestLedger {
         (SocketAddr::new(Ipv6Addr::from(*address_octets).to_canonical(), port), policy_name)
     }
 
-    /// Returns the wall-clock time since the last poll. If it is more than a few times [`POLL_INTERVAL`], no process
+    /// Returns the time since the last poll, by the wall clock. If it exceeds [`POLL_INTERVAL`] by far, no process
     /// maintains the service.
     pub fn time_since_last_poll(&self) -> Duration {
         let last_poll_ms = self.state.load(offset_of!(intf::dispatch_state, polled_ms));
@@ -168,7 +169,7 @@ impl RequestLedger {
         *self.state.read(offset_of!(intf::dispatch_state, counters))
     }
 
-    /// Returns the counts of each slot that has or had a worker.
+    /// Returns the counts of the worker in each slot that has or had one.
     pub fn worker_counts(&self) -> Vec<WorkerCounts> {
         (0..intf::MAX_DISPATCH_WORKERS).filter_map(|slot| self.counts_of_slot(slot)).collect()
     }
@@ -194,7 +195,7 @@ impl RequestLedger {
         })
     }
 
-    /// Returns the sum (in ns) and the number of measured service times for each of the first `type_count` types.
+    /// Returns the sum (in ns) and the number of the service times measured for each of the first `type_count` types.
     pub fn observed_service_times(&self, type_count: usize) -> Vec<(u64, u64)> {
         let read_sum_and_count = |type_number: usize| {
             let type_entry = self.state.read::<intf::dispatch_type>(type_entry_offset(type_number));
@@ -203,18 +204,18 @@ impl RequestLedger {
         (0..type_count).map(read_sum_and_count).collect()
     }
 
-    pub(super) fn set_expected_service_time(&self, type_number: usize, weight: RoundedServiceTime) {
+    pub(super) fn set_expected_service_time(&self, type_number: usize, service_time: RoundedServiceTime) {
         assert!(type_number < intf::MAX_DISPATCH_TYPES as usize, "type {type_number}");
         let weight_offset = type_entry_offset(type_number) + offset_of!(intf::dispatch_type, weight);
-        self.state.store(weight_offset, weight.to_bits().into());
+        self.state.store(weight_offset, service_time.to_bits().into());
     }
 
-    /// Sets how many outstanding requests each worker may have. `limits_by_class` has a row for each class, with a
-    /// limit for each of `slots`. `slot_0_limit`, if given, replaces the limit of slot 0.
+    /// Sets the maximum number of outstanding requests of each worker. `limits_by_class` has a row for each priority
+    /// class, with a limit for each of `slots`. If `slot_0_limit` is given, it replaces the limit of slot 0.
     pub(super) fn set_request_limits(&self, slots: &[u32], limits_by_class: &[Vec<u32>], slot_0_limit: Option<u32>) {
-        for (class, class_limits) in limits_by_class.iter().take(CLASS_COUNT).enumerate() {
+        for (class, class_limits) in limits_by_class.iter().take(MAX_CLASS_COUNT).enumerate() {
             let limit_word = |slot: u32| {
-                let limit_index = class * WORKER_COUNT + slot as usize;
+                let limit_index = class * MAX_WORKER_COUNT + slot as usize;
                 self.state.word32(offset_of!(intf::dispatch_state, bound) + limit_index * size_of::<u32>())
             };
             slots.iter().zip(class_limits).for_each(|(slot, limit)| limit_word(*slot).store(*limit, Ordering::Relaxed));
@@ -222,7 +223,7 @@ impl RequestLedger {
         }
     }
 
-    /// Assigns a slot to a worker. The slot gets no requests yet, because the worker's socket is not in the array.
+    /// Assigns a slot to a worker. The slot gets no requests until the worker's socket is in the socket array.
     pub(super) fn assign_slot(&self, slot: u32, socket: SocketCookie, pid: u32) {
         self.abandon_all_requests(slot);
         self.state.store(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, socket), socket);
@@ -241,26 +242,27 @@ impl RequestLedger {
         }
     }
 
-    pub(super) fn activate_slot(&self, slot: u32) {
+    pub(super) fn enable_slot(&self, slot: u32) {
         self.enable_worker(slot);
-        self.update_rotation();
+        self.update_round_robin_order();
     }
 
-    /// Begins a poll, which increases the age of all requests by one.
+    /// Begins a poll, which increases the age of all outstanding requests by one poll.
     pub(super) fn increment_request_ages(&self) {
         self.state.word(offset_of!(intf::dispatch_state, epoch)).fetch_add(1, Ordering::AcqRel);
         self.state.store(offset_of!(intf::dispatch_state, polled_ms), wall_clock_ms());
     }
 
-    /// Repairs the counts after the queues were read. `cookies_by_slot` are those in the array. Returns whether a
-    /// worker has died.
+    /// Adjusts slots and counts after a poll of the queues: abandons expired requests, disables stalled workers, and
+    /// releases slots of dead workers. `cookies_by_slot` are the cookies in the socket array. Returns whether a worker
+    /// has died.
     pub(super) fn reconcile_workers(
         &mut self,
         cookies_by_slot: &BTreeMap<u32, SocketCookie>,
         now: Duration,
         timeouts: &Timeouts,
     ) -> bool {
-        let mut entries_by_slot: Vec<Vec<(usize, RequestEntry)>> = vec![Vec::new(); WORKER_COUNT];
+        let mut entries_by_slot: Vec<Vec<(usize, RequestEntry)>> = vec![Vec::new(); MAX_WORKER_COUNT];
         self.outstanding_entries().for_each(|(request_index, entry)| {
             entries_by_slot[entry.worker_slot() as usize].push((request_index, entry))
         });
@@ -288,7 +290,7 @@ impl RequestLedger {
             self.enable_or_disable_worker(slot, now, timeouts);
             self.abandon_expired_requests(slot, entries, timeouts.response_timeout);
         }
-        self.update_rotation();
+        self.update_round_robin_order();
         has_worker_died
     }
 
@@ -307,8 +309,9 @@ impl RequestLedger {
         self.state.word32(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, pid)).load(Ordering::Relaxed)
     }
 
-    /// Disables a worker that does not read its requests, or enables it again. The BPF programs also enable a worker
-    /// when it responds. They may miss that if it responds by another socket or empties its queue without responding.
+    /// Disables a worker that does not read its requests, or enables it when it reads again. The BPF programs also
+    /// enable a worker when it responds. They miss a response by another socket, and an emptied queue without
+    /// responses.
     fn enable_or_disable_worker(&mut self, slot: u32, now: Duration, timeouts: &Timeouts) {
         let response_count = self.state.load(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, responses));
         let completed_count = self.state.load(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, completed));
@@ -386,8 +389,8 @@ impl RequestLedger {
         self.state.word(outstanding_work_offset(slot)).fetch_and(!WORK_FLAGS_MASK, Ordering::AcqRel);
     }
 
-    /// Updates the order in which workers take turns, and the number of slots up to the highest one with a worker.
-    fn update_rotation(&self) {
+    /// Updates the round-robin order of workers, and the number of slots up to the highest slot with a worker.
+    fn update_round_robin_order(&self) {
         let worker_flags = |slot| {
             self.state.word32(outstanding_count_offset(slot)).load(Ordering::Relaxed) & !intf::DISPATCH_COUNT_MASK
         };
@@ -396,16 +399,19 @@ impl RequestLedger {
         // With the policy `random` the kernel chooses, which also selects stalled workers.
         let is_random_policy = self.state.word32(offset_of!(intf::dispatch_state, policy)).load(Ordering::Relaxed)
             == intf::DISPATCH_POLICY_RANDOM;
-        let mut rotation_order = [0u8; WORKER_COUNT];
+        let mut round_robin_order = [0u8; MAX_WORKER_COUNT];
         let eligible_slots = present_slots.iter().filter(|slot| is_random_policy || worker_flags(**slot) == 0);
-        let rotation_length =
-            rotation_order.iter_mut().zip(eligible_slots).map(|(order_entry, slot)| *order_entry = *slot as u8).count();
-        self.state.write(offset_of!(intf::dispatch_state, order), &rotation_order);
+        let round_robin_length = round_robin_order
+            .iter_mut()
+            .zip(eligible_slots)
+            .map(|(order_entry, slot)| *order_entry = *slot as u8)
+            .count();
+        self.state.write(offset_of!(intf::dispatch_state, order), &round_robin_order);
         let slot_count = present_slots.last().map_or(0, |slot| slot + 1);
         self.state.word32(offset_of!(intf::dispatch_state, slots)).store(slot_count, Ordering::Release);
         self.state
             .word32(offset_of!(intf::dispatch_state, order_count))
-            .store(rotation_length as u32, Ordering::Release);
+            .store(round_robin_length as u32, Ordering::Release);
     }
 }
 

@@ -18,21 +18,22 @@ use crate::mac::MacAddress;
 use crate::per_cpu::sum_over_cpus;
 use crate::skeleton::intake::IntakeSkelBuilder;
 
-/// Number of counters that the intake program has.
+/// Number of the intake program's counters.
 pub const COUNTER_COUNT: usize = intf::INTAKE_COUNTER_COUNT as usize;
 
-/// XDP program that redirects requests to AF_XDP sockets, with its maps. It is detached by a drop or the process's end.
+/// XDP program that redirects requests to AF_XDP sockets, with its maps. It is detached when the value is dropped or
+/// the process ends.
 #[derive(Debug)]
 pub struct IntakeProgram {
     program: OwnedFd,
-    xdp_sockets: MapHandle,
+    sockets_by_queue: MapHandle,
     counters: MapHandle,
     attachment: Option<(XdpLink, AttachedXdpMode)>,
 }
 
 impl IntakeProgram {
-    /// Loads the program for a device with the MAC address `mac`. Fails with too many listeners, or when the kernel
-    /// rejects it.
+    /// Loads the program for a device with the MAC address `mac`. It redirects datagrams to the `listeners`. Fails when
+    /// there are too many listeners, or the kernel rejects the program.
     pub fn load(mac: MacAddress, listeners: &[SocketAddrV4]) -> anyhow::Result<Self> {
         let max_listeners = intf::MAX_INTAKE_LISTENERS as usize;
         ensure!(
@@ -58,7 +59,7 @@ impl IntakeProgram {
         }
         Ok(Self {
             program: loaded_skeleton.progs.intake.as_fd().try_clone_to_owned()?,
-            xdp_sockets: MapHandle::try_from(&loaded_skeleton.maps.intake_sockets)?,
+            sockets_by_queue: MapHandle::try_from(&loaded_skeleton.maps.intake_sockets)?,
             counters: MapHandle::try_from(&loaded_skeleton.maps.intake_counters)?,
             attachment: None,
         })
@@ -77,10 +78,10 @@ impl IntakeProgram {
         self.program.as_fd()
     }
 
-    /// Sets the AF_XDP socket that gets the requests of a receive queue. The socket must be bound to that queue.
+    /// Sets the AF_XDP socket that receives the requests of a receive queue. The socket must be bound to that queue.
     pub fn set_queue_socket(&self, queue_id: u32, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
         let socket_value = (socket.as_raw_fd() as u32).to_ne_bytes();
-        self.xdp_sockets
+        self.sockets_by_queue
             .update(&queue_id.to_ne_bytes(), &socket_value, MapFlags::ANY)
             .context("adding an AF_XDP socket")
     }

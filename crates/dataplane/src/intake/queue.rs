@@ -16,7 +16,7 @@ const FRAMES_PER_SOCKET: u32 = 2048;
 /// Maximum number of frames received in one batch.
 const MAX_BATCH_FRAMES: usize = 32;
 
-/// Way in which received frames get into a socket's memory.
+/// Method by which received frames get into an AF_XDP socket's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CopyMode {
     /// The driver writes frames directly into the socket's memory.
@@ -34,7 +34,7 @@ pub struct DropCounts {
     pub fill_ring_empty: u64,
 }
 
-/// AF_XDP socket of one receive queue, with its rings and memory. The fields' order makes a drop free the memory last.
+/// AF_XDP socket of one receive queue, with its rings and memory. The order of the fields frees the memory last.
 pub struct XdpQueue {
     socket: XdpSocket,
     rx_ring: RxRing,
@@ -64,28 +64,28 @@ impl XdpQueue {
         let socket = builder.bind(NicIndex(interface_index), queue_id, flags)?;
         let mut fill_ring = rings.fill_ring;
         let rx_ring = rings.rx_ring.context("a socket without a receive ring")?;
-        // SAFETY: `Queue` drops the socket before the memory.
+        // SAFETY: `XdpQueue` drops the socket before the memory.
         unsafe { fill_ring.enqueue(&mut umem, FRAMES_PER_SOCKET as usize, true) }.context("the fill ring")?;
         let copy_mode = query_copy_mode(fd(&socket))?;
         Ok(Self { socket, rx_ring, fill_ring, umem, copy_mode })
     }
 
-    /// Returns how received frames get into the socket's memory.
+    /// Returns the method by which received frames get into the socket's memory.
     pub fn copy_mode(&self) -> CopyMode {
         self.copy_mode
     }
 
-    /// Receives a batch of frames, passes each to `accept` and returns their number. Fails when the driver cannot be
-    /// woken.
-    pub fn receive(&mut self, accept: &mut impl FnMut(&[u8])) -> io::Result<usize> {
+    /// Receives a batch of frames, and passes each frame to `handle_frame`. Returns the number of received frames.
+    /// Fails when the driver cannot be woken.
+    pub fn receive_batch(&mut self, handle_frame: &mut impl FnMut(&[u8])) -> io::Result<usize> {
         let mut frame_batch = StackSlab::<MAX_BATCH_FRAMES>::new();
-        // SAFETY: all frames are freed before this returns, and `Queue` drops the memory last.
+        // SAFETY: all frames are freed before this function returns, and `XdpQueue` drops the memory last.
         let received_frames = unsafe { self.rx_ring.recv(&self.umem, &mut frame_batch) };
         if received_frames == 0 {
             return Ok(0);
         }
         while let Some(frame) = frame_batch.pop_back() {
-            accept(&frame);
+            handle_frame(&frame);
             self.umem.free_packet(frame);
         }
         // SAFETY: as above.

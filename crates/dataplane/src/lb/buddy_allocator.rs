@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-/// Size of the smallest block in bytes, which is that of a cache line.
+/// Size of the smallest block in bytes, which equals that of a cache line.
 const MIN_BLOCK_BYTES: u32 = 64;
 
 /// Allocated block of memory.
@@ -15,9 +15,9 @@ pub struct Block {
 }
 
 impl Block {
-    /// Returns the block at offset `address` that was allocated for `bytes` bytes.
-    pub fn from_address_and_size(address: u32, bytes: u32) -> Self {
-        Self { offset: address, size_log2: size_log2_for(bytes) }
+    /// Returns the block that was allocated at `offset` for `bytes` bytes.
+    pub fn from_offset_and_size(offset: u32, bytes: u32) -> Self {
+        Self { offset, size_log2: size_log2_for(bytes) }
     }
 
     pub fn size_bytes(self) -> u32 {
@@ -37,13 +37,13 @@ pub struct BuddyAllocator {
 }
 
 impl BuddyAllocator {
-    /// Creates an allocator for `bytes` bytes, a power of two. The first block and `used_ranges` (offsets, sizes) are
-    /// in use.
+    /// Creates an allocator for a memory of `bytes` bytes, a power of two. The first block and the `used_ranges`
+    /// (offset and size in bytes) count as allocated.
     pub fn new(bytes: u32, used_ranges: impl IntoIterator<Item = (u32, u32)>) -> Self {
         let mut allocator = Self { memory_bytes: bytes, ..Self::default() };
         let mut used_blocks: Vec<Block> =
-            used_ranges.into_iter().map(|(address, bytes)| Block::from_address_and_size(address, bytes)).collect();
-        used_blocks.push(Block::from_address_and_size(0, MIN_BLOCK_BYTES));
+            used_ranges.into_iter().map(|(address, bytes)| Block::from_offset_and_size(address, bytes)).collect();
+        used_blocks.push(Block::from_offset_and_size(0, MIN_BLOCK_BYTES));
         used_blocks.sort_unstable();
         used_blocks.dedup();
         let mut previous_end = 0;
@@ -74,10 +74,11 @@ impl BuddyAllocator {
     /// Allocates a block of at least `bytes` bytes. Returns `None` if no free block is large enough.
     pub fn allocate(&mut self, bytes: u32) -> Option<Block> {
         let needed_log2 = size_log2_for(bytes);
-        let free_log2 = (needed_log2..32).find(|order| !self.free_offsets_by_log2[*order as usize].is_empty())?;
-        let block_offset = self.free_offsets_by_log2[free_log2 as usize].pop_first()?;
+        let split_block_log2 =
+            (needed_log2..32).find(|order| !self.free_offsets_by_log2[*order as usize].is_empty())?;
+        let block_offset = self.free_offsets_by_log2[split_block_log2 as usize].pop_first()?;
         // A larger block is split, and its upper halves stay free.
-        for half_log2 in needed_log2..free_log2 {
+        for half_log2 in needed_log2..split_block_log2 {
             self.free_offsets_by_log2[half_log2 as usize].insert(block_offset + (1 << half_log2));
         }
         Some(Block { offset: block_offset, size_log2: needed_log2 })
@@ -123,7 +124,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn blocks_never_overlap_and_all_memory_is_freed_again(
+        fn allocated_blocks_are_disjoint_and_can_all_be_freed(
             steps in prop::collection::vec((0u32..5000, any::<bool>(), any::<prop::sample::Index>()), 1..200),
         ) {
             let mut allocator = BuddyAllocator::new(1 << 16, []);

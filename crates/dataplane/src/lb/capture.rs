@@ -34,17 +34,17 @@ pub struct Options {
     pub max_captured_bytes: u32,
 }
 
-/// Captured packet with the program's decision about it.
+/// Captured packet with the load balancer program's decision about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CapturedPacket {
     /// Time of CLOCK_MONOTONIC at which the packet arrived.
     pub arrival_time: Duration,
-    /// Length in bytes of the frame as it arrived. At most `max_captured_bytes` of them are captured.
+    /// Length of the frame on arrival, in bytes. At most [`Options::max_captured_bytes`] of them are captured.
     pub frame_length: u32,
-    /// Captured bytes of the frame as it arrived.
-    pub frame_in: Vec<u8>,
-    /// Captured bytes of the frame as the program left it.
-    pub frame_out: Vec<u8>,
+    /// Captured bytes of the frame on arrival.
+    pub received_frame: Vec<u8>,
+    /// Captured bytes of the frame after the program has processed it.
+    pub processed_frame: Vec<u8>,
     /// Name of the counter that counted the packet, which is one of [`COUNTER_NAMES`].
     pub outcome: &'static str,
     /// Destination of the packet.
@@ -67,12 +67,12 @@ pub enum Destination {
     },
     /// Another load balancer.
     LoadBalancer {
-        /// Its number as owner of connection table entries.
+        /// Number that identifies this load balancer as the owner of a connection table.
         owner_number: u8,
     },
     /// All servers of the service, because the packet was broadcast.
     Broadcast,
-    /// Destination with this MAC address, which belongs to no current server of the service.
+    /// Destination with this MAC address, which belongs to no current server of the service and to no load balancer.
     UnknownMac(MacAddress),
 }
 
@@ -88,7 +88,7 @@ pub struct Capture {
     records: Rc<RefCell<CaptureRecords>>,
 }
 
-/// Capturing variant that is attached to the device, and the program that it replaced.
+/// Capturing program variant that is attached to the device, and the program that it replaced.
 struct AttachedCapture {
     replaced_program: OwnedFd,
     /// Id of the attached variant. If the device has another program, the daemon has attached a newer one.
@@ -98,7 +98,7 @@ struct AttachedCapture {
     _perf_buffer_map: MapHandle,
 }
 
-/// Record of a packet's arrival or of the decision about it.
+/// Record of a packet's arrival, or of the program's decision about the packet.
 struct CaptureRecord {
     header: intf::captured_packet,
     frame: Vec<u8>,
@@ -106,9 +106,9 @@ struct CaptureRecord {
 
 #[derive(Default)]
 struct CaptureRecords {
-    /// Packets whose arrival was recorded but not yet the decision about them, by CPU.
+    /// Arrival of the packet whose decision is not recorded yet, by CPU.
     arrivals_by_cpu: HashMap<i32, CaptureRecord>,
-    arrivals_with_decisions: Vec<(CaptureRecord, CaptureRecord)>,
+    arrival_decision_pairs: Vec<(CaptureRecord, CaptureRecord)>,
     lost_record_count: u64,
 }
 
@@ -118,8 +118,8 @@ const PERF_BUFFER_PAGE_COUNT: usize = 1024;
 const PROGRAM_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Capture {
-    /// Replaces the program of the load balancer in `pin_directory` by a variant that captures. Fails when no load
-    /// balancer is pinned there, it lacks the service, or another version of coreward loaded it.
+    /// Starts a capture, by replacing the program pinned in `options.pin_directory` with a capturing variant. Fails
+    /// when no load balancer is pinned there, it lacks the service, or another version of coreward loaded it.
     pub fn start(options: Options) -> anyhow::Result<Self> {
         ensure!(options.max_captured_bytes > 0, "a capture of 0 bytes of each packet: expected at least 1");
         let lb_directory = super::pin_directory::find_lb_directory(&options.pin_directory)?;
@@ -148,9 +148,9 @@ impl Capture {
         Ok(capture)
     }
 
-    /// Waits at most `timeout` for packets and passes each to `sink`. Packets of the same CPU keep their order. Fails
-    /// when the load balancer was detached during the capture.
-    pub fn poll(&mut self, timeout: Duration, sink: &mut dyn FnMut(CapturedPacket)) -> anyhow::Result<()> {
+    /// Waits at most `timeout` for packets, and passes each packet to `handle_packet`. Packets of the same CPU keep
+    /// their order. Fails when the load balancer was detached during the capture.
+    pub fn poll(&mut self, timeout: Duration, handle_packet: &mut dyn FnMut(CapturedPacket)) -> anyhow::Result<()> {
         if self.last_program_check.elapsed() >= PROGRAM_CHECK_INTERVAL {
             self.last_program_check = Instant::now();
             if self.pinned_link.program_id()? != self.attached_capture.capture_program_id {
@@ -170,15 +170,15 @@ impl Capture {
             Err(error) if error.kind() == libbpf_rs::ErrorKind::Interrupted => {}
             poll_result => poll_result.context("reading what was captured")?,
         }
-        let arrivals_with_decisions = std::mem::take(&mut self.records.borrow_mut().arrivals_with_decisions);
-        for (arrival, decision) in arrivals_with_decisions {
-            sink(CapturedPacket {
+        let arrival_decision_pairs = std::mem::take(&mut self.records.borrow_mut().arrival_decision_pairs);
+        for (arrival, decision) in arrival_decision_pairs {
+            handle_packet(CapturedPacket {
                 arrival_time: Duration::from_nanos(arrival.header.time_ns),
                 frame_length: arrival.header.length,
                 outcome: COUNTER_NAMES.get(decision.header.outcome as usize).copied().unwrap_or("unknown"),
                 destination: self.classify_destination(decision.header.action, &decision.frame),
-                frame_in: arrival.frame,
-                frame_out: decision.frame,
+                received_frame: arrival.frame,
+                processed_frame: decision.frame,
             });
         }
         Ok(())
@@ -284,7 +284,7 @@ impl Drop for Capture {
 }
 
 impl CaptureRecords {
-    /// Stores a record from the perf buffer. It consists of a `struct captured_packet` and bytes of the packet.
+    /// Stores a record from the perf buffer. `data` is a `struct captured_packet`, followed by bytes of the packet.
     fn add_record(&mut self, cpu: i32, data: &[u8]) {
         let Ok((header, frame_bytes)) = intf::captured_packet::read_from_prefix(data) else { return };
         let frame = frame_bytes[..frame_bytes.len().min(header.captured_length as usize)].to_vec();
@@ -294,7 +294,7 @@ impl CaptureRecords {
         } else if let Some(arrival) = self.arrivals_by_cpu.remove(&cpu)
             && arrival.header.sequence == header.sequence
         {
-            self.arrivals_with_decisions.push((arrival, record));
+            self.arrival_decision_pairs.push((arrival, record));
         }
     }
 }
@@ -307,8 +307,8 @@ fn program_fd_by_id(id: u32) -> anyhow::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 
-/// Returns the services of the load balancer in `pin_directory`, with their configured names. Fails when no load
-/// balancer is pinned there.
+/// Returns the services of the load balancer that is pinned in `pin_directory`, with their configured names. Fails when
+/// no load balancer is pinned there.
 pub fn pinned_services(pin_directory: &Path) -> anyhow::Result<Vec<(ServiceAddress, String)>> {
     let maps = Maps::take_over(&super::pin_directory::find_lb_directory(pin_directory)?)?;
     Ok(services_with_names(&maps))

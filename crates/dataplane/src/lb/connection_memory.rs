@@ -37,26 +37,28 @@ impl SharedTableMemory {
 impl AtomicWordStorage for SharedTableMemory {
     fn load(&self, word: TableWord) -> u64 {
         match word {
-            TableWord::StackTop(partition) => self.free_stacks.load(Self::stack_top_offset(partition)),
-            TableWord::ClockHand(partition) => self.free_stacks.load(Self::clock_hand_offset(partition)),
+            TableWord::PartitionStackTop(partition) => self.free_stacks.load(Self::stack_top_offset(partition)),
+            TableWord::PartitionClockHand(partition) => self.free_stacks.load(Self::clock_hand_offset(partition)),
             TableWord::EntryWordAtOffset(index, field) => self.entries.load(self.entry_offset(index) + field),
         }
     }
 
     fn store(&self, word: TableWord, value: u64) {
         match word {
-            TableWord::StackTop(partition) => self.free_stacks.store(Self::stack_top_offset(partition), value),
-            TableWord::ClockHand(partition) => self.free_stacks.store(Self::clock_hand_offset(partition), value),
+            TableWord::PartitionStackTop(partition) => self.free_stacks.store(Self::stack_top_offset(partition), value),
+            TableWord::PartitionClockHand(partition) => {
+                self.free_stacks.store(Self::clock_hand_offset(partition), value)
+            }
             TableWord::EntryWordAtOffset(index, field) => self.entries.store(self.entry_offset(index) + field, value),
         }
     }
 
     fn compare_exchange(&self, word: TableWord, old: u64, new: u64) -> bool {
         match word {
-            TableWord::StackTop(partition) => {
+            TableWord::PartitionStackTop(partition) => {
                 self.free_stacks.compare_exchange(Self::stack_top_offset(partition), old, new)
             }
-            TableWord::ClockHand(partition) => {
+            TableWord::PartitionClockHand(partition) => {
                 self.free_stacks.compare_exchange(Self::clock_hand_offset(partition), old, new)
             }
             TableWord::EntryWordAtOffset(index, field) => {
@@ -70,7 +72,8 @@ impl AtomicWordStorage for SharedTableMemory {
     }
 }
 
-/// Maps the memory for entries and free stacks. Returns the connection table of `size` in that memory.
+/// Maps the BPF maps with the entries and the stacks of free entries into memory. Returns the connection table in that
+/// memory, which has `size`.
 pub(super) fn mmap_connection_table(
     entries: BorrowedFd<'_>,
     free_stacks: BorrowedFd<'_>,

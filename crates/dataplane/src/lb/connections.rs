@@ -9,7 +9,7 @@ use std::time::Duration;
 use coreward_intf as intf;
 use coreward_model::connection_table::{
     ClockTicks, Connection, ConnectionIndex, ConnectionTimeouts, ExpiryReason, TableOwnerNumber, TableSize,
-    max_entries_per_source_prefix, source_prefix_shard,
+    max_entries_per_source_prefix, source_prefix_counter_index,
 };
 use coreward_model::cookie::CookieKey;
 use coreward_model::{ServerId, ServiceAddress};
@@ -27,7 +27,8 @@ use crate::rcu::wait_for_running_programs;
 const CLOCK_WORD_OFFSET: usize = offset_of!(intf::lb_state, clock);
 const OWNER_ENTRIES_OFFSET: usize = offset_of!(intf::lb_state, owners);
 
-/// Initialises new maps with free entries only, the hash key `key` or a random one, and no owner number.
+/// Initialises the connection table in new maps: all entries are free, the hash key is `key` or a random one, and there
+/// is no owner number.
 pub(super) fn initialise_connection_table(maps: &Maps, key: Option<CookieKey>) {
     maps.connections.initialise();
     let hash_key = key.unwrap_or_else(|| CookieKey::random(&mut UnwrapErr(SysRng)));
@@ -46,13 +47,15 @@ fn connection_hash_key(maps: &Maps) -> CookieKey {
     CookieKey { k0: bpf_key.k0, k1: bpf_key.k1 }
 }
 
-/// Returns the program's counter of the connection table entries that one shard of source prefixes holds.
+/// Returns the counter of connection table entries for the clients of one shard. Shards divide the source prefixes by
+/// their hash.
 fn source_prefix_counter(maps: &Maps, shard: usize) -> &AtomicU64 {
     maps.connection_takes.word(offset_of!(intf::connection_takes, entries_by_source) + shard * size_of::<u64>())
 }
 
-/// Counts the entries in use, and corrects the count of each source prefix. A count may be wrong because a process was
-/// killed between freeing an entry and subtracting it. The next call corrects counts that change during this one.
+/// Counts the entries in use, and corrects the counter of each shard of source prefixes. A counter may be wrong if a
+/// process was killed after it freed an entry and before it decremented the counter. A counter that changes during a
+/// call is corrected by the next call.
 fn recount_used_entries(maps: &Maps) -> u64 {
     let hash_key = connection_hash_key(maps);
     let shard_indexes = 0..intf::SOURCE_SHARDS as usize;
@@ -61,7 +64,7 @@ fn recount_used_entries(maps: &Maps) -> u64 {
     let mut counts_by_shard = vec![0; shard_indexes.len()];
     let table = &maps.connections;
     for client in table.size().entry_indexes().filter_map(|index| table.client_address(index)) {
-        counts_by_shard[source_prefix_shard(&hash_key, client)] += 1;
+        counts_by_shard[source_prefix_counter_index(&hash_key, client)] += 1;
     }
     for shard in shard_indexes.filter(|shard| counts_before_scan[*shard] != counts_by_shard[*shard]) {
         // The exchange fails if the prefix's count has changed since.
@@ -76,8 +79,8 @@ fn recount_used_entries(maps: &Maps) -> u64 {
     counts_by_shard.iter().sum()
 }
 
-/// Puts free entries back on their stacks if an earlier process ended before it did so. Fails when the kernel offers no
-/// grace period.
+/// Pushes lost entries onto the stacks of free entries. Entries are lost if a process ends after it released them and
+/// before it pushed them. Fails when the kernel offers no RCU grace period.
 pub(super) fn recover_lost_entries(table: &SharedConnectionTable) -> anyhow::Result<()> {
     let mut indexes_off_stack = Vec::new();
     for partition in 0..table.size().partition_count() {
@@ -131,32 +134,32 @@ fn is_server_known(maps: &Maps, service: ServiceIndex, server: ServerId) -> bool
     (server_entry(maps, service, server) >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_KNOWN != 0
 }
 
-/// Number of used connection table entries, computed from the last count and the changes since then.
+/// Number of connection table entries in use, computed from the last count and the changes since then.
 #[derive(Debug)]
 pub(super) struct TableOccupancy {
     counted_entries: u64,
-    /// Number of allocations that packets had ever made at the time of the last count.
+    /// Number of entries that packets had allocated in total at the time of the last count.
     allocations_at_last_count: u64,
     entries_freed_since_count: u64,
 }
 
-fn total_allocations(maps: &Maps) -> u64 {
-    let row_allocations = |row: usize| {
+fn total_entry_allocations(maps: &Maps) -> u64 {
+    let entry_allocations_of_row = |row: usize| {
         let row_offset = offset_of!(intf::connection_takes, by_row) + row * size_of::<intf::connection_takes_row>();
         maps.connection_takes.load(row_offset + offset_of!(intf::connection_takes_row, count))
     };
-    (0..maps.counter_row_count()).map(row_allocations).sum()
+    (0..maps.counter_row_count()).map(entry_allocations_of_row).sum()
 }
 
 impl TableOccupancy {
     pub fn count_used_entries(maps: &Maps) -> Self {
-        let allocations_at_last_count = total_allocations(maps);
+        let allocations_at_last_count = total_entry_allocations(maps);
         Self { counted_entries: recount_used_entries(maps), allocations_at_last_count, entries_freed_since_count: 0 }
     }
 
-    fn used_entries(&self, maps: &Maps) -> u64 {
+    fn used_entry_count(&self, maps: &Maps) -> u64 {
         let entry_count = u64::from(maps.connections.size().entry_count());
-        (self.counted_entries + total_allocations(maps).saturating_sub(self.allocations_at_last_count))
+        (self.counted_entries + total_entry_allocations(maps).saturating_sub(self.allocations_at_last_count))
             .saturating_sub(self.entries_freed_since_count)
             .min(entry_count)
     }
@@ -197,7 +200,7 @@ impl PinnedConnections {
         packet_clock(&self.maps)
     }
 
-    /// Returns a service's connection table entries, of which there are none if the service does not exist.
+    /// Returns an iterator over a service's connection table entries, which is empty if the service does not exist.
     pub fn connections(&self, service: ServiceAddress) -> impl Iterator<Item = Connection> + '_ {
         let service_index = read_services(&self.maps).get(&service).map(|service| service.index);
         service_index.into_iter().flat_map(|index| connections_of_service(&self.maps.connections, index))
@@ -249,9 +252,11 @@ impl LoadBalancer {
     }
 
     /// Sets the clock that packets read, in tenths of a second, from CLOCK_MONOTONIC. It must be called every 100 ms.
-    pub fn tick(&mut self, monotonic: Duration) {
+    pub fn tick(&mut self, monotonic_time: Duration) {
         let owner_bits = self.maps.state.load(CLOCK_WORD_OFFSET) & !u64::from(u32::MAX);
-        self.maps.state.store(CLOCK_WORD_OFFSET, owner_bits | u64::from(ClockTicks::from_monotonic_time(monotonic).0));
+        self.maps
+            .state
+            .store(CLOCK_WORD_OFFSET, owner_bits | u64::from(ClockTicks::from_monotonic_time(monotonic_time).0));
     }
 
     /// Returns the current time of the clock that packets read.
@@ -264,26 +269,29 @@ impl LoadBalancer {
         connections_of_service(&self.maps.connections, service)
     }
 
-    /// Updates how many entries one source prefix may have. It must be called as often as [`tick`](Self::tick).
+    /// Updates the maximum number of connection table entries per source prefix. It must be called as often as
+    /// [`tick`](Self::tick).
     pub fn update_source_prefix_limit(&mut self) {
-        let source_entry_limit =
-            max_entries_per_source_prefix(self.maps.connections.size(), self.occupancy.used_entries(&self.maps) as u32);
+        let source_entry_limit = max_entries_per_source_prefix(
+            self.maps.connections.size(),
+            self.connection_table_occupancy.used_entry_count(&self.maps) as u32,
+        );
         self.maps.state.store(offset_of!(intf::lb_state, entries_per_source), source_entry_limit.into());
     }
 
     /// Returns the number of connection table entries in use. It is computed from the result of the last
     /// [`recount_connections`](Self::recount_connections) and the changes since then.
     pub fn used_entry_count(&self) -> u64 {
-        self.occupancy.used_entries(&self.maps)
+        self.connection_table_occupancy.used_entry_count(&self.maps)
     }
 
-    /// Counts all entries in use, so that [`used_entry_count`](Self::used_entry_count) and the source prefixes' counts
-    /// are exact again. They drift because counters lose an increment now and then if two CPUs share their row.
+    /// Counts all entries in use, so that [`used_entry_count`](Self::used_entry_count) and the counters of source
+    /// prefixes are exact again. They drift, because two CPUs that share a counter row may lose increments.
     pub fn recount_connections(&mut self) {
-        self.occupancy = TableOccupancy::count_used_entries(&self.maps);
+        self.connection_table_occupancy = TableOccupancy::count_used_entries(&self.maps);
     }
 
-    /// Returns the number of connection table entries in use by reading the whole table.
+    /// Counts the connection table entries in use, by reading the whole table.
     pub fn scan_used_entry_count(&self) -> usize {
         count_used_entries(&self.maps.connections)
     }
@@ -334,11 +342,11 @@ impl LoadBalancer {
         for connection in &released_connections {
             self.maps.connections.push_slot(connection.index);
             let source_prefix_counter =
-                source_prefix_counter(&self.maps, source_prefix_shard(&hash_key, connection.client.ip()));
+                source_prefix_counter(&self.maps, source_prefix_counter_index(&hash_key, connection.client.ip()));
             let _ = source_prefix_counter
                 .fetch_update(Ordering::AcqRel, Ordering::Acquire, |entry_count| entry_count.checked_sub(1));
         }
-        self.occupancy.entries_freed_since_count += released_connections.len() as u64;
+        self.connection_table_occupancy.entries_freed_since_count += released_connections.len() as u64;
         Ok(released_connections.len())
     }
 

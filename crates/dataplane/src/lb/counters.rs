@@ -6,11 +6,11 @@ use coreward_intf as intf;
 
 use super::{LoadBalancer, ServiceIndex};
 
-/// Number of possible outcomes of a packet, which are named by [`COUNTER_NAMES`](super::COUNTER_NAMES).
+/// Number of possible outcomes of a packet. [`COUNTER_NAMES`](super::COUNTER_NAMES) has their names.
 pub const COUNTER_COUNT: usize = intf::LB_COUNTER_COUNT as usize;
 
-/// Number of kinds of events, which are named by [`EVENT_NAMES`](super::EVENT_NAMES).
-pub const EVENT_COUNT: usize = intf::LB_EVENT_COUNT as usize;
+/// Number of kinds of events. [`EVENT_NAMES`](super::EVENT_NAMES) has their names.
+pub const EVENT_KIND_COUNT: usize = intf::LB_EVENT_COUNT as usize;
 
 /// Counters of packets and events since the maps were created.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -19,7 +19,7 @@ pub struct PacketCounters {
     /// one outcome.
     pub packets_by_outcome: [u64; COUNTER_COUNT],
     /// Number of events by kind, in the order of [`EVENT_NAMES`](super::EVENT_NAMES).
-    pub event_counts: [u64; EVENT_COUNT],
+    pub event_counts: [u64; EVENT_KIND_COUNT],
     /// Number of bytes in the frames of forwarded packets.
     pub forwarded_bytes: u64,
 }
@@ -55,17 +55,17 @@ impl LoadBalancer {
         self.sum_over_rows(&[usize::from(service.0)])
     }
 
-    /// Returns how many new connections of a service were sent to servers.
+    /// Returns the number of new connections of a service that were sent to servers.
     pub fn opened_connection_count(&self, service: ServiceIndex) -> u64 {
         let row_entry_index = |row: usize| row * intf::LB_COUNTERS_PER_ROW as usize + usize::from(service.0);
         let opened_offset = offset_of!(intf::lb_counters, opened);
-        let opened_in_row =
+        let opened_connections_in_row =
             |row| self.maps.counter_entries.load(row_entry_index(row) * size_of::<intf::lb_counters>() + opened_offset);
-        (0..self.maps.counter_row_count()).map(opened_in_row).sum()
+        (0..self.maps.counter_row_count()).map(opened_connections_in_row).sum()
     }
 
-    /// Adds a removed service's counters to the total of removed services, so that the next service with this index
-    /// starts at zero. No packet may be counted for the index during the call.
+    /// Moves a removed service's counters to the total of removed services, so that the next service with this index
+    /// starts at zero. During the call, no packet may be counted for the index.
     pub(super) fn move_counters_to_removed_services(&self, service: ServiceIndex) {
         let words_per_entry = size_of::<intf::lb_counters>() / size_of::<u64>();
         for row in 0..self.maps.counter_row_count() {
@@ -95,10 +95,10 @@ impl LoadBalancer {
         self.sum_over_rows(&service_indexes.chain(special_indexes).collect::<Vec<_>>())
     }
 
-    fn sum_over_rows(&self, positions: &[usize]) -> PacketCounters {
+    fn sum_over_rows(&self, entry_indexes: &[usize]) -> PacketCounters {
         let mut total = PacketCounters::default();
         for row in 0..self.maps.counter_row_count() {
-            for position in positions {
+            for position in entry_indexes {
                 self.add_entry(&mut total, row * intf::LB_COUNTERS_PER_ROW as usize + position);
             }
         }

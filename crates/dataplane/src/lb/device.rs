@@ -18,9 +18,9 @@ use crate::veth;
 use crate::vlan_device;
 
 impl LoadBalancer {
-    /// Attaches the program to an interface, and replaces a pinned program there. Fails when the interface does not
-    /// exist or has another XDP program, or the pinned state is of another interface. Also fails when `mode` is
-    /// [`XdpMode::Native`] and the driver does not support XDP.
+    /// Attaches the program to an interface, in place of a pinned program that is attached there. Fails when the
+    /// interface does not exist or has a foreign XDP program, or the pinned program is attached to another interface.
+    /// Also fails when `mode` is [`XdpMode::Native`] and the driver does not support XDP.
     pub fn attach(&mut self, interface: &str, mode: XdpMode) -> anyhow::Result<AttachedXdpMode> {
         let interface_index = nix::net::if_::if_nametoindex(interface)
             .map_err(|_| anyhow::anyhow!(missing_interface_error(interface)))?;
@@ -42,7 +42,7 @@ impl LoadBalancer {
                     interface,
                     "the device of the pinned program is gone: the load balancer attaches its program again"
                 ),
-                attached_index if attached_index == interface_index => return self.replace_pinned_program(mode),
+                attached_index if attached_index == interface_index => return self.replace_attached_program(mode),
                 attached_index => bail!(
                     "what is pinned in {} is at the interface of index {attached_index}, not at {interface:?} (index \
                      {interface_index}): detach it first, or use another pin directory",
@@ -59,7 +59,7 @@ impl LoadBalancer {
         Ok(attached_mode)
     }
 
-    fn replace_pinned_program(&mut self, mode: XdpMode) -> anyhow::Result<AttachedXdpMode> {
+    fn replace_attached_program(&mut self, mode: XdpMode) -> anyhow::Result<AttachedXdpMode> {
         let pinned_link = self.xdp_link.as_ref().expect("a pinned link");
         pinned_link.replace_program(self.program.as_fd()).context("replacing the program at the device")?;
         let attachment = if self.variant.counts_by_cpu { AttachedXdpMode::Generic } else { AttachedXdpMode::Native };
@@ -150,31 +150,32 @@ impl LoadBalancer {
         }
     }
 
-    /// Updates the MAC address, other addresses and MTU from the attached interface. The program ignores frames to
-    /// other MAC addresses, so this must be called often, in case the address changes. Fails when the interface was
-    /// removed.
+    /// Updates the program's copy of the attached interface's addresses and MTU. It must be called often, because the
+    /// program ignores frames to other MAC addresses than its copy. Fails when the interface was removed.
     pub fn refresh_interface_addresses(&mut self) -> anyhow::Result<()> {
         let interface = self.attached_interface.as_deref().context("not attached")?;
         let interface_mac = mac_of(interface)?.with_context(|| match nix::net::if_::if_nametoindex(interface) {
             Ok(_) => format!("interface {interface:?} has no MAC address"),
             Err(_) => missing_interface_error(interface),
         })?;
-        let interface_mtu = device::mtu(interface).with_context(|| format!("the MTU of interface {interface:?}"))?;
+        let interface_mtu =
+            device::interface_mtu_bytes(interface).with_context(|| format!("the MTU of interface {interface:?}"))?;
         let vip_vlan = self.variant.vlan_settings.vip_vlan;
         let vlan_devices =
-            vlan_device::devices_for_vlans(interface, self.server_vlans.iter().copied().chain([vip_vlan]));
+            vlan_device::vlan_device_names(interface, self.server_vlans.iter().copied().chain([vip_vlan]));
         let tagged_devices = vlan_devices.iter().filter(|(vlan, _)| vlan.is_tagged());
-        let smallest_mtu =
-            tagged_devices.filter_map(|(_, device)| device::mtu(device).ok()).fold(interface_mtu, u32::min);
+        let smallest_mtu = tagged_devices
+            .filter_map(|(_, device)| device::interface_mtu_bytes(device).ok())
+            .fold(interface_mtu, u32::min);
         // If the VIPs' VLAN has no device of its own, the interface itself has this host's address.
         let outer_source_addresses =
             neighbour::outer_source_addresses(vlan_devices.get(&vip_vlan).map_or(interface, String::as_str));
         self.set_own_mac(interface_mac);
-        self.set_outer_header(outer_source_addresses, smallest_mtu);
+        self.set_outer_sources_and_mtu(outer_source_addresses, smallest_mtu);
         Ok(())
     }
 
-    /// Sets the load balancer's MAC address, from which it sends frames and to which it accepts frames.
+    /// Sets the load balancer's MAC address, which is the source of sent frames and the destination of accepted frames.
     /// [`attach`](Self::attach) sets it to the device's address.
     pub fn set_own_mac(&mut self, mac: MacAddress) {
         self.maps.state.store(offset_of!(intf::lb_state, own_mac_shifted), mac.to_word() << 16);

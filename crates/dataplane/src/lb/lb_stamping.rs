@@ -18,46 +18,45 @@ use super::{LbStampingClock, LoadBalancer, ServiceIndex, service_state_offset};
 use crate::clock::monotonic_ms;
 use crate::mac::MacAddress;
 
-/// Measurements of the clock behind a server's TCP timestamps, taken from the server's replies.
+/// Measurements of the clock in a server's TCP timestamps, taken from the server's replies.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerClock {
-    /// Number of latest consecutive connections whose SYN-ACKs agreed on one clock. The count stops at
+    /// Number of the most recent consecutive connections whose SYN-ACKs agreed on one clock, at most
     /// [`MIN_AGREEING_SYN_ACKS`].
-    pub agreeing_connections: u16,
+    pub agreeing_connection_count: u16,
     /// Number of sampled connections whose TSval grew by 1 per ms. A sample with another rate halves this number.
-    pub steady_samples: u16,
+    pub steady_sample_count: u16,
     /// Whether the newest sample's TSval grew at a rate other than 1 per ms.
     pub is_newest_sample_unsteady: bool,
     /// Number of new connections sent to the server.
-    pub opened_connections: u64,
+    pub opened_connection_count: u64,
     /// Number of SYN-ACKs from the server that passed this load balancer.
     pub syn_ack_count: u64,
     /// Number of the server's SYN-ACKs that had TCP timestamps.
-    pub timestamped_syn_acks: u64,
-    /// Number of replies whose clock differed from that of the previous connection.
-    pub disagreeing_replies: u64,
+    pub timestamped_syn_ack_count: u64,
+    /// Number of SYN-ACKs whose clock differed from the clock of the previous connection.
+    pub disagreeing_reply_count: u64,
 }
 
-/// State of a server's clock, which decides whether the server's new connections are stamped.
+/// State of a server's timestamp clock, which decides whether the load balancer stamps the server's new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClockState {
-    /// All connections of the server share one clock. They are stamped.
+    /// All connections of the server share one clock. The connections are stamped.
     SharedClock,
     /// Each connection of the server has its own clock, which grows by 1 per ms. The connections are stamped.
     PerConnectionClock,
     /// Stamping is still undecided, because more connections are needed to learn the server's clock.
     Learning,
-    /// None of the server's replies has passed this load balancer. Its connections are not stamped.
+    /// None of the server's replies has passed this load balancer. The server's connections are not stamped.
     NoReplies,
-    /// The server's replies have no TCP timestamps. Its connections are not stamped.
+    /// The server's replies have no TCP timestamps. The server's connections are not stamped.
     NoTimestamps,
-    /// Each connection has its own clock, which is unmeasured or does not grow by 1 per ms. Connections are not
-    /// stamped.
+    /// Each connection has its own clock, whose rate is unmeasured or is not 1 per ms. The connections are not stamped.
     Unusable,
 }
 
 impl ClockState {
-    /// Returns the state's name, as the controller prints it.
+    /// Returns the state's name in the controller's output.
     pub fn name(self) -> &'static str {
         match self {
             ClockState::SharedClock => "known",
@@ -70,23 +69,23 @@ impl ClockState {
     }
 }
 
-/// Number of disagreeing replies after which an unmeasured clock counts as [`ClockState::Unusable`].
+/// Number of disagreeing SYN-ACKs after which a clock of unmeasured rate counts as [`ClockState::Unusable`].
 const MAX_UNMEASURED_DISAGREEMENTS: u64 = 100;
 
 impl ServerClock {
-    /// Returns the clock's state, which follows from the measurements.
+    /// Returns the clock's state according to the measurements.
     pub fn state(&self) -> ClockState {
-        if self.agreeing_connections >= MIN_AGREEING_SYN_ACKS {
+        if self.agreeing_connection_count >= MIN_AGREEING_SYN_ACKS {
             ClockState::SharedClock
-        } else if self.steady_samples >= MIN_AGREEING_SYN_ACKS {
+        } else if self.steady_sample_count >= MIN_AGREEING_SYN_ACKS {
             ClockState::PerConnectionClock
         } else if self.syn_ack_count == 0 {
             ClockState::NoReplies
         } else if self.is_newest_sample_unsteady
-            || (self.steady_samples == 0 && self.disagreeing_replies >= MAX_UNMEASURED_DISAGREEMENTS)
+            || (self.steady_sample_count == 0 && self.disagreeing_reply_count >= MAX_UNMEASURED_DISAGREEMENTS)
         {
             ClockState::Unusable
-        } else if self.timestamped_syn_acks == 0 && self.syn_ack_count >= u64::from(MIN_AGREEING_SYN_ACKS) {
+        } else if self.timestamped_syn_ack_count == 0 && self.syn_ack_count >= u64::from(MIN_AGREEING_SYN_ACKS) {
             ClockState::NoTimestamps
         } else {
             ClockState::Learning
@@ -95,15 +94,15 @@ impl ServerClock {
 
     /// Returns the reason why the server's new connections are not stamped, and the remedy. Returns `None` if they are
     /// stamped, or the clock is still being learned.
-    pub fn problem(&self) -> Option<String> {
+    pub fn stamping_problem(&self) -> Option<String> {
         const FALLBACK_NOTE: &str = "its connections use the flow table";
         match self.state() {
             ClockState::SharedClock | ClockState::PerConnectionClock | ClockState::Learning => None,
-            ClockState::NoReplies => (self.opened_connections >= u64::from(MIN_AGREEING_SYN_ACKS)).then(|| {
+            ClockState::NoReplies => (self.opened_connection_count >= u64::from(MIN_AGREEING_SYN_ACKS)).then(|| {
                 format!(
                     "{} new connections went to it, but none of its replies passes here: expected its route to the \
                      clients to lead through this load balancer",
-                    self.opened_connections
+                    self.opened_connection_count
                 )
             }),
             ClockState::NoTimestamps => Some(format!(
@@ -119,15 +118,16 @@ impl ServerClock {
                 "{} of its {} SYN-ACKs have another clock than the one before, and no connection sent answers {} ms \
                  apart, which would show the clock, so {FALLBACK_NOTE}: expected longer connections, or \
                  net.ipv4.tcp_timestamps = 2 there",
-                self.disagreeing_replies,
-                self.timestamped_syn_acks,
+                self.disagreeing_reply_count,
+                self.timestamped_syn_ack_count,
                 intf::LB_STAMPING_SAMPLE_MS
             )),
         }
     }
 }
 
-/// Numbers of a service's established packets with LB-side stamping, by the way their server was found.
+/// Numbers of a service's packets on established connections, by the method that found their server. The service has
+/// LB-side stamping.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StampedPacketCounts {
     /// Number of packets whose server was found by their cookie.
@@ -149,7 +149,7 @@ impl LoadBalancer {
         self.maps.state.write(service_state_offset(service) + offset_of!(intf::service_state, time_key), &bpf_key);
     }
 
-    /// Returns the TSval from which the current key of `new_keys` applies, by this machine's clock in ms.
+    /// Returns the time from which the current key of `new_keys` applies, in ms of this machine's clock, modulo 2^32.
     pub(super) fn key_switch_ms(&self, new_keys: &FleetCookieKeys) -> u32 {
         let now_ms = match self.variant.lb_stamping_clock {
             LbStampingClock::Kernel => monotonic_ms(),
@@ -158,37 +158,39 @@ impl LoadBalancer {
         let stored_keys = self.maps.state.read::<intf::fleet_keys>(offset_of!(intf::lb_state, keys));
         let stored_key = |index: usize| CookieKey { k0: stored_keys.key[index].k0, k1: stored_keys.key[index].k1 };
         let current_index = if stored_keys.current == 0 { KeyIndex::First } else { KeyIndex::Second };
-        let previous_keys =
-            (FleetCookieKeys { keys: [stored_key(0), stored_key(1)], current: current_index }, stored_keys.switch_ms);
+        let previous_keys = (
+            FleetCookieKeys { keys: [stored_key(0), stored_key(1)], current_key_index: current_index },
+            stored_keys.switch_ms,
+        );
         key_activation::activation_time_ms(&previous_keys, new_keys, now_ms)
     }
 
-    /// Returns the clocks of a service's servers, sorted by server id. If two ids share a MAC address because the
-    /// operator changed the id, only the id that takes new connections is returned. Fails when the map cannot be read.
+    /// Returns the timestamp clocks of a service's servers, sorted by server id. If two ids share a MAC address because
+    /// the operator changed the id, returns only the id that takes new connections. Fails when the map cannot be read.
     pub fn server_clocks(&self, service: ServiceIndex) -> anyhow::Result<Vec<(ServerId, ServerClock)>> {
-        let service_entries = read_lb_stamped_servers(&self.maps)?
+        let service_clocks = read_lb_stamped_servers(&self.maps)?
             .into_iter()
             .filter(|((entry_service, _), _)| *entry_service == service);
         let server_clock = |(_, stored_clock): (_, intf::lb_stamped_server)| -> anyhow::Result<_> {
             let id = ServerId::try_from(u64::from(stored_clock.server_id))?;
             let clock = ServerClock {
-                agreeing_connections: stored_clock.agreeing,
-                steady_samples: stored_clock.steady,
+                agreeing_connection_count: stored_clock.agreeing,
+                steady_sample_count: stored_clock.steady,
                 is_newest_sample_unsteady: stored_clock.unsteady != 0,
-                opened_connections: self.server_traffic(id).opened_connection_count,
+                opened_connection_count: self.server_traffic(id).opened_connection_count,
                 syn_ack_count: stored_clock.syn_acks,
-                timestamped_syn_acks: stored_clock.with_timestamps,
-                disagreeing_replies: stored_clock.disagreed,
+                timestamped_syn_ack_count: stored_clock.with_timestamps,
+                disagreeing_reply_count: stored_clock.disagreed,
             };
             Ok((id, clock))
         };
-        let mut clocks = service_entries.map(server_clock).collect::<anyhow::Result<Vec<_>>>()?;
+        let mut clocks = service_clocks.map(server_clock).collect::<anyhow::Result<Vec<_>>>()?;
         clocks.sort_by_key(|(id, _)| *id);
         Ok(clocks)
     }
 
-    /// Returns the numbers of a service's established packets, by the way their server was found.
-    pub fn stamped_packets(&self, service: ServiceIndex) -> StampedPacketCounts {
+    /// Returns the numbers of a service's packets on established connections, by the method that found their server.
+    pub fn stamped_packet_counts(&self, service: ServiceIndex) -> StampedPacketCounts {
         let packets_by_outcome = self.service_counters(service).packets_by_outcome;
         StampedPacketCounts {
             found_by_cookie: packets_by_outcome[intf::LB_COUNTER_ESTABLISHED as usize],
@@ -200,7 +202,7 @@ impl LoadBalancer {
         self.service(service).mode.timestamps == TimestampOrigin::LoadBalancer
     }
 
-    /// Moves a server's entry, with its clock, to the MAC address `mac`. Nothing changes if `mac` is `None` (unknown).
+    /// Moves a server's clock to the map entry of the MAC address `mac`. Does nothing if `mac` is `None` (unknown).
     pub(super) fn move_stamped_server_clock(
         &mut self,
         service: ServiceIndex,
@@ -241,7 +243,7 @@ impl LoadBalancer {
         )
     }
 
-    /// Removes a server's entry. If another server id has the same MAC address, that id gets the entry.
+    /// Removes a server's clock from the map. If another server id has the same MAC address, that id gets the clock.
     pub(super) fn remove_lb_stamped_server(&mut self, service: ServiceIndex, id: ServerId) -> anyhow::Result<()> {
         let Some(mac) = self.lb_stamped_macs.remove(&(service, id)) else { return Ok(()) };
         let clock_map = self.maps.lb_stamped_server_map();
@@ -264,13 +266,13 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Removes the entry with this MAC address, or assigns it to another server id that has the same address.
+    /// Removes the clock of a MAC address from the map, or assigns it to another server id that has the same address.
     fn remove_or_reassign_clock(&self, map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Result<()> {
-        let other_server = self
+        let other_server_at_mac = self
             .lb_stamped_macs
             .iter()
             .find(|((entry_service, _), server_mac)| *entry_service == service && **server_mac == mac);
-        match (other_server, read_lb_stamped_server(map, service, mac)?) {
+        match (other_server_at_mac, read_lb_stamped_server(map, service, mac)?) {
             (Some(((_, other_id), _)), Some(stored_clock)) => write_lb_stamped_server(
                 map,
                 service,
@@ -286,7 +288,7 @@ impl LoadBalancer {
     }
 }
 
-/// Returns the source MAC address of each server's replies, as read from maps that were taken over.
+/// Returns the source MAC address of each server's replies, from maps that were taken over.
 pub(super) fn lb_stamped_macs(maps: &Maps) -> anyhow::Result<BTreeMap<(ServiceIndex, ServerId), MacAddress>> {
     let stored_clocks = read_lb_stamped_servers(maps)?.into_iter();
     stored_clocks

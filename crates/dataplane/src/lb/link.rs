@@ -49,7 +49,8 @@ pub(crate) fn unpin(path: &Path) -> anyhow::Result<()> {
 pub(crate) struct XdpLink(OwnedFd);
 
 impl XdpLink {
-    /// Attaches the program. Fails when the driver has no native XDP, or the device has an XDP program (`EBUSY`).
+    /// Attaches an XDP program to a device. Fails when the device already has an XDP program (`EBUSY`), or the driver
+    /// does not support the requested native mode.
     pub fn create(program: BorrowedFd<'_>, interface_index: u32, attachment: AttachedXdpMode) -> io::Result<Self> {
         let xdp_flags = match attachment {
             AttachedXdpMode::Native => libbpf_sys::XDP_FLAGS_DRV_MODE,

@@ -16,7 +16,7 @@ use super::services::{Service, read_services, required_features};
 use super::variant::ProgramVariant;
 use super::{Options, connections, placement, vlans};
 
-/// Program that an earlier process attached.
+/// Attached program of an earlier process.
 struct PinnedProgram {
     link: XdpLink,
     /// Maps of the program, or `None` if they have another version's layout.
@@ -24,18 +24,19 @@ struct PinnedProgram {
 }
 
 impl PinnedProgram {
-    /// Returns the program whose link and maps are pinned in `pins`. If there is no link, removes pinned maps.
-    fn find(pins: &Path) -> anyhow::Result<Option<Self>> {
-        let Some(link) = XdpLink::open_pinned(&pins.join("link"))? else {
-            remove_unused_maps(pins)?;
+    /// Returns the program whose link and maps are pinned in `lb_directory`. If no link is pinned, removes pinned
+    /// maps.
+    fn find(lb_directory: &Path) -> anyhow::Result<Option<Self>> {
+        let Some(link) = XdpLink::open_pinned(&lb_directory.join("link"))? else {
+            remove_unused_maps(lb_directory)?;
             return Ok(None);
         };
-        let maps = match Maps::take_over(pins) {
+        let maps = match Maps::take_over(lb_directory) {
             Ok(maps) => Some(maps),
             Err(problem) => {
                 tracing::warn!(
                     event = "upgrade-pending",
-                    pin_directory = %pins.display(),
+                    pin_directory = %lb_directory.display(),
                     reason = format!("{problem:#}"),
                     "the pinned program of another version forwards until the controller sends configuration and tables"
                 );
@@ -46,18 +47,18 @@ impl PinnedProgram {
     }
 }
 
-/// Removes the pins that remained from an interrupted start or a removed link.
-fn remove_unused_maps(pins: &Path) -> anyhow::Result<()> {
-    if !program::has_pinned_map(pins) {
+/// Removes pinned maps of an interrupted start or a removed link.
+fn remove_unused_maps(lb_directory: &Path) -> anyhow::Result<()> {
+    if !program::has_pinned_map(lb_directory) {
         return Ok(());
     }
     tracing::warn!(
         event = "pins-removed",
-        pin_directory = %pins.display(),
+        pin_directory = %lb_directory.display(),
         "the load balancer removes pinned maps that no attached program uses"
     );
-    program::unpin_maps_and_directory(pins)?;
-    std::fs::create_dir_all(pins).with_context(|| pins.display().to_string())
+    program::unpin_maps_and_directory(lb_directory)?;
+    std::fs::create_dir_all(lb_directory).with_context(|| lb_directory.display().to_string())
 }
 
 /// Loaded program with its maps, services and links.
@@ -73,11 +74,12 @@ pub(super) struct LoadedProgram {
 }
 
 impl LoadedProgram {
-    /// Loads the program with the maps that are pinned in `pins`, or with new maps if there are none of this version.
-    pub fn load(options: &Options, map_sizes: MapSizes, pins: Option<&Path>) -> anyhow::Result<Self> {
+    /// Loads the program with the maps pinned in `lb_directory`, or with new maps if no maps of this version are
+    /// pinned.
+    pub fn load(options: &Options, map_sizes: MapSizes, lb_directory: Option<&Path>) -> anyhow::Result<Self> {
         let variant = ProgramVariant::new(options);
         let hash_key = options.connection_hash_key;
-        let Some(pins) = pins else { return Self::create(variant, map_sizes, hash_key) };
+        let Some(pins) = lb_directory else { return Self::create(variant, map_sizes, hash_key) };
         match PinnedProgram::find(pins)? {
             None => {
                 let created_program = Self::create(variant, map_sizes, hash_key)?;
@@ -104,7 +106,7 @@ impl LoadedProgram {
         Ok(Self { maps, variant, program, services: BTreeMap::new(), xdp_link: None, pending_upgrade: None })
     }
 
-    /// Loads the program with the services, tables and connections in an earlier process's maps.
+    /// Loads the program with the maps of an earlier process, and thus its services, tables and connections.
     fn load_with_maps(mut maps: Maps, mut variant: ProgramVariant) -> anyhow::Result<Self> {
         connections::recover_lost_entries(&maps.connections)?;
         let mut services = read_services(&maps);

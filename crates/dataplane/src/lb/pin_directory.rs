@@ -8,8 +8,8 @@ use anyhow::{Context as _, ensure};
 use super::program::has_pinned_map;
 use crate::pins::ensure_bpf_file_system;
 
-/// Returns the load balancer's directory below the configured one, and creates it if it is missing. Fails when it is
-/// not on a BPF file system.
+/// Returns the load balancer's directory below the configured `pin_directory`, and creates it if it is missing. Fails
+/// when the directory is not on a BPF file system.
 pub(super) fn ensure_lb_directory(pin_directory: &Path) -> anyhow::Result<PathBuf> {
     let lb_directory = pin_directory.join("lb");
     fs::create_dir_all(&lb_directory).with_context(|| lb_directory.display().to_string())?;
@@ -17,7 +17,7 @@ pub(super) fn ensure_lb_directory(pin_directory: &Path) -> anyhow::Result<PathBu
     Ok(lb_directory)
 }
 
-/// Returns the directory that contains a load balancer's pinned maps. Fails when no map is pinned there.
+/// Returns the load balancer's directory below `pin_directory`. Fails when no map is pinned there.
 pub(super) fn find_lb_directory(pin_directory: &Path) -> anyhow::Result<PathBuf> {
     let lb_directory = pin_directory.join("lb");
     ensure!(

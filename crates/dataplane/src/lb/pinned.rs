@@ -11,8 +11,8 @@ use super::servers::{resolved_mac, server_entry};
 use super::services::read_services;
 use super::{SERVER_FLAGS_SHIFT, Server, ServiceIndex};
 
-/// Returns why [`LoadBalancer::load`](super::LoadBalancer::load) would not take over the state that is pinned below
-/// `pin_directory`. Returns `None` if it would, or if nothing is pinned.
+/// Returns the reason why [`LoadBalancer::load`](super::LoadBalancer::load) cannot take over the state pinned below
+/// `pin_directory`. Returns `None` if it can, or if nothing is pinned.
 pub fn take_over_problem(pin_directory: &Path) -> Option<String> {
     let lb_directory = pin_directory.join("lb");
     if !lb_directory.join("link").exists() {

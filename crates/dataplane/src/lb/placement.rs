@@ -31,29 +31,29 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Returns how many connections are assigned to each of the first `count` core slots in a service's table. Returns
-    /// an empty list if the service has no table.
-    pub fn assigned_connection_counts(&self, service: ServiceIndex, count: u16) -> Vec<u32> {
+    /// Returns the number of connections assigned to each of the first `slot_count` core slots of a service's table.
+    /// Returns an empty list if the service has no table.
+    pub fn assigned_connection_counts(&self, service: ServiceIndex, slot_count: u16) -> Vec<u32> {
         let table_offset = self.maps.state.load(table_offset_position(service)) as u32;
         if table_offset == 0 {
             Vec::new()
         } else {
-            (0..count).map(|slot| self.maps.tables.assigned_connection_count(table_offset, slot)).collect()
+            (0..slot_count).map(|slot| self.maps.tables.assigned_connection_count(table_offset, slot)).collect()
         }
     }
 
-    /// Replaces the rule and the candidates of a service's table by those that `choose` returns. `choose` gets the
-    /// table without candidates and keys. Hash, consistent choices, members and generation stay, because established
-    /// packets depend on them. Does nothing if the service has no table with members, or if `choose` returns no
-    /// candidates.
+    /// Replaces the rule and the candidates of a service's table by those that `choose_candidates` returns. That
+    /// function gets the table without candidates and keys. The table keeps its hash, consistent servers, members and
+    /// generation, because established packets depend on them. Does nothing if the service has no table with members,
+    /// or if `choose_candidates` returns no candidates.
     pub fn replace_candidates(
         &mut self,
         service: ServiceIndex,
-        choose: impl FnOnce(&PlacementTable) -> PlacementTable,
+        choose_candidates: impl FnOnce(&PlacementTable) -> PlacementTable,
     ) -> anyhow::Result<()> {
         let table_offset = self.maps.state.load(table_offset_position(service)) as u32;
-        let Some(table) = self.maps.tables.read(table_offset) else { return Ok(()) };
-        let chosen_table = choose(&table);
+        let Some(table) = self.maps.tables.read_table(table_offset) else { return Ok(()) };
+        let chosen_table = choose_candidates(&table);
         if chosen_table.candidates.is_empty() {
             return Ok(());
         }
@@ -65,9 +65,9 @@ impl LoadBalancer {
         self.store_and_activate_table(service, ToeplitzSource::PresentTable, &merged_table)
     }
 
-    /// Returns whether `table` has another rule than the installed table. If so, [`install_table`](Self::install_table)
-    /// may have to load a program.
-    pub fn differs_in_rule(&self, service: ServiceIndex, table: &PlacementTable) -> bool {
+    /// Returns whether `table` has another placement rule than the service's installed table. If so,
+    /// [`install_table`](Self::install_table) may have to load a program.
+    pub fn differs_in_placement_rule(&self, service: ServiceIndex, table: &PlacementTable) -> bool {
         self.service(service).rule_bit() != table_rule_bit(table)
     }
 
@@ -79,10 +79,10 @@ impl LoadBalancer {
     ) -> anyhow::Result<()> {
         tables::validate_table(table)?;
         let rule_bit = table_rule_bit(table);
-        let features_with_rule =
+        let required_features_with_rule =
             RequiredFeatures { placement_rule_bits: rule_bit.unwrap_or(0), ..self.variant.required_features };
         self.load_variant(ProgramVariant {
-            required_features: self.variant.required_features.union(features_with_rule),
+            required_features: self.variant.required_features.union(required_features_with_rule),
             ..self.variant
         })?;
         let stored_table = self.write_table(service, toeplitz_source, table)?;
@@ -99,7 +99,7 @@ impl LoadBalancer {
         self.load_variant(ProgramVariant { required_features: required_features(&self.services), ..self.variant })
     }
 
-    /// Writes a table into the memory for placement tables, which is enlarged if it is full.
+    /// Writes a table into the memory for placement tables. If the memory is full, it is enlarged.
     fn write_table(
         &mut self,
         service: ServiceIndex,
@@ -153,11 +153,12 @@ impl LoadBalancer {
     pub fn table_generation(&self, service: ServiceIndex) -> Option<u64> {
         let table_offset = self.maps.state.load(table_offset_position(service)) as u32;
         tables::rule_bit(self.maps.tables.mapped_memory(), table_offset)
-            .map(|_| self.maps.tables.generation(table_offset))
+            .map(|_| self.maps.tables.table_generation(table_offset))
     }
 }
 
-/// Returns the bit of the table's placement rule, or `None` if the table has no members and so places no connections.
+/// Returns the bit of the table's placement rule, or `None` if the table places no connections because it has no
+/// members.
 fn table_rule_bit(table: &PlacementTable) -> Option<u32> {
     (!table.members.is_empty()).then(|| 1 << table.rule.bpf_number())
 }
@@ -167,7 +168,7 @@ fn table_offset_position(service: ServiceIndex) -> usize {
     service_state_offset(service) + offset_of!(intf::service_state, table_at)
 }
 
-/// Assigns the tables in the placement memory to their services. It must be called once, after a take-over.
+/// Assigns the tables in the placement memory to their services. It must be called exactly once, after a take-over.
 pub(super) fn adopt_tables(maps: &mut Maps, services: &mut BTreeMap<ServiceAddress, Service>) {
     let table_offset_of = |service: &Service| maps.state.load(table_offset_position(service.index)) as u32;
     let mut services_with_tables: Vec<((u32, AddressFamily), &mut Service)> = services

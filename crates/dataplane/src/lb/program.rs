@@ -22,7 +22,7 @@ use crate::lru;
 use crate::mmap_array::MmapArray;
 use crate::skeleton::lb::{LbSkelBuilder, OpenLbMaps, OpenLbSkel};
 
-/// Placement rule that is compiled in while no service has a table. The first table most likely uses this rule.
+/// Bit of the placement rule in the program while no service has a table. The first table most likely has this rule.
 const DEFAULT_RULE_BITS: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
 const DEFAULT_MODE_BITS: u32 = 1 << intf::CONSISTENCY_STATELESS;
 const DEFAULT_FORWARDING_BITS: u32 = 1 << intf::FORWARDING_L2;
@@ -35,7 +35,7 @@ pub(super) struct MapSizes {
     pub connection_table_size: TableSize,
     /// Size of the memory for placement tables in bytes, a power of two.
     pub placement_memory_bytes: u32,
-    /// Number of counter rows, a power of two.
+    /// Number of counter rows, a power of two. Each CPU has its own row, unless there are too many CPUs.
     pub counter_row_count: u32,
 }
 
@@ -82,7 +82,7 @@ pub(super) type ServerEntries = [intf::server_entry; intf::SERVER_ID_COUNT as us
 /// Flags of each service's servers. Each word holds the flags of `intf::SERVER_MEMBERS_PER_WORD` servers.
 pub(super) type ServiceMemberFlags = [u64; intf::MAX_SERVICES as usize * intf::MEMBERSHIP_WORDS as usize];
 
-/// The program's maps in the order of [`MAP_NAMES`], and memory mappings of those that are accessed directly.
+/// BPF maps of the program, and memory mappings of the maps that user space reads and writes directly.
 #[derive(Debug)]
 pub(super) struct Maps {
     map_handles: [MapHandle; MAP_NAMES.len()],
@@ -92,7 +92,7 @@ pub(super) struct Maps {
     pub counter_entries: MmapArray<[intf::lb_counters]>,
     pub tables: PlacementMemory,
     map_sizes: MapSizes,
-    /// Packets and bytes sent to servers, by counter row and server id.
+    /// Counters of packets and bytes sent to servers, by counter row and server id.
     pub server_traffic: MmapArray<[intf::server_traffic]>,
     pub connections: SharedConnectionTable,
     pub flow_table: MmapArray<[intf::flow_set]>,
@@ -228,8 +228,8 @@ impl Maps {
         Ok(loaded_skeleton.progs.lb.as_fd().try_clone_to_owned()?)
     }
 
-    /// Loads a variant of the program `attached_program` that also captures one service's packets ([`super::capture`]).
-    /// Returns this variant and the map of its perf buffer.
+    /// Loads a variant of `attached_program` that also captures one service's packets ([`super::capture`]). Returns the
+    /// variant and the map of its perf buffer.
     pub fn load_capturing_program(
         &self,
         attached_program: BorrowedFd<'_>,
@@ -354,15 +354,15 @@ impl Maps {
         self.map_sizes.placement_memory_bytes
     }
 
-    /// Creates a placement memory of `bytes` bytes and copies the present contents into it.
+    /// Creates a map for a placement memory of `bytes` bytes, and copies the present memory's contents into it.
     pub fn create_larger_placement_memory(&self, bytes: u32) -> anyhow::Result<MapHandle> {
         let larger_map = create_mmapable_array(PLACEMENT_MEMORY_MAP, bytes + intf::PLACEMENT_MEMORY_SLACK, 1)?;
         self.tables.mapped_memory().copy_to(&mmap_placement_memory(&larger_map, bytes)?);
         Ok(larger_map)
     }
 
-    /// Loads the program with the placement memory `map`, attaches it by calling `switch`, and returns it. If this
-    /// fails, the former memory stays in use.
+    /// Loads the program with `map` as its placement memory, attaches the program by calling `switch`, and returns it.
+    /// If loading or attaching fails, the previous memory remains in use.
     pub fn switch_placement_memory(
         &mut self,
         map: MapHandle,
@@ -391,7 +391,7 @@ impl Maps {
         Ok(program)
     }
 
-    /// Replaces the array map of `T` that is pinned in `directory` as `name` by a new one that is filled with zeros.
+    /// Replaces the array map that is pinned in `directory` as `name` by a new map with `entries` zeroed values of `T`.
     fn replace_with_zeroed_array<T>(&mut self, directory: &Path, name: &str, entries: u32) -> anyhow::Result<()> {
         let zeroed_map = create_mmapable_array(name, size_of::<T>() as u32, entries)?;
         super::link::unpin(&directory.join(name))?;
@@ -519,7 +519,8 @@ pub(super) fn unpin_maps(directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns whether the attached program, of any version, has a counter row per CPU. Generic XDP needs such rows.
+/// Returns whether the attached program, which may be of another version, counts in one row per CPU, as generic XDP
+/// requires.
 pub(super) fn pinned_program_counts_by_cpu(directory: &Path) -> anyhow::Result<bool> {
     let state_path = directory.join("state");
     let state_map = MapHandle::from_pinned_path(&state_path).with_context(|| state_path.display().to_string())?;
@@ -575,11 +576,11 @@ fn open_variant<'obj>(
     constants.flow_set_count = sizes.flow_table_set_count;
     for (reason, rates) in variant.broadcast_limits.into_iter().enumerate() {
         let source_limit = &mut constants.broadcast_per_source[reason];
-        (source_limit.interval_ns, source_limit.burst_ns) = token_and_burst_ns(rates.source_limit);
+        (source_limit.interval_ns, source_limit.burst_ns) = ns_per_token_and_burst(rates.source_limit);
         let service_limit = &mut constants.broadcast_per_service[reason];
-        (service_limit.interval_ns, service_limit.burst_ns) = token_and_burst_ns(rates.service_limit);
+        (service_limit.interval_ns, service_limit.burst_ns) = ns_per_token_and_burst(rates.service_limit);
         let total_limit = &mut constants.broadcast_total[reason];
-        (total_limit.interval_ns, total_limit.burst_ns) = token_and_burst_ns(rates.total_limit);
+        (total_limit.interval_ns, total_limit.burst_ns) = ns_per_token_and_burst(rates.total_limit);
     }
     Ok(open_skeleton)
 }
@@ -589,7 +590,7 @@ fn bits_or_default(bits: u32, default: u32) -> u32 {
 }
 
 /// Converts a rate to fields of `struct token_bucket` (`bpf/lb/broadcast.h`), namely ns per token and the burst in ns.
-fn token_and_burst_ns(rate: PacketRate) -> (u64, u64) {
-    let ns_per_token = 1_000_000_000 / u64::from(rate.per_second.max(1));
+fn ns_per_token_and_burst(rate: PacketRate) -> (u64, u64) {
+    let ns_per_token = 1_000_000_000 / u64::from(rate.packets_per_second.max(1));
     (ns_per_token, ns_per_token * u64::from(rate.burst_packets.max(1) - 1))
 }

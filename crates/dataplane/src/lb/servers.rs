@@ -13,7 +13,7 @@ use super::variant::ProgramVariant;
 use super::{LoadBalancer, SERVER_FLAGS_SHIFT, Server, ServiceIndex, server_entry_offset};
 use crate::mac::MacAddress;
 
-/// Server flags that the configuration determines.
+/// Mask of the server flags that the configuration determines.
 const CONFIGURED_SERVER_FLAGS: u32 = intf::SERVER_KNOWN | intf::SERVER_ELIGIBLE;
 
 /// Returns the MAC address in a `struct server_entry`, or `None` if the address is not resolved.
@@ -30,7 +30,7 @@ fn member_flags_position(service: ServiceIndex, id: u16) -> (usize, u32) {
     (word_index * size_of::<u64>(), flags_shift)
 }
 
-/// Returns a server's address and its flags in a service as one word, as server_at() in `bpf/lb/placement.h` does.
+/// Returns a server's MAC address and its flags in a service as one word, as server_at() in `bpf/lb/placement.h` does.
 pub(super) fn server_entry(maps: &Maps, service: ServiceIndex, id: ServerId) -> u64 {
     let (word_offset, flags_shift) = member_flags_position(service, id.get());
     let member_flags = maps.service_member_flags.load(word_offset) >> flags_shift & u64::from(intf::SERVER_MEMBER_MASK);
@@ -58,7 +58,8 @@ pub(super) fn servers_with_flag(maps: &Maps, service: ServiceIndex, flag: u32) -
 }
 
 impl LoadBalancer {
-    /// Sets the flags in `mask` of a service's server. The write need not be atomic, as only this process writes flags.
+    /// Sets those flags of a service's server that are in `mask`. The write need not be atomic, as only this process
+    /// writes flags.
     fn set_member_flags(&mut self, service: ServiceIndex, id: ServerId, mask: u32, flags: u32) {
         let (word_offset, flags_shift) = member_flags_position(service, id.get());
         let present_flags_word = self.maps.service_member_flags.load(word_offset);
@@ -81,7 +82,7 @@ impl LoadBalancer {
         down_ids.into_iter().for_each(|id| self.set_member_flags(service, id, intf::SERVER_DOWN, intf::SERVER_DOWN));
     }
 
-    /// Adds a server to a service, or changes it. The MAC address then holds in every service that has this server.
+    /// Adds a server to a service, or changes it. The MAC address applies to all services that have this server.
     pub fn set_server(&mut self, service: ServiceIndex, id: ServerId, server: Server) {
         let server_flags = intf::SERVER_KNOWN | if server.is_eligible { intf::SERVER_ELIGIBLE } else { 0 };
         let resolved_entry = |mac: MacAddress| mac.to_word() | u64::from(intf::SERVER_RESOLVED) << SERVER_FLAGS_SHIFT;
@@ -100,8 +101,8 @@ impl LoadBalancer {
         self.set_member_flags(service, id, CONFIGURED_SERVER_FLAGS, server_flags);
     }
 
-    /// Sets whether this load balancer's health checks found the server down. If so, UDP flows move to other servers.
-    /// The server still gets new connections as long as it is eligible.
+    /// Sets whether the server is down according to this load balancer's health checks. If it is, UDP flows move to
+    /// other servers. The server still gets new connections as long as it is eligible.
     pub fn set_masked(&mut self, service: ServiceIndex, id: ServerId, is_masked: bool) {
         self.set_member_flags(service, id, intf::SERVER_MASKED, if is_masked { intf::SERVER_MASKED } else { 0 });
     }
@@ -120,7 +121,7 @@ impl LoadBalancer {
         self.set_member_flags(service, id, intf::SERVER_MEMBER_MASK, 0);
     }
 
-    /// Returns a service's servers, sorted by id. After a take-over, they are those of the previous process.
+    /// Returns a service's servers, sorted by id. After a take-over, they are the servers of the previous process.
     pub fn servers(&self, service: ServiceIndex) -> Vec<(ServerId, Server)> {
         member_ids(&self.maps, service).into_iter().filter_map(|id| Some((id, self.server(service, id)?))).collect()
     }
@@ -144,7 +145,7 @@ impl LoadBalancer {
         self.load_variant(ProgramVariant { counts_server_traffic: is_enabled, ..self.variant })
     }
 
-    /// Returns the packets and bytes sent to a server, summed over all services.
+    /// Returns the numbers of packets and bytes sent to a server, summed over all services.
     pub fn server_traffic(&self, id: ServerId) -> ServerTraffic {
         let [sum] = self.traffic_of_servers(&[id])[..] else { unreachable!("one of each") };
         sum

@@ -37,7 +37,7 @@ impl Service {
     }
 }
 
-/// Error for a service mode that the service's protocol or another setting does not allow.
+/// Error for a combination of service settings that the data plane does not support.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ModeError {
     /// The consistency mode needs TCP, because datagrams carry no cookie and servers cannot recognise UDP flows.
@@ -46,7 +46,7 @@ pub enum ModeError {
     /// LB-side stamping needs a stateless TCP service, because its cookie holds only a server id.
     #[error("service {0}: timestamps by the load balancer need consistency \"stateless\" and TCP")]
     NeedsStateless(ServiceAddress),
-    /// The service cannot be migrated, because a server could not recognise packets of connections that it does not
+    /// The service cannot migrate, because its servers could not recognise packets of connections that they do not
     /// have.
     #[error(
         "service {0}: only TCP with consistency \"stateless\", \"stateful\" or \"hash-table\" and without timestamps \
@@ -58,7 +58,7 @@ pub enum ModeError {
     NeedsL2(ServiceAddress),
 }
 
-fn check_mode_combination(address: &ServiceAddress, mode: &ServiceSettings) -> Result<(), ModeError> {
+fn check_service_settings(address: &ServiceAddress, mode: &ServiceSettings) -> Result<(), ModeError> {
     let allows_any_protocol = matches!(mode.consistency, Consistency::None | Consistency::HashTable);
     if address.protocol == Protocol::Udp && !allows_any_protocol {
         return Err(ModeError::NeedsTcp(*address, mode.consistency));
@@ -88,9 +88,9 @@ fn decode_slot_number(slot_number: u32) -> Option<(ServiceIndex, ServiceSettings
     (u32::from(service_index) < intf::MAX_SERVICES).then_some((ServiceIndex(service_index), service_mode))
 }
 
-/// Returns the features that the program must have for these services and their tables.
+/// Returns the features that the program needs for the services and their tables.
 pub(super) fn required_features(services: &BTreeMap<ServiceAddress, Service>) -> RequiredFeatures {
-    let features_of_service = |(address, service): (&ServiceAddress, &Service)| RequiredFeatures {
+    let features_for_service = |(address, service): (&ServiceAddress, &Service)| RequiredFeatures {
         placement_rule_bits: service.rule_bit().unwrap_or(0),
         consistency_mode_bits: 1 << service.mode.consistency.bpf_number(),
         has_tcp_without_timestamps: service.mode.timestamps == TimestampOrigin::Off
@@ -101,7 +101,7 @@ pub(super) fn required_features(services: &BTreeMap<ServiceAddress, Service>) ->
         forwarding_mode_bits: 1 << service.mode.forwarding.bpf_number(),
         has_ipv6: address.vip_and_port.is_ipv6(),
     };
-    services.iter().map(features_of_service).fold(RequiredFeatures::default(), RequiredFeatures::union)
+    services.iter().map(features_for_service).fold(RequiredFeatures::default(), RequiredFeatures::union)
 }
 
 impl LoadBalancer {
@@ -115,7 +115,7 @@ impl LoadBalancer {
     ) -> anyhow::Result<Vec<ServiceIndex>> {
         let addresses_without_numbers: Vec<_> = services.iter().map(|(address, _)| (*address, 0)).collect();
         service_slots::build_lb_directory(&addresses_without_numbers)?;
-        services.iter().try_for_each(|(address, mode)| check_mode_combination(address, mode))?;
+        services.iter().try_for_each(|(address, mode)| check_service_settings(address, mode))?;
         let modes_by_address: BTreeMap<_, _> = services.iter().copied().collect();
 
         // The program must support a mode before it gets the first service with that mode.
@@ -168,7 +168,7 @@ impl LoadBalancer {
         Ok(removed_services.into_iter().map(|(_, index)| index).collect())
     }
 
-    /// Adds those of `services` that are not known yet.
+    /// Adds the services that are not known yet.
     fn add_new_services(&mut self, services: &[(ServiceAddress, ServiceSettings)]) -> anyhow::Result<()> {
         let added_services: Vec<_> =
             services.iter().filter(|(address, _)| !self.services.contains_key(address)).collect();
@@ -190,7 +190,7 @@ impl LoadBalancer {
     }
 
     /// Stores a service's name for commands that read the pinned state without the daemon. A name longer than
-    /// [`SERVICE_NAME_BYTES`](intf::SERVICE_NAME_BYTES) bytes is cut.
+    /// [`SERVICE_NAME_BYTES`](intf::SERVICE_NAME_BYTES) bytes is truncated.
     pub fn set_service_name(&mut self, service: ServiceIndex, name: &str) {
         let mut name_bytes: ServiceNameBytes = [0; intf::SERVICE_NAME_BYTES as usize];
         let truncated_length =
@@ -246,7 +246,7 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Removes the destinations of fragmented datagrams to the services with these indexes.
+    /// Removes the stored destinations of fragmented datagrams to the services with these indexes.
     fn remove_fragments(&self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
         let fragment_map = self.maps.fragment_map();
         // Keys are collected first, because the kernel's iteration restarts when its current key is deleted.

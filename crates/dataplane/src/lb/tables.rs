@@ -17,7 +17,7 @@ use super::buddy_allocator::{Block, BuddyAllocator};
 use crate::mmap_array::MmapArray;
 use crate::rcu::{GracePeriods, GraceTicket};
 
-/// Error for a placement table that exceeds a limit of the data plane or contradicts itself.
+/// Error for a placement table that exceeds a limit of the data plane or is inconsistent.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TableError {
     /// The table has no RSS groups, or too many.
@@ -37,7 +37,7 @@ pub enum TableError {
         /// Number of candidates that follows from the numbers of groups and buckets.
         expected: usize,
     },
-    /// The rule selects among candidates, but the table has members and no candidates.
+    /// The table has members but no candidates, although its placement rule selects among candidates.
     #[error("rule {0} without candidates")]
     NoCandidatesForRule(&'static str),
     /// The table has too many core slots.
@@ -54,19 +54,21 @@ pub enum TableError {
     /// The table has too many members.
     #[error("{0} members: expected at most {max}", max = intf::MAX_MEMBERS)]
     TooManyMembers(usize),
-    /// The number of consistent choices is not the number of buckets. (A table without members may have no choices.)
+    /// The list of each bucket's consistent server does not have one entry per bucket. (Without members, it may be
+    /// empty.)
     #[error("{found} consistent choices for {buckets} buckets")]
     WrongConsistentChoiceCount {
-        /// Number of consistent choices in the table.
+        /// Number of entries in the list of consistent servers.
         found: usize,
         /// Number of buckets.
         buckets: u32,
     },
 }
 
-/// Checks that the data plane can hold the table. Fails when the table violates a limit.
+/// Checks that the table is consistent and within the limits of the data plane.
 pub(super) fn validate_table(table: &PlacementTable) -> Result<(), TableError> {
-    let (groups, buckets, per_bucket) = (table.groups.len(), table.bucket_count.get(), table.candidates_per_bucket);
+    let (groups, buckets, per_bucket) =
+        (table.rss_key_by_group.len(), table.bucket_count.get(), table.candidates_per_bucket);
     if groups == 0 || groups > intf::MAX_RSS_GROUPS as usize {
         return Err(TableError::InvalidGroupCount(groups));
     }
@@ -93,18 +95,18 @@ pub(super) fn validate_table(table: &PlacementTable) -> Result<(), TableError> {
     if table.members.len() > intf::MAX_MEMBERS as usize {
         return Err(TableError::TooManyMembers(table.members.len()));
     }
-    let consistent_choice_count = table.consistent_servers.len();
-    if consistent_choice_count != buckets as usize && !(table.members.is_empty() && consistent_choice_count == 0) {
-        return Err(TableError::WrongConsistentChoiceCount { found: consistent_choice_count, buckets });
+    let consistent_server_count = table.consistent_servers.len();
+    if consistent_server_count != buckets as usize && !(table.members.is_empty() && consistent_server_count == 0) {
+        return Err(TableError::WrongConsistentChoiceCount { found: consistent_server_count, buckets });
     }
-    let previous_choice_count = table.previous_consistent_servers.len();
-    if previous_choice_count != 0 && previous_choice_count != consistent_choice_count {
-        return Err(TableError::WrongConsistentChoiceCount { found: previous_choice_count, buckets });
+    let previous_consistent_server_count = table.previous_consistent_servers.len();
+    if previous_consistent_server_count != 0 && previous_consistent_server_count != consistent_server_count {
+        return Err(TableError::WrongConsistentChoiceCount { found: previous_consistent_server_count, buckets });
     }
     Ok(())
 }
 
-/// Error for a placement table that fits into no free block of the memory for placement tables.
+/// Error for a placement table for which the memory for placement tables has no free block that is large enough.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PlacementMemoryFull;
 
@@ -134,8 +136,8 @@ pub(super) enum ToeplitzSource {
     PresentTable,
 }
 
-/// Key by which placement tables share Toeplitz tables. It contains the RSS key and the address family. If the NIC
-/// combines source and destination before hashing, it also contains the VIP.
+/// Key of Toeplitz tables, which placement tables with the same key share. It contains the RSS key and the address
+/// family. If the NIC combines source and destination before it hashes them, the key also contains the VIP.
 type ToeplitzTableKey = (RssKey, AddressFamily, Option<SocketAddr>);
 
 /// Address family of a service's VIP, which determines the size of its Toeplitz tables.
@@ -161,7 +163,7 @@ impl AddressFamily {
 /// Toeplitz tables of one RSS key, which several placement tables may use.
 #[derive(Debug, Default)]
 struct SharedToeplitzTables {
-    /// Key of these Toeplitz tables, or `None` if it is not known because they were taken over.
+    /// Key of these Toeplitz tables, or `None` if it is unknown, because the tables were taken over.
     key: Option<ToeplitzTableKey>,
     /// Number of placement tables that use these Toeplitz tables.
     reference_count: usize,
@@ -192,8 +194,8 @@ fn low_and_high_half(word: u64) -> (u32, u32) {
     (word as u32, (word >> 32) as u32)
 }
 
-/// Returns the bit of the placement rule in the table at offset `table_offset`. Returns `None` if `table_offset` is 0
-/// or it has no members.
+/// Returns the bit of the placement rule of the table at offset `table_offset`. Returns `None` if `table_offset` is 0
+/// (no table) or the table has no members.
 pub(super) fn rule_bit(memory: &MmapArray<[u64]>, table_offset: u32) -> Option<u32> {
     const { assert!(offset_of!(intf::placement_table, member_count) % 8 == 0) };
     const { assert!(offset_of!(intf::placement_table, rule) == offset_of!(intf::placement_table, member_count) + 4) };
@@ -204,36 +206,36 @@ pub(super) fn rule_bit(memory: &MmapArray<[u64]>, table_offset: u32) -> Option<u
     (members != 0).then_some(1 << rule)
 }
 
-/// Layout of a table's block, in which the header is followed by lists at these offsets from the block's start.
+/// Layout of a table's block, which consists of the header and lists. The offsets are in bytes from the block's start.
 struct TableBlockLayout {
-    consistent_offset: u32,
-    previous_consistent_offset: u32,
+    consistent_servers_offset: u32,
+    previous_servers_offset: u32,
     candidates_offset: u32,
     members_offset: u32,
-    assigned_offset: u32,
+    assigned_counts_offset: u32,
     size_bytes: u32,
 }
 
 impl TableBlockLayout {
     fn of(table: &PlacementTable) -> Self {
         let mut size_bytes = TABLE_HEADER_BYTES.next_multiple_of(8);
-        let consistent_offset = append_list::<u16>(&mut size_bytes, table.consistent_servers.len());
-        let previous_consistent_offset = append_list::<u16>(&mut size_bytes, table.consistent_servers.len());
+        let consistent_servers_offset = append_list::<u16>(&mut size_bytes, table.consistent_servers.len());
+        let previous_servers_offset = append_list::<u16>(&mut size_bytes, table.consistent_servers.len());
         let candidates_offset = append_list::<intf::candidate>(&mut size_bytes, table.candidates.len());
         let members_offset = append_list::<intf::member>(&mut size_bytes, table.members.len());
-        let assigned_offset = append_list::<u32>(&mut size_bytes, table.core_slots.len());
+        let assigned_counts_offset = append_list::<u32>(&mut size_bytes, table.core_slots.len());
         Self {
-            consistent_offset,
-            previous_consistent_offset,
+            consistent_servers_offset,
+            previous_servers_offset,
             candidates_offset,
             members_offset,
-            assigned_offset,
+            assigned_counts_offset,
             size_bytes,
         }
     }
 
-    /// Returns the header of a table with this layout at offset `block_offset`. `group_hashes` contains each RSS
-    /// group's block with Toeplitz tables, and the destination's hash.
+    /// Returns the header of a table with this layout whose block is at offset `block_offset`. `group_hashes` contains,
+    /// for each RSS group, the block with its Toeplitz tables and the hash of the destination address.
     fn header(
         &self,
         table: &PlacementTable,
@@ -250,11 +252,11 @@ impl TableBlockLayout {
             rule: table.rule.bpf_number(),
             toeplitz_destination: [0; intf::MAX_RSS_GROUPS as usize],
             toeplitz_source_offset: [0; intf::MAX_RSS_GROUPS as usize],
-            consistent_at: block_offset + self.consistent_offset,
-            previous_consistent_offset: block_offset + self.previous_consistent_offset,
+            consistent_at: block_offset + self.consistent_servers_offset,
+            previous_consistent_offset: block_offset + self.previous_servers_offset,
             candidates_at: block_offset + self.candidates_offset,
             members_offset: block_offset + self.members_offset,
-            assigned_offset: block_offset + self.assigned_offset,
+            assigned_offset: block_offset + self.assigned_counts_offset,
             bytes: self.size_bytes,
         };
         for (group, (toeplitz_block, destination_hash)) in group_hashes.iter().enumerate() {
@@ -265,7 +267,7 @@ impl TableBlockLayout {
     }
 }
 
-/// Appends space for `count` values of type `T` to a block of `block_bytes` bytes. Returns the offset of that space.
+/// Extends a block of `block_bytes` bytes by space for `count` values of type `T`. Returns the offset of that space.
 fn append_list<T>(block_bytes: &mut u32, count: usize) -> u32 {
     let list_offset = *block_bytes;
     *block_bytes += ((count * size_of::<T>()) as u32).next_multiple_of(8);
@@ -285,7 +287,8 @@ impl PlacementMemory {
         }
     }
 
-    /// Registers and returns the tables that an earlier process has stored at the offsets `tables_in_use`.
+    /// Registers the tables that an earlier process has stored in the memory, and returns them. `tables_in_use`
+    /// contains each table's offset and address family. The memory has `bytes` bytes.
     pub fn adopt_tables(&mut self, bytes: u32, tables_in_use: &[(u32, AddressFamily)]) -> Vec<StoredTable> {
         let mut reference_counts: HashMap<Block, usize> = HashMap::new();
         let read_header = |table_offset: u32| self.mapped_memory.read::<intf::placement_table>(table_offset as usize);
@@ -293,7 +296,7 @@ impl PlacementMemory {
             let table_header = read_header(*table_offset);
             let group_count = (table_header.group_count as usize).min(intf::MAX_RSS_GROUPS as usize);
             let toeplitz_block =
-                |block_offset: &u32| Block::from_address_and_size(*block_offset, family.toeplitz_table_bytes());
+                |block_offset: &u32| Block::from_offset_and_size(*block_offset, family.toeplitz_table_bytes());
             (
                 *table_offset,
                 table_header.bytes,
@@ -310,7 +313,7 @@ impl PlacementMemory {
             used_ranges.chain(reference_counts.keys().map(|block| (block.offset, block.size_bytes()))),
         );
         let stored_tables = blocks_by_table.iter().map(|(table_offset, bytes, toeplitz_blocks)| StoredTable {
-            memory_block: Block::from_address_and_size(*table_offset, *bytes),
+            memory_block: Block::from_offset_and_size(*table_offset, *bytes),
             toeplitz_blocks: toeplitz_blocks.clone(),
             core_slot_index: CoreSlotIndex::default(),
             rule_bit: rule_bit(&self.mapped_memory, *table_offset),
@@ -323,7 +326,7 @@ impl PlacementMemory {
         stored_tables
     }
 
-    /// Switches to a larger memory, into which the contents have already been copied.
+    /// Switches to the larger `memory` of `bytes` bytes, into which the contents have already been copied.
     pub fn switch_to_larger_memory(&mut self, memory: MmapArray<[u64]>, bytes: u32) {
         self.mapped_memory = memory;
         self.allocator.grow(bytes);
@@ -333,13 +336,13 @@ impl PlacementMemory {
         &self.mapped_memory
     }
 
-    pub fn generation(&self, table_offset: u32) -> u64 {
+    pub fn table_generation(&self, table_offset: u32) -> u64 {
         self.mapped_memory.load(field!(table_offset, generation))
     }
 
-    /// Reads the table at offset `table_offset`, except its candidates and its groups' keys. Returns `None` if
-    /// `table_offset` is 0 or the table has no members.
-    pub fn read(&self, table_offset: u32) -> Option<PlacementTable> {
+    /// Reads the table at offset `table_offset`, without its candidates and its groups' RSS keys. Returns `None` if
+    /// `table_offset` is 0 (no table) or the table has no members.
+    pub fn read_table(&self, table_offset: u32) -> Option<PlacementTable> {
         rule_bit(&self.mapped_memory, table_offset)?;
         let header = self.mapped_memory.read::<intf::placement_table>(table_offset as usize);
         let bucket_count = BucketCount::new(header.bucket_count.into()).ok()?;
@@ -360,14 +363,14 @@ impl PlacementMemory {
         })
     }
 
-    /// Returns the initial numbers of connections assigned to the cores in `next`. A core whose load is not newer keeps
-    /// its number. A core with a newer load starts at 0, because that load includes the connections assigned before
-    /// (docs/policies.md).
-    fn initial_assigned_counts(&self, previous_table: Option<&StoredTable>, next: &PlacementTable) -> Vec<u32> {
-        let Some(previous_table) = previous_table else { return vec![0; next.core_slots.len()] };
-        previous_table
-            .core_slot_index
-            .initial_assigned_counts(next, |slot| self.assigned_connection_count(previous_table.memory_offset(), slot))
+    /// Returns the initial numbers of connections assigned to the cores in `next_table`. A core whose load is not newer
+    /// than in the previous table keeps its number. A core with a newer load starts at 0, because that load includes
+    /// the connections assigned before (docs/policies.md).
+    fn initial_assigned_counts(&self, previous_table: Option<&StoredTable>, next_table: &PlacementTable) -> Vec<u32> {
+        let Some(previous_table) = previous_table else { return vec![0; next_table.core_slots.len()] };
+        previous_table.core_slot_index.initial_assigned_counts(next_table, |slot| {
+            self.assigned_connection_count(previous_table.memory_offset(), slot)
+        })
     }
 
     /// Returns the number of connections assigned to a core slot in the table at offset `table_offset`.
@@ -401,7 +404,7 @@ impl PlacementMemory {
         Ok(StoredTable {
             memory_block: table_block,
             toeplitz_blocks,
-            core_slot_index: CoreSlotIndex::of(table),
+            core_slot_index: CoreSlotIndex::from_table(table),
             rule_bit,
         })
     }
@@ -441,7 +444,8 @@ impl PlacementMemory {
         self.mapped_memory.write(header.assigned_offset as usize, assigned_counts.as_slice());
     }
 
-    /// Returns, for each RSS group, the block with the source addresses' Toeplitz tables, and the destination's hash.
+    /// Returns, for each RSS group, the block with the Toeplitz tables for source addresses, and the destination's
+    /// hash.
     fn acquire_group_hashes(
         &mut self,
         previous_table: Option<&StoredTable>,
@@ -465,7 +469,7 @@ impl PlacementMemory {
             }
         };
         let mut group_hashes: Vec<(Block, u32)> = Vec::new();
-        for key in &table.groups {
+        for key in &table.rss_key_by_group {
             let Ok(toeplitz_block) = self.acquire_toeplitz_block(key, vip) else {
                 self.release_toeplitz_blocks(
                     &group_hashes.into_iter().map(|(toeplitz_block, _)| toeplitz_block).collect::<Vec<_>>(),
@@ -477,8 +481,9 @@ impl PlacementMemory {
         Ok(group_hashes)
     }
 
-    /// Returns the block with the Toeplitz tables of an RSS key. Placement tables with the same key share the block. If
-    /// the key transforms its input, only tables with the same VIP share it.
+    /// Returns the block with the Toeplitz tables of an RSS key, and creates the block if it does not exist. Placement
+    /// tables with the same key share the block. If the key transforms its input, only tables with the same VIP share
+    /// it.
     fn acquire_toeplitz_block(&mut self, key: &RssKey, vip: SocketAddr) -> Result<Block, PlacementMemoryFull> {
         let address_family = AddressFamily::of(&vip);
         let table_key = (key.clone(), address_family, (key.input_transform() != InputTransform::None).then_some(vip));
@@ -487,7 +492,7 @@ impl PlacementMemory {
             None => {
                 let new_block =
                     self.allocator.allocate(address_family.toeplitz_table_bytes()).ok_or(PlacementMemoryFull)?;
-                self.mapped_memory.write(new_block.offset as usize, key.source_tables(vip).as_slice());
+                self.mapped_memory.write(new_block.offset as usize, key.source_contribution_tables(vip).as_slice());
                 self.toeplitz_blocks_by_key.insert(table_key.clone(), new_block);
                 self.toeplitz_tables_by_block
                     .insert(new_block, SharedToeplitzTables { key: Some(table_key), reference_count: 0 });
@@ -518,7 +523,7 @@ impl PlacementMemory {
         self.retired_tables.push_back((grace_periods.request_ticket(), table));
     }
 
-    /// Frees the blocks of retired tables that no program reads any longer.
+    /// Frees the blocks of retired tables that no running program can read.
     fn free_unread_tables(&mut self, grace_periods: &GracePeriods) {
         while self.retired_tables.front().is_some_and(|(ticket, _)| grace_periods.has_passed(*ticket)) {
             let Some((_, table)) = self.retired_tables.pop_front() else { return };

@@ -8,10 +8,10 @@ use coreward_model::ServerId;
 
 use super::{LoadBalancer, server_entry_offset};
 
-/// Outer header with which packets to a server are encapsulated.
+/// Fields of the outer header with which packets to a server are encapsulated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tunnel {
-    /// Destination address of the outer header. The outer header has the same address family.
+    /// Destination address of the outer header. Its address family determines that of the outer header.
     pub destination_address: IpAddr,
     /// UDP source port of a GUE header. With `None`, the port is a hash of the client's flow.
     pub source_port: Option<u16>,
@@ -27,8 +27,9 @@ pub struct OuterSourceAddresses {
 }
 
 impl LoadBalancer {
-    /// Sets a server's outer header for services that encapsulate. Such services drop packets to a server without an
-    /// outer header. A change of an IPv6 address waits for a grace period and fails when the kernel offers none.
+    /// Sets the outer header of packets to a server, for services that encapsulate. Until it is set, these services
+    /// drop packets to the server. A change of an IPv6 address waits for an RCU grace period, and fails when the kernel
+    /// offers none.
     pub fn set_tunnel(&mut self, id: ServerId, tunnel: Tunnel) -> anyhow::Result<()> {
         let entry_offset =
             offset_of!(intf::server_tunnels, entry) + server_entry_offset::<intf::server_tunnel>(id.get());
@@ -63,12 +64,13 @@ impl LoadBalancer {
     }
 
     /// Sets the source addresses of all outer headers and the device's MTU in bytes.
-    pub fn set_outer_header(&mut self, sources: OuterSourceAddresses, mtu: u32) {
+    pub fn set_outer_sources_and_mtu(&mut self, source_addresses: OuterSourceAddresses, mtu_bytes: u32) {
         // One word holds both fields, own_address (the IPv4 address) and then mtu.
-        let address_and_mtu_word = u64::from(u32::from_ne_bytes(sources.ipv4.octets())) | u64::from(mtu) << 32;
+        let address_and_mtu_word =
+            u64::from(u32::from_ne_bytes(source_addresses.ipv4.octets())) | u64::from(mtu_bytes) << 32;
         self.maps.state.store(offset_of!(intf::lb_state, own_address), address_and_mtu_word);
         // The two words change one after the other. Servers drop packets whose source mixes both addresses.
-        self.maps.state.write(offset_of!(intf::lb_state, own_address_ipv6), &ipv6_address_words(sources.ipv6));
+        self.maps.state.write(offset_of!(intf::lb_state, own_address_ipv6), &ipv6_address_words(source_addresses.ipv6));
     }
 }
 

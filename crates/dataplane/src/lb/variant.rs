@@ -4,14 +4,15 @@ use coreward_model::vlan::Vlan;
 
 use super::{BroadcastLimitsByKind, LbStampingClock, Options};
 
-/// Features that the services and their tables need. The kernel removes the code of all other features.
+/// Features of the program that the services and their tables need. On loading, the kernel removes the code of all
+/// other features.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct RequiredFeatures {
     /// Placement rules that tables use, as bits `1 << enum placement_rule`.
     pub placement_rule_bits: u32,
     /// Consistency modes that services use, as bits `1 << enum consistency`.
     pub consistency_mode_bits: u32,
-    /// Whether a TCP service has its timestamps off, so that its packets carry no cookie.
+    /// Whether there is a TCP service with `timestamps = "off"`, whose packets carry no cookie.
     pub has_tcp_without_timestamps: bool,
     pub has_lb_stamping: bool,
     /// Whether a service is being migrated from or to another load balancer.
@@ -38,12 +39,12 @@ impl RequiredFeatures {
     }
 }
 
-/// Constants with which the program is loaded. If any of them changes, the program is loaded again.
+/// Compile-time constants of a loaded program. If any of them changes, the program is loaded again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ProgramVariant {
     pub required_features: RequiredFeatures,
     pub counts_server_traffic: bool,
-    /// Whether counter rows belong to CPUs instead of receive queues. Generic XDP needs this.
+    /// Whether counter rows belong to CPUs instead of receive queues, as generic XDP requires.
     pub counts_by_cpu: bool,
     pub broadcast_limits: BroadcastLimitsByKind,
     pub lb_stamping_clock: LbStampingClock,
@@ -67,7 +68,7 @@ impl ProgramVariant {
     }
 }
 
-/// VLAN settings for which the program is loaded.
+/// VLAN settings among the constants of a loaded program.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct VlanSettings {
     /// VLAN in which clients' packets to VIPs arrive.

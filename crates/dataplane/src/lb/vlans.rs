@@ -12,7 +12,7 @@ use super::variant::{ProgramVariant, VlanSettings};
 use super::{LoadBalancer, ServiceIndex, service_state_offset};
 
 const SERVER_VLANS_OFFSET: usize = offset_of!(intf::lb_state, server_vlans);
-/// Number of VLAN ids in each word of the array that holds the servers' VLANs.
+/// Number of VLAN ids in each 64-bit word of the array of servers' VLANs.
 const VLAN_IDS_PER_WORD: usize = size_of::<u64>() / size_of::<u16>();
 
 /// Returns whether any server in the maps is in a tagged VLAN.
@@ -22,9 +22,9 @@ pub(super) fn has_server_in_vlan(maps: &Maps) -> bool {
 }
 
 impl LoadBalancer {
-    /// Sets the VLANs that contain servers. It must be called before [`set_server_vlan`](Self::set_server_vlan) assigns
-    /// one of them to a server. Fails when the kernel rejects the program that supports VLAN tags.
-    pub fn use_server_vlans(&mut self, vlans: BTreeSet<Vlan>) -> anyhow::Result<()> {
+    /// Sets the VLANs in which servers may be. It must be called before [`set_server_vlan`](Self::set_server_vlan)
+    /// assigns one of them to a server. Fails when the kernel rejects the program that supports VLAN tags.
+    pub fn enable_server_vlans(&mut self, vlans: BTreeSet<Vlan>) -> anyhow::Result<()> {
         let has_server_vlan = vlans.iter().any(|vlan| vlan.is_tagged());
         self.load_variant(ProgramVariant {
             vlan_settings: VlanSettings { has_server_vlan, ..self.variant.vlan_settings },
@@ -53,8 +53,8 @@ impl LoadBalancer {
         }
     }
 
-    /// Sets the VLAN that contains all servers of a service. With `None`, they are in several VLANs, so that a
-    /// broadcast cannot reach all of them.
+    /// Sets the VLAN to which a service's packets are broadcast, which must contain all its servers. `None` means that
+    /// its servers are in several VLANs, so that no broadcast can reach all of them.
     pub fn set_broadcast_vlan(&mut self, service: ServiceIndex, vlan: Option<Vlan>) {
         let vlan_word = vlan.map_or(intf::NO_BROADCAST_VLAN.into(), |vlan| vlan.get().into());
         self.maps

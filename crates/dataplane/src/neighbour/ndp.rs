@@ -2,7 +2,7 @@
 
 use std::net::Ipv6Addr;
 
-use super::filter::{JUMP_IF_EQUAL, LOAD_U8, LOAD_U16, RETURN, instruction};
+use super::filter::{JUMP_IF_EQUAL, LOAD_U8, LOAD_U16, RETURN, bpf_instruction};
 use crate::mac::MacAddress;
 
 pub const ETHERTYPE_IPV6: u16 = 0x86dd;
@@ -15,30 +15,31 @@ const OPTIONS_OFFSET: usize = TARGET_OFFSET + 16;
 const SOLICITATION_FRAME_BYTES: usize = OPTIONS_OFFSET + 8;
 
 const NEXT_HEADER_ICMPV6: u8 = 58;
-/// Hop limit of neighbour discovery packets. As routers decrease it, 255 proves that the sender is on the link (RFC
-/// 4861, Sect. 7.1.1).
+/// Hop limit of neighbour discovery packets. Because routers decrement it, the value 255 proves that the sender is on
+/// the link (RFC 4861, Sect. 7.1.1).
 const NDP_HOP_LIMIT: u8 = 255;
 const NEIGHBOR_SOLICITATION: u8 = 135;
 const NEIGHBOR_ADVERTISEMENT: u8 = 136;
 const SOURCE_LINK_ADDRESS_OPTION: u8 = 1;
 const TARGET_LINK_ADDRESS_OPTION: u8 = 2;
 
-/// Filter that passes only solicitations and advertisements. Without it, the kernel would copy all IPv6 packets.
+/// Socket filter that passes only neighbour solicitations and advertisements. Without it, the kernel would copy all
+/// IPv6 packets to the socket.
 pub const NDP_SOCKET_FILTER: [libc::sock_filter; 9] = [
-    instruction(LOAD_U16, 0, 0, 12),
-    instruction(JUMP_IF_EQUAL, 0, 6, ETHERTYPE_IPV6 as u32),
-    instruction(LOAD_U8, 0, 0, IPV6_OFFSET as u32 + 6),
-    instruction(JUMP_IF_EQUAL, 0, 4, NEXT_HEADER_ICMPV6 as u32),
-    instruction(LOAD_U8, 0, 0, ICMPV6_OFFSET as u32),
-    instruction(JUMP_IF_EQUAL, 1, 0, NEIGHBOR_SOLICITATION as u32),
-    instruction(JUMP_IF_EQUAL, 0, 1, NEIGHBOR_ADVERTISEMENT as u32),
-    instruction(RETURN, 0, 0, u32::MAX),
-    instruction(RETURN, 0, 0, 0),
+    bpf_instruction(LOAD_U16, 0, 0, 12),
+    bpf_instruction(JUMP_IF_EQUAL, 0, 6, ETHERTYPE_IPV6 as u32),
+    bpf_instruction(LOAD_U8, 0, 0, IPV6_OFFSET as u32 + 6),
+    bpf_instruction(JUMP_IF_EQUAL, 0, 4, NEXT_HEADER_ICMPV6 as u32),
+    bpf_instruction(LOAD_U8, 0, 0, ICMPV6_OFFSET as u32),
+    bpf_instruction(JUMP_IF_EQUAL, 1, 0, NEIGHBOR_SOLICITATION as u32),
+    bpf_instruction(JUMP_IF_EQUAL, 0, 1, NEIGHBOR_ADVERTISEMENT as u32),
+    bpf_instruction(RETURN, 0, 0, u32::MAX),
+    bpf_instruction(RETURN, 0, 0, 0),
 ];
 
-/// Returns the frame of a neighbour solicitation for `target`. It is sent to `mac`, or to the target's multicast group
-/// if `mac` is `None`. If `own_address` is unspecified, it is sent as in duplicate address detection, which is to the
-/// group and without the option (RFC 4861, Sect. 4.3 and 7.1.1).
+/// Returns the frame of a neighbour solicitation for `target`. Its destination is `mac`, or the target's multicast
+/// group if `mac` is `None`. If `own_address` is unspecified, the frame is that of duplicate address detection: it goes
+/// to the group and has no source link-layer address option (RFC 4861, Sect. 4.3 and 7.1.1).
 pub fn solicitation_frame(
     target: Ipv6Addr,
     mac: Option<MacAddress>,
@@ -76,7 +77,8 @@ pub fn solicitation_frame(
     frame
 }
 
-/// Returns the ICMPv6 checksum of a frame, which is 0 if the frame contains the correct checksum (RFC 4443, Sect. 2.3).
+/// Returns the ICMPv6 checksum over a frame (RFC 4443, Sect. 2.3). The result is 0 if the frame already contains the
+/// correct checksum.
 fn icmpv6_checksum(frame: &[u8]) -> u16 {
     let checksum_words = frame[IPV6_OFFSET + 8..]
         .chunks(2)
@@ -136,7 +138,7 @@ mod tests {
     const TARGET_ADDRESS: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0xa01, 0x203);
     const SENDER_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 
-    fn with_checksum(mut frame: Vec<u8>) -> Vec<u8> {
+    fn frame_with_checksum(mut frame: Vec<u8>) -> Vec<u8> {
         frame[ICMPV6_OFFSET + 2..ICMPV6_OFFSET + 4].fill(0);
         let frame_checksum = icmpv6_checksum(&frame);
         frame[ICMPV6_OFFSET + 2..ICMPV6_OFFSET + 4].copy_from_slice(&frame_checksum.to_be_bytes());
@@ -144,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn solicitation_names_its_sender_and_goes_to_the_group_of_the_target() {
+    fn solicitation_contains_its_sender_and_goes_to_the_target_group() {
         let frame = solicitation_frame(TARGET_ADDRESS, None, SENDER_MAC, OWN_ADDRESS);
         assert_eq!(frame[..6], [0x33, 0x33, 0xff, 1, 2, 3]);
         assert_eq!(frame[IPV6_OFFSET + 24..ICMPV6_OFFSET], "ff02::1:ff01:203".parse::<Ipv6Addr>().unwrap().octets());
@@ -161,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn solicitation_without_own_address_is_a_duplicate_address_probe() {
+    fn solicitation_without_own_address_is_duplicate_address_detection() {
         let frame = solicitation_frame(TARGET_ADDRESS, Some(SENDER_MAC), SENDER_MAC, Ipv6Addr::UNSPECIFIED);
         assert_eq!(frame.len(), OPTIONS_OFFSET, "RFC 4861, Sect. 4.3: no source link-layer address option");
         assert_eq!(frame[..6], [0x33, 0x33, 0xff, 1, 2, 3]);
@@ -173,9 +175,9 @@ mod tests {
     fn advertisement_yields_its_target_address() {
         let mut frame = solicitation_frame(TARGET_ADDRESS, None, SENDER_MAC, OWN_ADDRESS);
         frame[ICMPV6_OFFSET] = NEIGHBOR_ADVERTISEMENT;
-        assert_eq!(parse_sender(&with_checksum(frame.clone())), None, "the option is of a solicitation");
+        assert_eq!(parse_sender(&frame_with_checksum(frame.clone())), None, "the option is of a solicitation");
         frame[OPTIONS_OFFSET] = TARGET_LINK_ADDRESS_OPTION;
-        let valid_frame = with_checksum(frame);
+        let valid_frame = frame_with_checksum(frame);
         assert_eq!(parse_sender(&valid_frame), Some((TARGET_ADDRESS, SENDER_MAC)));
         // Ethernet pads short frames.
         assert_eq!(parse_sender(&[&valid_frame[..], &[7; 9]].concat()), Some((TARGET_ADDRESS, SENDER_MAC)));
@@ -184,7 +186,7 @@ mod tests {
         {
             let mut invalid_frame = valid_frame.clone();
             invalid_frame[at] = value;
-            assert_eq!(parse_sender(&with_checksum(invalid_frame)), None, "byte {at}");
+            assert_eq!(parse_sender(&frame_with_checksum(invalid_frame)), None, "byte {at}");
         }
         let mut damaged_frame = valid_frame;
         damaged_frame[TARGET_OFFSET] ^= 1;

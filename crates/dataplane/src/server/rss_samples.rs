@@ -8,27 +8,27 @@ use coreward_intf as intf;
 
 use crate::mmap_array::MmapArray;
 
-/// Returns the sequence number of the newest sample, or 0 if no SYN has been sampled.
-pub fn newest_sequence(state: &MmapArray<intf::server_state>) -> u32 {
+/// Returns the sequence number of the newest SYN sample, or 0 if no SYN has been sampled.
+pub fn newest_sample_sequence(state: &MmapArray<intf::server_state>) -> u32 {
     state.word32(offset_of!(intf::server_state, sample_sequence)).load(Acquire)
 }
 
-/// Returns the samples with sequence numbers after `after` (0 for all), oldest first. Only the last
-/// [`RSS_SAMPLES`](intf::RSS_SAMPLES) are stored, so older ones may be missing. The list ends before the first sample
-/// that a program is still writing, so that the next call returns it.
-pub fn samples_after(state: &MmapArray<intf::server_state>, after: u32) -> Vec<intf::rss_sample> {
-    let newest_sequence = newest_sequence(state);
-    let stored_count = newest_sequence.wrapping_sub(after).min(intf::RSS_SAMPLES);
+/// Returns the SYN samples with sequence numbers after `previous_sequence` (0 for all), the oldest first. Only the last
+/// [`RSS_SAMPLES`](intf::RSS_SAMPLES) samples are stored, so older samples may be missing. The list ends before the
+/// first sample that a program is still writing, so that the next call returns it.
+pub fn samples_after(state: &MmapArray<intf::server_state>, previous_sequence: u32) -> Vec<intf::rss_sample> {
+    let newest_sequence = newest_sample_sequence(state);
+    let stored_count = newest_sequence.wrapping_sub(previous_sequence).min(intf::RSS_SAMPLES);
     (0..stored_count).rev().map_while(|age| read_sample(state, newest_sequence.wrapping_sub(age))).collect()
 }
 
-/// Returns the offset at which the sample with a sequence number is stored.
+/// Returns the byte offset in the state of the sample with the sequence number `sequence`.
 fn sample_offset(sequence: u32) -> usize {
     let slot = sequence.wrapping_sub(1) % intf::RSS_SAMPLES;
     offset_of!(intf::server_state, samples) + slot as usize * size_of::<intf::rss_sample>()
 }
 
-/// Returns the sample with a sequence number, or `None` if a program is writing or has replaced it.
+/// Returns the sample with the sequence number `sequence`, or `None` if a program is writing it or has replaced it.
 fn read_sample(state: &MmapArray<intf::server_state>, sequence: u32) -> Option<intf::rss_sample> {
     let offset = sample_offset(sequence);
     let stored_sequence = state.word32(offset + offset_of!(intf::rss_sample, sequence));
@@ -49,7 +49,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns state in memory of its own, in which no SYN has been sampled.
+    /// Returns a server state in new memory, in which no SYN has been sampled.
     fn empty_state() -> MmapArray<intf::server_state> {
         let memory_file = memfd_create("state", MFdFlags::MFD_CLOEXEC).unwrap();
         nix::unistd::ftruncate(&memory_file, size_of::<intf::server_state>() as i64).unwrap();
@@ -60,7 +60,7 @@ mod tests {
         state.word32(offset_of!(intf::server_state, sample_sequence)).fetch_add(1, SeqCst) + 1
     }
 
-    /// Writes a sample whose fields have the value of its sequence number, in the order of `sample_rss()`.
+    /// Writes a sample whose fields all equal its sequence number. The order of the writes is that of `sample_rss()`.
     fn write_sample(state: &MmapArray<intf::server_state>, sequence: u32) {
         let offset = sample_offset(sequence);
         let stored_sequence = state.word32(offset + offset_of!(intf::rss_sample, sequence));
@@ -71,22 +71,22 @@ mod tests {
         stored_sequence.swap(sequence, SeqCst);
     }
 
-    fn sequences(samples: &[intf::rss_sample]) -> Vec<u32> {
+    fn sequence_numbers(samples: &[intf::rss_sample]) -> Vec<u32> {
         samples.iter().map(|sample| sample.sequence).collect()
     }
 
     #[test]
-    fn samples_after_one_that_is_being_written_are_returned_later() {
+    fn samples_after_an_unfinished_sample_are_returned_later() {
         let state = empty_state();
-        assert_eq!(sequences(&samples_after(&state, 0)), []);
+        assert_eq!(sequence_numbers(&samples_after(&state, 0)), []);
         let claimed_sequences = [(); 3].map(|()| claim_sequence(&state));
         assert_eq!(claimed_sequences, [1, 2, 3]);
         write_sample(&state, 1);
         write_sample(&state, 3);
-        assert_eq!(sequences(&samples_after(&state, 0)), [1]);
+        assert_eq!(sequence_numbers(&samples_after(&state, 0)), [1]);
         write_sample(&state, 2);
-        assert_eq!(sequences(&samples_after(&state, 1)), [2, 3]);
-        assert_eq!(sequences(&samples_after(&state, 3)), []);
+        assert_eq!(sequence_numbers(&samples_after(&state, 1)), [2, 3]);
+        assert_eq!(sequence_numbers(&samples_after(&state, 3)), []);
     }
 
     #[test]
@@ -96,8 +96,8 @@ mod tests {
             write_sample(&state, claim_sequence(&state));
         }
         let expected_sequences: Vec<u32> = (11..=intf::RSS_SAMPLES + 10).collect();
-        assert_eq!(sequences(&samples_after(&state, 0)), expected_sequences);
-        assert_eq!(sequences(&samples_after(&state, intf::RSS_SAMPLES + 8)), expected_sequences[254..]);
+        assert_eq!(sequence_numbers(&samples_after(&state, 0)), expected_sequences);
+        assert_eq!(sequence_numbers(&samples_after(&state, intf::RSS_SAMPLES + 8)), expected_sequences[254..]);
     }
 
     #[test]

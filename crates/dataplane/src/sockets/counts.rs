@@ -29,16 +29,16 @@ struct InetDiagReply {
 
 const NO_STATE_BITS: u32 = 0;
 const LISTEN_STATE_BIT: u32 = 1 << 10;
-/// Bits of the TCP states ESTABLISHED, SYN-RECEIVED (for half-open connections), FIN-WAIT-1, FIN-WAIT-2, CLOSE-WAIT,
-/// LAST-ACK and CLOSING (include/net/tcp_states.h).
+/// Bits of the TCP states of counted connections: ESTABLISHED, SYN-RECEIVED (half-open), FIN-WAIT-1, FIN-WAIT-2,
+/// CLOSE-WAIT, LAST-ACK and CLOSING (include/net/tcp_states.h).
 const CONNECTED_STATE_BITS: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 8 | 1 << 9 | 1 << 11;
 /// Size of the receive buffer in bytes, which is the maximum that the kernel fills per read (32 KiB).
 const RECEIVE_BUFFER_BYTES: usize = 32 << 10;
 
-/// Returns the number of TCP connections at each of `services`, in the same order. Connections count from half-open to
-/// the last FIN, without TIME-WAIT. A call takes about 1 us of CPU for every socket at these ports, and less for each
-/// other socket. Fails when the kernel has no sock_diag(7) for TCP or does not answer.
-pub fn connection_counts(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
+/// Counts the TCP connections to each of `services`, in the same order. Connections count from half-open to the last
+/// FIN, without TIME-WAIT. A call takes about 1 us of CPU time for each socket at these ports, and less for each other
+/// socket. Fails when the kernel has no sock_diag(7) for TCP or does not answer.
+pub fn count_connections(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
     let mut counts = vec![0; services.len()];
     if services.is_empty() {
         return Ok(counts);
@@ -68,22 +68,25 @@ pub fn list_listening_sockets() -> anyhow::Result<Vec<(SocketAddr, SocketInode)>
     Ok(listening_sockets)
 }
 
-fn for_each_listed_socket(request: &InetDiagRequest, mut on_socket: impl FnMut(&InetDiagReply)) -> anyhow::Result<()> {
+fn for_each_listed_socket(
+    request: &InetDiagRequest,
+    mut handle_socket: impl FnMut(&InetDiagReply),
+) -> anyhow::Result<()> {
     let (socket, mut buffer) = (open_diag_socket()?, vec![0; RECEIVE_BUFFER_BYTES]);
     nix::unistd::write(&socket, request.as_bytes()).context("asking sock_diag")?;
     // A kernel without IPv6 answers ENOENT.
     let may_lack_family = i32::from(request.family) == libc::AF_INET6;
-    while read_list_part(&socket, &mut buffer, may_lack_family, &mut on_socket)? {}
+    while read_list_part(&socket, &mut buffer, may_lack_family, &mut handle_socket)? {}
     Ok(())
 }
 
-/// Checks that the kernel has sock_diag(7) for TCP. A query for one socket would not show this, because a kernel
-/// without it answers that the socket does not exist.
+/// Checks that the kernel has sock_diag(7) for TCP. A query for one socket cannot check this, because a kernel without
+/// sock_diag(7) for TCP answers that the socket does not exist.
 pub(super) fn ensure_sock_diag_supports_tcp() -> anyhow::Result<()> {
     for_each_listed_socket(&socket_list_request(libc::AF_INET as u8, NO_STATE_BITS, 0), |_| ())
 }
 
-/// Returns the port of all services if it is the same. The kernel then skips sockets at other ports.
+/// Returns the services' port if all services have the same port. The kernel can then skip sockets at other ports.
 fn common_port(services: &[SocketAddr]) -> Option<u16> {
     let port = services.first()?.port();
     services.iter().all(|service| service.port() == port).then_some(port)
@@ -115,8 +118,8 @@ fn socket_list_request(family: u8, state_bits: u32, port: u16) -> InetDiagReques
     }
 }
 
-/// Reads a part of the list and returns whether another part follows. With `may_lack_family`, the kernel may lack this
-/// address family, and the list is then empty.
+/// Reads a part of the list of sockets, and returns whether another part follows. If `may_lack_family` is set, a kernel
+/// without this address family is no error, and the list is then empty.
 fn read_list_part(
     socket: &OwnedFd,
     buffer: &mut [u8],
@@ -154,7 +157,7 @@ fn read_list_part(
     Ok(true)
 }
 
-/// Returns a socket's local address. An IPv4-mapped address becomes IPv4, because sockets at `[::]` accept IPv4.
+/// Returns a socket's local address. Converts IPv4-mapped addresses to IPv4, because sockets at `[::]` accept IPv4.
 fn local_address(listed_socket: &InetDiagReply) -> SocketAddr {
     let (port, source_bytes) =
         (u16::from_be_bytes(listed_socket.socket_id.source_port), listed_socket.socket_id.source_address);
@@ -173,7 +176,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns the result of [`read_list_part`] for a list that ends with `error`.
+    /// Returns the result of [`read_list_part`] for a list that ends with the errno `error`.
     fn read_list_end(kind: i32, error: i32, may_lack_family: bool) -> anyhow::Result<bool> {
         let (reader, mut writer) = std::os::unix::net::UnixStream::pair().unwrap();
         let message_length = (size_of::<NetlinkHeader>() + size_of::<i32>()) as u32;
@@ -201,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_are_counted_from_handshake_to_last_fin() {
+    fn connections_are_counted_from_half_open_to_last_fin() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let dual_stack_listener = TcpListener::bind("[::]:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -209,11 +212,11 @@ mod tests {
         // On a busy machine the loopback device delivers packets with a delay.
         let wait_for_counts = |expected: [u32; 2], description: &str| {
             let deadline = Instant::now() + Duration::from_secs(30);
-            while connection_counts(&[address, dual_stack_address]).unwrap() != expected {
+            while count_connections(&[address, dual_stack_address]).unwrap() != expected {
                 assert!(
                     Instant::now() < deadline,
                     "{description}: {:?}",
-                    connection_counts(&[address, dual_stack_address])
+                    count_connections(&[address, dual_stack_address])
                 );
                 std::thread::sleep(Duration::from_millis(1));
             }
@@ -224,8 +227,8 @@ mod tests {
         let _unaccepted_connection = TcpStream::connect(address).unwrap();
         let _dual_stack_pair = connect_pair(&dual_stack_listener, dual_stack_address);
         wait_for_counts([301, 1], "all of them");
-        assert_eq!(connection_counts(&[dual_stack_address]).unwrap(), [1], "one port");
-        assert_eq!(connection_counts(&[]).unwrap(), [0; 0]);
+        assert_eq!(count_connections(&[dual_stack_address]).unwrap(), [1], "one port");
+        assert_eq!(count_connections(&[]).unwrap(), [0; 0]);
         // The server has closed its half. Its socket is in FIN-WAIT-2 and still receives from the client.
         let (mut client, server) = connection_pairs.pop().unwrap();
         server.shutdown(Shutdown::Write).unwrap();

@@ -24,9 +24,9 @@ fn pin_thread_to_cpu(cpu: usize) {
     sched_setaffinity(Pid::from_raw(0), &single_cpu).unwrap();
 }
 
-/// The busy time is read while the task is running, so no task switch has ended the measured period yet.
+/// The busy time is read while the task is running, so that the busy period has not ended by a task switch.
 #[test]
-fn cpu_is_busy_while_a_task_runs() {
+fn running_task_counts_as_busy() {
     skip_if!(missing_bpf_rights());
     let busy_time_counter = CpuBusyTimeCounter::start().unwrap();
     let cpu = nix::sched::sched_getcpu().unwrap();
@@ -36,22 +36,25 @@ fn cpu_is_busy_while_a_task_runs() {
     for _ in 0..5 {
         // Other tasks may run between two of these lines, so each measured period contains the next period.
         let start_ns = monotonic_ns();
-        let busy_ns_before = busy_time_counter.busy_ns(cpu);
-        let thread_time_before = thread_cpu_time();
+        let busy_ns_before = busy_time_counter.cpu_busy_ns(cpu);
+        let thread_cpu_time_before = thread_cpu_time();
         let spin_start = Instant::now();
         while spin_start.elapsed() < Duration::from_millis(60) {}
-        let thread_ns = (thread_cpu_time() - thread_time_before).as_nanos() as u64;
-        let busy_ns = busy_time_counter.busy_ns(cpu) - busy_ns_before;
+        let thread_cpu_ns = (thread_cpu_time() - thread_cpu_time_before).as_nanos() as u64;
+        let busy_ns = busy_time_counter.cpu_busy_ns(cpu) - busy_ns_before;
         let elapsed_ns = monotonic_ns() - start_ns;
         // Time stolen from a virtual CPU counts as busy for the CPU, but not for the thread.
-        assert!(busy_ns + 2_000_000 >= thread_ns, "busy for {busy_ns} ns, the thread alone ran for {thread_ns}");
+        assert!(
+            busy_ns + 2_000_000 >= thread_cpu_ns,
+            "busy for {busy_ns} ns, the thread alone ran for {thread_cpu_ns}"
+        );
         assert!(busy_ns <= elapsed_ns + 2_000_000, "busy for {busy_ns} ns of {elapsed_ns}");
     }
-    assert_eq!(busy_time_counter.busy_ns(100_000), 0, "no such CPU");
+    assert_eq!(busy_time_counter.cpu_busy_ns(100_000), 0, "no such CPU");
 }
 
-/// The counted time is compared with the kernel's idle time in /proc/stat. On machines with stolen time the kernel's
-/// value was 7 to 25 % wrong. Therefore it is used only to decide whether the CPUs were idle at all.
+/// The counted busy time is compared with the kernel's idle time in /proc/stat. On machines with stolen time, the
+/// kernel's value was wrong by 7 to 25 %. Therefore it is used only to decide whether the CPUs were idle at all.
 #[test]
 fn idle_time_is_not_counted_as_busy() {
     skip_if!(missing_bpf_rights());
@@ -60,7 +63,7 @@ fn idle_time_is_not_counted_as_busy() {
     let ticks_before = read_cpu_ticks();
     let (mut min_busy_share, mut elapsed_ns) = (f64::INFINITY, 0);
     for _ in 0..20 {
-        let read_busy_ns = || (0..ticks_before.len()).map(|cpu| busy_time_counter.busy_ns(cpu)).collect::<Vec<_>>();
+        let read_busy_ns = || (0..ticks_before.len()).map(|cpu| busy_time_counter.cpu_busy_ns(cpu)).collect::<Vec<_>>();
         let start_ns = monotonic_ns();
         let busy_ns_before = read_busy_ns();
         std::thread::sleep(Duration::from_millis(100));
@@ -85,8 +88,9 @@ fn idle_time_is_not_counted_as_busy() {
     );
 }
 
-/// Compares the share of the time in which a CPU was busy with the kernel's value, of which a part was stolen.
-fn expect_agreement_with_kernel(busy_share: f64, kernel_busy_share: f64, stolen_share: f64) {
+/// Asserts that the share of time in which a CPU was busy is close to the kernel's value. Of that value, `stolen_share`
+/// was stolen by the hypervisor.
+fn expect_busy_share_near_kernel_value(busy_share: f64, kernel_busy_share: f64, stolen_share: f64) {
     assert!(
         busy_share > kernel_busy_share - stolen_share - 0.1,
         "busy for {busy_share:.3}, by the kernel {kernel_busy_share:.3}, stolen {stolen_share:.3}"
@@ -97,8 +101,8 @@ fn expect_agreement_with_kernel(busy_share: f64, kernel_busy_share: f64, stolen_
     );
 }
 
-/// RPS receives a UDP flood from one CPU in softirqs on another CPU, which is otherwise idle. The busy time must agree
-/// with the kernel's idle time, which is measured. The other columns of /proc/stat are samples (docs/cost.md). The
+/// One CPU sends a UDP flood, which another, otherwise idle CPU receives in softirqs (RPS). The busy time must agree
+/// with the idle time in /proc/stat, which the kernel measures. The other columns are samples (docs/cost.md). The
 /// tolerance allows for interrupts without a tracepoint.
 #[test]
 fn receiving_packets_counts_as_busy() {
@@ -115,21 +119,21 @@ fn receiving_packets_counts_as_busy() {
             scope.spawn(|| send_flood(SENDER_CPU, &is_done));
             std::thread::sleep(Duration::from_millis(100));
             let (start_ns, start_ticks, start_busy_ns) =
-                (monotonic_ns(), read_cpu_ticks()[RECEIVER_CPU], busy_time_counter.busy_ns(RECEIVER_CPU));
+                (monotonic_ns(), read_cpu_ticks()[RECEIVER_CPU], busy_time_counter.cpu_busy_ns(RECEIVER_CPU));
             std::thread::sleep(Duration::from_secs(3));
-            let busy_ns = busy_time_counter.busy_ns(RECEIVER_CPU) - start_busy_ns;
+            let busy_ns = busy_time_counter.cpu_busy_ns(RECEIVER_CPU) - start_busy_ns;
             let receiver_ticks = read_cpu_ticks()[RECEIVER_CPU] - start_ticks;
             is_done.store(true, Ordering::Relaxed);
             let elapsed_ns = (monotonic_ns() - start_ns) as f64;
-            let share_of_time = |ticks: u64| (ticks * TICK_NS) as f64 / elapsed_ns;
+            let share_of_elapsed_time = |ticks: u64| (ticks * TICK_NS) as f64 / elapsed_ns;
             let (busy_share, kernel_busy_share, stolen_share) = (
                 busy_ns as f64 / elapsed_ns,
-                1.0 - share_of_time(receiver_ticks.idle_ticks),
-                share_of_time(receiver_ticks.stolen_ticks),
+                1.0 - share_of_elapsed_time(receiver_ticks.idle_ticks),
+                share_of_elapsed_time(receiver_ticks.stolen_ticks),
             );
             println!("busy: {busy_share:.3}, by the kernel {kernel_busy_share:.3}, of it stolen {stolen_share:.3}");
             assert!(kernel_busy_share > 0.1, "the flood did not reach CPU {RECEIVER_CPU}");
-            expect_agreement_with_kernel(busy_share, kernel_busy_share, stolen_share);
+            expect_busy_share_near_kernel_value(busy_share, kernel_busy_share, stolen_share);
         });
     })
     .join()
@@ -164,7 +168,7 @@ fn send_flood(cpu: usize, is_done: &AtomicBool) {
     }
 }
 
-/// Length of a tick, the unit of times in /proc/stat (proc(5)), which is 10 ms.
+/// Duration of a tick, the unit of times in /proc/stat (proc(5)), in ns.
 const TICK_NS: u64 = 10_000_000;
 
 #[derive(Clone, Copy)]

@@ -13,8 +13,8 @@ use coreward_model::rss::seeded_rng;
 
 use crate::support::balancer::{Balancer, XDP_DROP, XDP_PASS, XDP_TX, id, random_table, service_address};
 use crate::support::tunnel::{
-    ETHERNET_BYTES, OWN_OUTER_ADDRESSES, TunnelVariant, client, ip_header_bytes, own_outer_address,
-    server_outer_address, service_vip, set_traffic_class,
+    ETHERNET_HEADER_BYTES, OWN_OUTER_ADDRESSES, TunnelVariant, client_socket_address, ip_header_bytes,
+    own_outer_address, server_outer_address, service_vip, set_traffic_class,
 };
 use crate::support::{
     ExtensionHeader, Family, MORE_FRAGMENTS, SYN, TcpPacket, aligned_timestamp_option, ipv4_frame, ipv6_frame,
@@ -23,17 +23,17 @@ use crate::support::{
 
 const CONGESTION_EXPERIENCED: u8 = 3;
 const UDP_PROTOCOL: u8 = 17;
-const FRAGMENT_HEADER_NUMBER: u8 = 44;
+const IPV6_FRAGMENT_HEADER: u8 = 44;
 
 fn load_decapsulation() -> Decapsulation {
     let decapsulation = Decapsulation::load_unattached().unwrap();
-    decapsulation.set_sources(&Family::BOTH.map(own_outer_address)).unwrap();
+    decapsulation.set_source_addresses(&Family::BOTH.map(own_outer_address)).unwrap();
     decapsulation.set_vips(&Family::BOTH.map(|family| service_vip(family).ip())).unwrap();
     decapsulation
 }
 
 fn client_packet(family: Family) -> Vec<u8> {
-    TcpPacket::between(client(family), service_vip(family)).frame()
+    TcpPacket::between(client_socket_address(family), service_vip(family)).frame()
 }
 
 fn ip_frame(source: IpAddr, destination: IpAddr, protocol: u8, fragment: u16, transport: &[u8]) -> Vec<u8> {
@@ -48,12 +48,12 @@ fn ip_frame(source: IpAddr, destination: IpAddr, protocol: u8, fragment: u16, tr
 
 fn udp_frame(family: Family, port: u16) -> Vec<u8> {
     let udp_bytes = [&40_000u16.to_be_bytes()[..], &port.to_be_bytes(), &[0, 12, 0, 0], b"data"].concat();
-    ip_frame(client(family).ip(), service_vip(family).ip(), UDP_PROTOCOL, 0, &udp_bytes)
+    ip_frame(client_socket_address(family).ip(), service_vip(family).ip(), UDP_PROTOCOL, 0, &udp_bytes)
 }
 
-/// Returns `frame` as a load balancer encapsulates it, with the given form of outer header.
+/// Encapsulates `frame` as a load balancer does, with the outer header of `variant`.
 fn encapsulate(variant: TunnelVariant, frame: &[u8]) -> Vec<u8> {
-    let inner_packet = &frame[ETHERNET_BYTES..];
+    let inner_packet = &frame[ETHERNET_HEADER_BYTES..];
     let mut outer_transport = Vec::new();
     if variant.forwarding == Forwarding::Gue {
         for header_field in [50_000, intf::GUE_PORT as u16, (inner_packet.len() + 8) as u16, 0] {
@@ -70,8 +70,9 @@ fn encapsulate(variant: TunnelVariant, frame: &[u8]) -> Vec<u8> {
     )
 }
 
-/// Runs the program on `frame`. Asserts that exactly `counter` has increased, or no counter if `counter` is `None`.
-fn run_expecting_counter(decapsulation: &Decapsulation, frame: &[u8], counter: Option<&str>) -> (i32, Vec<u8>) {
+/// Runs the program on `frame`, and returns its verdict and the packet. Asserts that only `counter` has increased, or
+/// no counter if `counter` is `None`.
+fn run_and_expect_counter(decapsulation: &Decapsulation, frame: &[u8], counter: Option<&str>) -> (i32, Vec<u8>) {
     let counters_before = decapsulation.counters().unwrap();
     let outcome = test_run::run(decapsulation.program(), frame, 1).unwrap();
     let counters_after = decapsulation.counters().unwrap();
@@ -83,29 +84,30 @@ fn run_expecting_counter(decapsulation: &Decapsulation, frame: &[u8], counter: O
     (outcome.verdict, outcome.packet)
 }
 
-/// Applies `change` to an encapsulated packet of each form. Asserts that it is then dropped and counted as `counter`.
+/// Applies `change` to an encapsulated packet of each tunnel variant. Asserts that the program drops the changed packet
+/// and counts it as `counter`.
 fn expect_drop_of_changed_packet(counter: &str, change: impl Fn(&mut Vec<u8>, TunnelVariant)) {
     skip_if!(missing_bpf_rights());
     let decapsulation = load_decapsulation();
     for variant in TunnelVariant::all() {
         let mut frame = encapsulate(variant, &client_packet(variant.inner_family));
         change(&mut frame, variant);
-        assert_eq!(run_expecting_counter(&decapsulation, &frame, Some(counter)).0, XDP_DROP, "{variant:?}");
+        assert_eq!(run_and_expect_counter(&decapsulation, &frame, Some(counter)).0, XDP_DROP, "{variant:?}");
     }
 }
 
 #[test]
-fn packet_of_a_load_balancer_loses_its_outer_header() {
+fn outer_header_of_load_balancers_packet_is_removed() {
     skip_if!(missing_bpf_rights());
     let decapsulation = load_decapsulation();
     for variant in TunnelVariant::all() {
-        let (client, vip) = (client(variant.inner_family), service_vip(variant.inner_family));
+        let (client, vip) = (client_socket_address(variant.inner_family), service_vip(variant.inner_family));
         let inner_fragment = ip_frame(
             client.ip(),
             vip.ip(),
             UDP_PROTOCOL,
             MORE_FRAGMENTS,
-            &udp_frame(variant.inner_family, 53)[ETHERNET_BYTES + 20..],
+            &udp_frame(variant.inner_family, 53)[ETHERNET_HEADER_BYTES + 20..],
         );
         let mut inner_frames = vec![client_packet(variant.inner_family), inner_fragment];
         match (client, vip) {
@@ -121,7 +123,7 @@ fn packet_of_a_load_balancer_loses_its_outer_header() {
         for inner_frame in inner_frames {
             let frame = encapsulate(variant, &inner_frame);
             assert_eq!(
-                run_expecting_counter(&decapsulation, &frame, Some("decapsulated")),
+                run_and_expect_counter(&decapsulation, &frame, Some("decapsulated")),
                 (XDP_PASS, inner_frame),
                 "{variant:?}"
             );
@@ -130,13 +132,13 @@ fn packet_of_a_load_balancer_loses_its_outer_header() {
 }
 
 #[test]
-fn padding_behind_the_outer_packet_is_no_error() {
+fn padding_after_the_outer_packet_is_accepted() {
     skip_if!(missing_bpf_rights());
     for variant in TunnelVariant::all() {
         let inner_frame = client_packet(variant.inner_family);
         let frame = [encapsulate(variant, &inner_frame), vec![0; 9]].concat();
         assert_eq!(
-            run_expecting_counter(&load_decapsulation(), &frame, Some("decapsulated")),
+            run_and_expect_counter(&load_decapsulation(), &frame, Some("decapsulated")),
             (XDP_PASS, [inner_frame, vec![0; 9]].concat())
         );
     }
@@ -163,26 +165,26 @@ fn foreign_packets_pass_unchanged() {
     let gue_variant =
         TunnelVariant { forwarding: Forwarding::Gue, inner_family: Family::Ipv4, outer_family: Family::Ipv4 };
     let mut later_fragment = encapsulate(gue_variant, &client_packet(gue_variant.inner_family));
-    later_fragment[ETHERNET_BYTES + 7] = 5;
+    later_fragment[ETHERNET_HEADER_BYTES + 7] = 5;
     let ipv6_outer_variant = TunnelVariant { outer_family: Family::Ipv6, ..gue_variant };
     let mut ipv6_fragment = encapsulate(ipv6_outer_variant, &client_packet(gue_variant.inner_family));
-    ipv6_fragment[ETHERNET_BYTES + 6] = FRAGMENT_HEADER_NUMBER;
+    ipv6_fragment[ETHERNET_HEADER_BYTES + 6] = IPV6_FRAGMENT_HEADER;
     for frame in foreign_frames.into_iter().chain([later_fragment, ipv6_fragment]) {
-        assert_eq!(run_expecting_counter(&decapsulation, &frame, None), (XDP_PASS, frame));
+        assert_eq!(run_and_expect_counter(&decapsulation, &frame, None), (XDP_PASS, frame));
     }
 }
 
 #[test]
-fn source_that_is_no_load_balancer_is_dropped() {
+fn packet_from_unknown_source_is_dropped() {
     expect_drop_of_changed_packet("drop_decap_foreign_source", |frame, variant| {
-        frame[ETHERNET_BYTES + if variant.outer_family == Family::Ipv4 { 15 } else { 23 }] ^= 1;
+        frame[ETHERNET_HEADER_BYTES + if variant.outer_family == Family::Ipv4 { 15 } else { 23 }] ^= 1;
     });
 }
 
 #[test]
-fn inner_destination_that_is_no_vip_is_dropped() {
+fn packet_to_unknown_inner_destination_is_dropped() {
     expect_drop_of_changed_packet("drop_decap_foreign_destination", |frame, variant| {
-        frame[ETHERNET_BYTES + variant.overhead_bytes() + ip_header_bytes(variant.inner_family) - 1] ^= 1
+        frame[ETHERNET_HEADER_BYTES + variant.overhead_bytes() + ip_header_bytes(variant.inner_family) - 1] ^= 1
     });
 }
 
@@ -192,9 +194,9 @@ fn fragment_of_an_encapsulated_ipv4_packet_is_dropped() {
     let decapsulation = load_decapsulation();
     for variant in TunnelVariant::all().filter(|form| form.outer_family == Family::Ipv4) {
         let mut first_fragment = encapsulate(variant, &client_packet(variant.inner_family));
-        first_fragment[ETHERNET_BYTES + 6] = 0x20;
+        first_fragment[ETHERNET_HEADER_BYTES + 6] = 0x20;
         let mut later_fragment = encapsulate(variant, &client_packet(variant.inner_family));
-        later_fragment[ETHERNET_BYTES + 7] = 5;
+        later_fragment[ETHERNET_HEADER_BYTES + 7] = 5;
         // A later fragment has no ports, so the program cannot recognise it as GUE.
         let fragments = if variant.forwarding == Forwarding::Ipip {
             vec![first_fragment, later_fragment]
@@ -202,17 +204,17 @@ fn fragment_of_an_encapsulated_ipv4_packet_is_dropped() {
             vec![first_fragment]
         };
         for frame in fragments {
-            assert_eq!(run_expecting_counter(&decapsulation, &frame, Some("drop_decap_fragment")).0, XDP_DROP);
+            assert_eq!(run_and_expect_counter(&decapsulation, &frame, Some("drop_decap_fragment")).0, XDP_DROP);
         }
     }
 }
 
 #[test]
-fn encapsulated_tunnel_packet_is_dropped() {
+fn nested_tunnel_packet_is_dropped() {
     for protocol in [4, 41, 47] {
         expect_drop_of_changed_packet("drop_decap_nested", |frame, variant| {
             let tunnel_frame = ip_frame(
-                client(variant.inner_family).ip(),
+                client_socket_address(variant.inner_family).ip(),
                 service_vip(variant.inner_family).ip(),
                 protocol,
                 0,
@@ -227,12 +229,13 @@ fn encapsulated_tunnel_packet_is_dropped() {
 }
 
 #[test]
-fn encapsulated_tunnel_behind_extension_headers_is_dropped() {
+fn nested_tunnel_after_extension_headers_is_dropped() {
     expect_drop_of_changed_packet("drop_decap_nested", |frame, variant| {
         let ipv6_inner_variant = TunnelVariant { inner_family: Family::Ipv6, ..variant };
-        let (IpAddr::V6(client), IpAddr::V6(vip)) =
-            (client(ipv6_inner_variant.inner_family).ip(), service_vip(ipv6_inner_variant.inner_family).ip())
-        else {
+        let (IpAddr::V6(client), IpAddr::V6(vip)) = (
+            client_socket_address(ipv6_inner_variant.inner_family).ip(),
+            service_vip(ipv6_inner_variant.inner_family).ip(),
+        ) else {
             panic!()
         };
         let extension_headers: Vec<ExtensionHeader> =
@@ -245,35 +248,35 @@ fn encapsulated_tunnel_behind_extension_headers_is_dropped() {
 fn packets_with_contradictory_lengths_are_dropped() {
     let length_field_offset = |family| if family == Family::Ipv4 { 3 } else { 5 };
     expect_drop_of_changed_packet("drop_decap_truncated", |frame, variant| {
-        frame[ETHERNET_BYTES + length_field_offset(variant.outer_family)] ^= 1
+        frame[ETHERNET_HEADER_BYTES + length_field_offset(variant.outer_family)] ^= 1
     });
     expect_drop_of_changed_packet("drop_decap_truncated", |frame, variant| {
-        frame[ETHERNET_BYTES + variant.overhead_bytes() + length_field_offset(variant.inner_family)] ^= 1;
+        frame[ETHERNET_HEADER_BYTES + variant.overhead_bytes() + length_field_offset(variant.inner_family)] ^= 1;
     });
     // Flipping the first bit gives the other IP version, and flipping the second an unknown version.
     for flipped_bits in [0x20, 0x80] {
         expect_drop_of_changed_packet("drop_decap_truncated", |frame, variant| {
-            frame[ETHERNET_BYTES + variant.overhead_bytes()] ^= flipped_bits
+            frame[ETHERNET_HEADER_BYTES + variant.overhead_bytes()] ^= flipped_bits
         });
     }
     expect_drop_of_changed_packet("drop_decap_truncated", |frame, _| frame.truncate(frame.len() - 1));
     expect_drop_of_changed_packet("drop_decap_truncated", |frame, variant| {
-        frame.truncate(ETHERNET_BYTES + variant.overhead_bytes() + ip_header_bytes(variant.inner_family) - 1);
+        frame.truncate(ETHERNET_HEADER_BYTES + variant.overhead_bytes() + ip_header_bytes(variant.inner_family) - 1);
     });
     expect_drop_of_changed_packet("drop_decap_truncated", |frame, variant| match variant.inner_family {
         // The length in the IP header becomes four words, which is too short.
-        Family::Ipv4 => frame[ETHERNET_BYTES + variant.overhead_bytes()] ^= 1,
-        Family::Ipv6 => frame.truncate(ETHERNET_BYTES + variant.overhead_bytes()),
+        Family::Ipv4 => frame[ETHERNET_HEADER_BYTES + variant.overhead_bytes()] ^= 1,
+        Family::Ipv6 => frame.truncate(ETHERNET_HEADER_BYTES + variant.overhead_bytes()),
     });
 }
 
 #[test]
-fn datagram_length_longer_than_its_packet_is_dropped() {
+fn udp_length_above_packet_length_is_dropped() {
     skip_if!(missing_bpf_rights());
     for variant in TunnelVariant::all().filter(|form| form.forwarding == Forwarding::Gue) {
         let mut frame = encapsulate(variant, &client_packet(variant.inner_family));
-        frame[ETHERNET_BYTES + ip_header_bytes(variant.outer_family) + 5] -= 1;
-        assert_eq!(run_expecting_counter(&load_decapsulation(), &frame, Some("drop_decap_truncated")).0, XDP_DROP);
+        frame[ETHERNET_HEADER_BYTES + ip_header_bytes(variant.outer_family) + 5] -= 1;
+        assert_eq!(run_and_expect_counter(&load_decapsulation(), &frame, Some("drop_decap_truncated")).0, XDP_DROP);
     }
 }
 
@@ -289,7 +292,7 @@ fn congestion_mark_is_copied_or_the_packet_is_dropped() {
         set_traffic_class(&mut frame, CONGESTION_EXPERIENCED);
         set_traffic_class(&mut inner_frame, 0xb8 | CONGESTION_EXPERIENCED);
         assert_eq!(
-            run_expecting_counter(&decapsulation, &frame, Some("decapsulated")),
+            run_and_expect_counter(&decapsulation, &frame, Some("decapsulated")),
             (XDP_PASS, inner_frame),
             "{variant:?} {inner_ecn}"
         );
@@ -309,16 +312,16 @@ fn packets_of_removed_sources_and_vips_are_dropped() {
         decapsulation
             .set_vips(&other_families.iter().map(|family| service_vip(*family).ip()).collect::<Vec<_>>())
             .unwrap();
-        assert_eq!(run_expecting_counter(&decapsulation, &frame, Some("drop_decap_foreign_destination")).0, XDP_DROP);
+        assert_eq!(run_and_expect_counter(&decapsulation, &frame, Some("drop_decap_foreign_destination")).0, XDP_DROP);
         decapsulation.set_vips(&[service_vip(variant.inner_family).ip()]).unwrap();
-        assert_eq!(run_expecting_counter(&decapsulation, &frame, Some("decapsulated")).0, XDP_PASS);
-        decapsulation.set_sources(&[]).unwrap();
-        assert_eq!(run_expecting_counter(&decapsulation, &frame, Some("drop_decap_foreign_source")).0, XDP_DROP);
+        assert_eq!(run_and_expect_counter(&decapsulation, &frame, Some("decapsulated")).0, XDP_PASS);
+        decapsulation.set_source_addresses(&[]).unwrap();
+        assert_eq!(run_and_expect_counter(&decapsulation, &frame, Some("drop_decap_foreign_source")).0, XDP_DROP);
     }
 }
 
 #[test]
-fn encapsulated_packet_arrives_unchanged() {
+fn decapsulation_restores_the_packet_before_encapsulation() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(35, 0);
     for variant in TunnelVariant::all() {
@@ -340,15 +343,15 @@ fn encapsulated_packet_arrives_unchanged() {
         let syn = TcpPacket {
             flags: SYN,
             tcp_options,
-            ..TcpPacket::between(client(variant.inner_family), service_vip(variant.inner_family))
+            ..TcpPacket::between(client_socket_address(variant.inner_family), service_vip(variant.inner_family))
         }
         .frame();
         let (xdp_action, packet) = balancer.run(&syn);
         assert_eq!(xdp_action, XDP_TX);
-        let decapsulated_frame = run_expecting_counter(&load_decapsulation(), &packet, Some("decapsulated"));
+        let decapsulated_frame = run_and_expect_counter(&load_decapsulation(), &packet, Some("decapsulated"));
         assert_eq!(
             decapsulated_frame,
-            (XDP_PASS, [&packet[..ETHERNET_BYTES - 2], &syn[ETHERNET_BYTES - 2..]].concat()),
+            (XDP_PASS, [&packet[..ETHERNET_HEADER_BYTES - 2], &syn[ETHERNET_HEADER_BYTES - 2..]].concat()),
             "{variant:?}"
         );
     }

@@ -19,8 +19,8 @@ use crate::support::{missing_bpf_rights, skip_if};
 const TEST_TIMEOUTS: Timeouts =
     Timeouts { response_timeout: Duration::from_millis(500), stall_after: Duration::from_millis(300) };
 
-fn poll_repeatedly(env: &mut TestEnv, count: u32) {
-    (0..count).for_each(|_| _ = env.poll(&TEST_TIMEOUTS));
+fn poll_repeatedly(env: &mut TestEnv, poll_count: u32) {
+    (0..poll_count).for_each(|_| _ = env.poll(&TEST_TIMEOUTS));
 }
 
 fn unmatched_response_count(env: &TestEnv) -> u64 {
@@ -36,18 +36,18 @@ fn only_an_expected_response_completes_a_request() {
         env.send_request(&first_client, b"a");
         env.send_request(&second_client, b"b");
         let requests = env.read_requests(2);
-        assert_eq!(env.outstanding_counts(), [2]);
+        assert_eq!(env.outstanding_request_counts(), [2]);
         env.send_response(&requests[0]);
-        assert_eq!((env.outstanding_counts(), unmatched_response_count(&env)), (vec![1], 0));
+        assert_eq!((env.outstanding_request_counts(), unmatched_response_count(&env)), (vec![1], 0));
         // Further datagrams of the same response complete no other request.
         env.send_response(&requests[0]);
         env.send_response(&requests[0]);
-        assert_eq!((env.outstanding_counts(), unmatched_response_count(&env)), (vec![1], 2));
+        assert_eq!((env.outstanding_request_counts(), unmatched_response_count(&env)), (vec![1], 2));
         // These datagrams are no responses. One goes to a client without a request, one comes from a foreign socket.
         let foreign_socket = UdpSocket::bind("127.0.0.1:0").unwrap();
         env.worker_sockets[&0].send_to(b"x", foreign_socket.local_addr().unwrap()).unwrap();
         foreign_socket.send_to(b"x", second_client.local_addr().unwrap()).unwrap();
-        assert_eq!((env.outstanding_counts(), unmatched_response_count(&env)), (vec![1], 3));
+        assert_eq!((env.outstanding_request_counts(), unmatched_response_count(&env)), (vec![1], 3));
         env.send_response(&requests[1]);
         let worker_counts = env.worker_counts(0);
         assert_eq!(
@@ -73,12 +73,18 @@ fn request_ids_distinguish_requests_of_one_client() {
         let client = client_socket();
         (0..3u8).for_each(|id| env.send_request(&client, &[9, id, 7]));
         env.read_requests(3);
-        let answer_with_id = |id: u8| {
+        let respond_with_request_id = |id: u8| {
             env.worker_sockets[&0].send_to(&[8, 8, id, 7, 1, 2, 3], client.local_addr().unwrap()).unwrap();
-            env.outstanding_counts()[0]
+            env.outstanding_request_counts()[0]
         };
         assert_eq!(
-            [answer_with_id(1), answer_with_id(1), answer_with_id(5), answer_with_id(0), answer_with_id(2)],
+            [
+                respond_with_request_id(1),
+                respond_with_request_id(1),
+                respond_with_request_id(5),
+                respond_with_request_id(0),
+                respond_with_request_id(2)
+            ],
             [2, 2, 2, 1, 0]
         );
         assert_eq!(unmatched_response_count(&env), 2);
@@ -93,20 +99,20 @@ fn response_from_another_socket_of_the_service_completes_a_request() {
         let client = client_socket();
         env.send_request(&client, b"to 0");
         env.send_request(&client, b"to 1");
-        assert_eq!(env.outstanding_counts(), [1, 1]);
+        assert_eq!(env.outstanding_request_counts(), [1, 1]);
         // Worker 1 responds for both workers. Its first response completes its own request.
         let client_address = client.local_addr().unwrap();
         env.worker_sockets[&1].send_to(b"by 1", client_address).unwrap();
-        assert_eq!(env.outstanding_counts(), [1, 0]);
+        assert_eq!(env.outstanding_request_counts(), [1, 0]);
         // A socket at the service's port that is no worker completes the other worker's request.
         let other_socket = open_worker_socket(SERVICE_ADDRESS);
         other_socket.send_to(b"for 0", client_address).unwrap();
-        assert_eq!((env.outstanding_counts(), unmatched_response_count(&env)), (vec![0, 0], 0));
+        assert_eq!((env.outstanding_request_counts(), unmatched_response_count(&env)), (vec![0, 0], 0));
     });
 }
 
 #[test]
-fn equal_address_in_another_namespace_is_another_service() {
+fn same_address_in_another_namespace_is_another_service() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
         let env = TestEnv::new(1, &dispatch_options(Policy::ShortestQueue));
@@ -118,12 +124,12 @@ fn equal_address_in_another_namespace_is_another_service() {
             let other_socket = open_worker_socket(SERVICE_ADDRESS);
             other_socket.send_to(b"b", ("127.0.0.1", client_port)).unwrap();
         });
-        assert_eq!((env.outstanding_counts(), unmatched_response_count(&env)), (vec![1], 0));
+        assert_eq!((env.outstanding_request_counts(), unmatched_response_count(&env)), (vec![1], 0));
     });
 }
 
 #[test]
-fn request_read_but_not_answered_is_abandoned() {
+fn unanswered_request_is_abandoned_after_timeout() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
         let mut env = TestEnv::new(1, &dispatch_options(Policy::ShortestQueue));
@@ -131,7 +137,7 @@ fn request_read_but_not_answered_is_abandoned() {
         clients.iter().for_each(|client| env.send_request(client, b"a"));
         // Requests in a worker's receive queue are never abandoned.
         poll_repeatedly(&mut env, 20);
-        assert_eq!((env.outstanding_counts(), env.worker_counts(0).queued_datagrams), (vec![5], 5));
+        assert_eq!((env.outstanding_request_counts(), env.worker_counts(0).queued_datagrams), (vec![5], 5));
         let requests = env.read_requests(5);
         env.send_response(&requests[0]);
         // The worker has read all requests. Four responses are missing, and these four requests have timed out.
@@ -148,14 +154,14 @@ fn request_read_but_not_answered_is_abandoned() {
         );
         // A response to an abandoned request does not change the number of outstanding requests.
         env.send_response(&requests[1]);
-        assert_eq!((env.outstanding_counts(), unmatched_response_count(&env)), (vec![0], 1));
+        assert_eq!((env.outstanding_request_counts(), unmatched_response_count(&env)), (vec![0], 1));
         // A new request is outstanding until its timeout.
         env.send_request(&clients[0], b"a");
         env.read_one_request();
         poll_repeatedly(&mut env, 5);
-        assert_eq!(env.outstanding_counts(), [1]);
+        assert_eq!(env.outstanding_request_counts(), [1]);
         poll_repeatedly(&mut env, 1);
-        assert_eq!((env.outstanding_counts(), env.worker_counts(0).abandoned_requests), (vec![0], 5));
+        assert_eq!((env.outstanding_request_counts(), env.worker_counts(0).abandoned_requests), (vec![0], 5));
     });
 }
 
@@ -171,10 +177,10 @@ fn request_dropped_by_a_full_receive_buffer_is_abandoned_at_once() {
             let clients: Vec<UdpSocket> = (0..100).map(|_| client_socket()).collect();
             clients.iter().for_each(|client| env.send_request(client, &[0; 200]));
             // Drops are noticed without a poll, but the kernel drops a datagram shortly after it was dispatched.
-            let outstanding_sum = |env: &TestEnv| env.outstanding_counts().iter().sum::<u32>();
+            let total_outstanding_requests = |env: &TestEnv| env.outstanding_request_counts().iter().sum::<u32>();
             let waiting_requests = wait_for_value("what is dropped to be given up", || {
                 let abandoned_requests: u64 = (0..2).map(|slot| env.worker_counts(slot).abandoned_requests).sum();
-                let waiting_requests = outstanding_sum(&env);
+                let waiting_requests = total_outstanding_requests(&env);
                 (u64::from(waiting_requests) + abandoned_requests == 100).then_some(waiting_requests)
             });
             assert!(waiting_requests < 50, "{policy:?}: {waiting_requests}");
@@ -190,28 +196,28 @@ fn request_dropped_by_a_full_receive_buffer_is_abandoned_at_once() {
             }
             // Only the dropped requests were abandoned, so every response finds its request.
             env.read_requests(waiting_requests as usize).iter().for_each(|request| env.send_response(request));
-            assert_eq!((outstanding_sum(&env), unmatched_response_count(&env)), (0, 0), "{policy:?}");
+            assert_eq!((total_outstanding_requests(&env), unmatched_response_count(&env)), (0, 0), "{policy:?}");
         });
     }
 }
 
 #[test]
-fn uncounted_waiting_request_becomes_outstanding() {
+fn uncounted_request_in_queue_becomes_outstanding() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
         let mut env = TestEnv::new(1, &dispatch_options(Policy::ShortestQueue));
         // One client port sends more requests than the table's sets can hold for it.
         let client = client_socket();
         (0..40u8).for_each(|number| env.send_request(&client, &[number]));
-        assert_eq!((env.outstanding_counts(), env.counter(intf::DISPATCH_COUNTER_UNTRACKED)), (vec![32], 8));
+        assert_eq!((env.outstanding_request_counts(), env.counter(intf::DISPATCH_COUNTER_UNTRACKED)), (vec![32], 8));
         poll_repeatedly(&mut env, 1);
-        assert_eq!(env.outstanding_counts(), [40]);
+        assert_eq!(env.outstanding_request_counts(), [40]);
         let requests = env.read_requests(40);
         requests[..8].iter().for_each(|request| env.send_response(request));
         poll_repeatedly(&mut env, 1);
-        assert_eq!(env.outstanding_counts(), [24]);
+        assert_eq!(env.outstanding_request_counts(), [24]);
         requests[8..].iter().for_each(|request| env.send_response(request));
-        assert_eq!((env.outstanding_counts(), unmatched_response_count(&env)), (vec![0], 8));
+        assert_eq!((env.outstanding_request_counts(), unmatched_response_count(&env)), (vec![0], 8));
     });
 }
 
@@ -223,26 +229,30 @@ fn stalled_worker_is_disabled_until_it_responds() {
             let mut env = TestEnv::new(2, &dispatch_options(policy));
             let client = client_socket();
             env.send_request(&client, b"a");
-            let waiting_slot = env.outstanding_counts().iter().position(|count| *count > 0).unwrap() as u32;
+            let slot_of_waiting_request =
+                env.outstanding_request_counts().iter().position(|count| *count > 0).unwrap() as u32;
             poll_repeatedly(&mut env, 3);
-            assert!(env.worker_counts(waiting_slot).is_eligible);
+            assert!(env.worker_counts(slot_of_waiting_request).is_eligible);
             poll_repeatedly(&mut env, 1);
-            assert!(!env.worker_counts(waiting_slot).is_eligible && env.worker_counts(1 - waiting_slot).is_eligible);
+            assert!(
+                !env.worker_counts(slot_of_waiting_request).is_eligible
+                    && env.worker_counts(1 - slot_of_waiting_request).is_eligible
+            );
             (0..5).for_each(|_| env.send_request(&client, b"b"));
             assert_eq!(
-                env.worker_counts(1 - waiting_slot).outstanding_requests,
+                env.worker_counts(1 - slot_of_waiting_request).outstanding_requests,
                 5,
                 "{policy:?}: {:?}",
-                env.outstanding_counts()
+                env.outstanding_request_counts()
             );
             // Both workers are stalled, so requests are dispatched to them nevertheless.
             poll_repeatedly(&mut env, 5);
             env.send_request(&client, b"c");
-            assert_eq!(env.outstanding_counts().iter().sum::<u32>(), 7);
+            assert_eq!(env.outstanding_request_counts().iter().sum::<u32>(), 7);
             // The first stalled worker responds to a request of its queue.
             let requests = env.read_requests(7);
-            env.send_response(requests.iter().find(|request| request.worker_slot == waiting_slot).unwrap());
-            assert!(env.worker_counts(waiting_slot).is_eligible, "{policy:?}");
+            env.send_response(requests.iter().find(|request| request.worker_slot == slot_of_waiting_request).unwrap());
+            assert!(env.worker_counts(slot_of_waiting_request).is_eligible, "{policy:?}");
         });
     }
 }
@@ -286,10 +296,10 @@ fn upgrade_takes_over_sockets_and_requests_in_flight() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
         let mut env = TestEnv::new(2, &dispatch_options(Policy::ShortestQueue));
-        assert!(!env.dispatch.is_taken_over());
+        assert!(!env.dispatch.is_state_taken_over());
         let clients: Vec<UdpSocket> = (0..4).map(|_| client_socket()).collect();
         clients.iter().for_each(|client| env.send_request(client, b"a"));
-        let sockets_before = env.dispatch.worker_sockets();
+        let sockets_before = env.dispatch.socket_cookies_by_slot();
         // A second instance with another policy takes over while the first one is still running.
         env.dispatch = DispatchPrograms::load(
             &env.pins.0,
@@ -297,19 +307,22 @@ fn upgrade_takes_over_sockets_and_requests_in_flight() {
             &dispatch_options(Policy::RoundRobin),
         )
         .unwrap();
-        assert!(env.dispatch.is_taken_over());
-        assert_eq!((env.dispatch.worker_sockets(), env.outstanding_counts()), (sockets_before, vec![2, 2]));
+        assert!(env.dispatch.is_state_taken_over());
+        assert_eq!(
+            (env.dispatch.socket_cookies_by_slot(), env.outstanding_request_counts()),
+            (sockets_before, vec![2, 2])
+        );
         env.read_requests(4).iter().for_each(|request| env.send_response(request));
-        assert_eq!((env.outstanding_counts(), unmatched_response_count(&env)), (vec![0, 0], 0));
-        env.dispatch.attach(env.worker_sockets[&0].as_fd()).unwrap();
+        assert_eq!((env.outstanding_request_counts(), unmatched_response_count(&env)), (vec![0, 0], 0));
+        env.dispatch.attach_to_socket_group(env.worker_sockets[&0].as_fd()).unwrap();
         (0..4).for_each(|_| env.send_request(&clients[0], b"b"));
-        assert_eq!(env.outstanding_counts(), [2, 2]);
+        assert_eq!(env.outstanding_request_counts(), [2, 2]);
         poll_repeatedly(&mut env, 1);
     });
 }
 
 #[test]
-fn detach_returns_sockets_to_the_kernels_choice() {
+fn kernel_selects_sockets_after_detach() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
         let mut env = TestEnv::new(2, &dispatch_options(Policy::ShortestQueue));
@@ -320,43 +333,47 @@ fn detach_returns_sockets_to_the_kernels_choice() {
         let socket = env.worker_sockets[&0].try_clone().unwrap();
         let error = second_dispatch.add_worker(socket.as_fd(), 1).unwrap_err().to_string();
         assert!(error.contains("is it in another one"), "{error}");
-        reuseport::detach(socket.as_fd()).unwrap();
+        reuseport::detach_from_group(socket.as_fd()).unwrap();
         dispatch::remove_pins_and_programs(&env.pins.0).unwrap();
         let clients: Vec<UdpSocket> = (0..50).map(|_| client_socket()).collect();
         clients.iter().for_each(|client| _ = client.send(b"a").unwrap());
         let requests = env.read_requests(50);
         assert!((0..2).all(|slot| requests.iter().any(|request| request.worker_slot == slot)));
-        assert_eq!(env.outstanding_counts(), [0, 0]);
+        assert_eq!(env.outstanding_request_counts(), [0, 0]);
         assert_eq!(second_dispatch.add_worker(socket.as_fd(), 1).unwrap(), 0);
         env.worker_sockets.clear();
     });
 }
 
 #[test]
-fn ipv6_clients_are_counted() {
+fn requests_of_ipv6_clients_are_counted() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
         let service: SocketAddr = "[::]:5300".parse().unwrap();
-        let env = TestEnv::new(2, &dispatch::Options { service, ..dispatch_options(Policy::ShortestQueue) });
+        let env =
+            TestEnv::new(2, &dispatch::Options { service_address: service, ..dispatch_options(Policy::ShortestQueue) });
         let clients = ["[::1]:0", "127.0.0.1:0"].map(|address| UdpSocket::bind(address).unwrap());
         clients[0].connect("[::1]:5300").unwrap();
         clients[1].connect("127.0.0.1:5300").unwrap();
         clients.iter().for_each(|client| env.send_request(client, b"a"));
-        assert_eq!(env.outstanding_counts(), [1, 1]);
+        assert_eq!(env.outstanding_request_counts(), [1, 1]);
         env.read_requests(2).iter().for_each(|request| env.send_response(request));
-        assert_eq!((env.outstanding_counts(), unmatched_response_count(&env)), (vec![0, 0], 0));
+        assert_eq!((env.outstanding_request_counts(), unmatched_response_count(&env)), (vec![0, 0], 0));
         assert_eq!(env.counter(intf::DISPATCH_COUNTER_UNTRACKED), 0);
     });
 }
 
 #[test]
-fn service_times_are_observed_by_type() {
+fn service_times_are_measured_by_request_type() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
         let mut options = dispatch_options(Policy::LightestQueue);
         options.measures_service_times = true;
-        options.types =
-            vec![dispatch::RequestType { value: *b"slow\0\0\0\0", mask: [255, 255, 255, 255, 0, 0, 0, 0], class: 0 }];
+        options.request_types = vec![dispatch::RequestType {
+            value: *b"slow\0\0\0\0",
+            mask: [255, 255, 255, 255, 0, 0, 0, 0],
+            priority_class: 0,
+        }];
         let env = TestEnv::new(1, &options);
         let client = client_socket();
         // Lower and upper bounds on the sum of each type's service times (ns), which hold on any slow machine.

@@ -19,9 +19,9 @@ const REQUEST_COUNT: u32 = 3000;
 const SERVICE_TIMES: [Duration; 3] =
     [Duration::from_micros(10), Duration::from_micros(37), Duration::from_micros(1000)];
 
-/// Sends requests and responds in random order, and asserts that workers are selected as by the model. First, responses
-/// are slower than requests. Once many requests are outstanding, they are faster.
-fn assert_equals_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[UdpSocket]) {
+/// Sends requests and responds in random order, and asserts that the program selects the same workers as the model.
+/// Responses are slower than requests at first, and faster when many requests are outstanding.
+fn assert_selects_workers_as_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[UdpSocket]) {
     let mut rng = seeded_rng(7, 1);
     let mut unanswered_requests: Vec<(ReceivedDatagram, DispatchHeader)> = Vec::new();
     for request_id in 0..REQUEST_COUNT {
@@ -31,17 +31,21 @@ fn assert_equals_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[Ud
         let chosen_client = &clients[rng.next_u32() as usize % clients.len()];
         env.send_request(chosen_client, &[&request_id.to_le_bytes()[..], b"type", &[class]].concat());
         let request = env.read_one_request();
-        assert_eq!(model.place(0, &header), Some(request.worker_slot as u16), "request {request_id} of class {class}");
+        assert_eq!(
+            model.place_request(0, &header),
+            Some(request.worker_slot as u16),
+            "request {request_id} of class {class}"
+        );
         unanswered_requests.push((request, header));
-        let answers_faster = unanswered_requests.len() > 40;
-        while !unanswered_requests.is_empty() && rng.next_u32() % 16 < if answers_faster { 9 } else { 6 } {
+        let responds_faster = unanswered_requests.len() > 40;
+        while !unanswered_requests.is_empty() && rng.next_u32() % 16 < if responds_faster { 9 } else { 6 } {
             let (answered_request, header) =
                 unanswered_requests.swap_remove(rng.next_u32() as usize % unanswered_requests.len());
             env.send_response(&answered_request);
             model.record_completion(answered_request.worker_slot as u16, &header);
         }
     }
-    assert_eq!(env.outstanding_counts().iter().sum::<u32>() as usize, unanswered_requests.len());
+    assert_eq!(env.outstanding_request_counts().iter().sum::<u32>() as usize, unanswered_requests.len());
     for (request, _) in &unanswered_requests {
         env.send_response(request);
     }
@@ -61,19 +65,19 @@ fn assert_equals_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[Ud
     assert_eq!(env.counter(intf::DISPATCH_COUNTER_UNMATCHED), 0);
 }
 
-fn start_test_env(workers: usize, policy: Policy) -> TestEnv {
+fn start_test_env(worker_count: usize, policy: Policy) -> TestEnv {
     let mut options = dispatch_options(policy);
     options.request_id_position = Some(RequestIdPosition { request_offset: 0, response_offset: 0, byte_count: 4 });
     options.type_offset = 4;
     let request_type = |number: u8, class| RequestType {
         value: [b't', b'y', b'p', b'e', number, 0, 0, 0],
         mask: [255, 255, 255, 255, 255, 0, 0, 0],
-        class,
+        priority_class: class,
     };
     // Requests that match neither type also have class 1.
-    options.types = vec![request_type(0, 0), request_type(1, 1)];
-    options.default_class = 1;
-    let env = TestEnv::new(workers, &options);
+    options.request_types = vec![request_type(0, 0), request_type(1, 1)];
+    options.default_priority_class = 1;
+    let env = TestEnv::new(worker_count, &options);
     env.dispatch.set_expected_service_times(&SERVICE_TIMES);
     env
 }
@@ -89,7 +93,7 @@ fn jsq_chooses_workers_as_the_model_does() {
         run_in_namespace(|| {
             let env = start_test_env(workers, Policy::ShortestQueue);
             env.dispatch.set_request_limits(|workers| ClassBounds::with_reserved_cores(workers, 1, 0, 4, 0));
-            assert_equals_model(&env, &mut JoinShortestQueue::unbounded(workers as u16), &new_clients());
+            assert_selects_workers_as_model(&env, &mut JoinShortestQueue::unbounded(workers as u16), &new_clients());
         });
     }
 }
@@ -100,7 +104,7 @@ fn jlq_chooses_workers_as_the_model_does() {
     for workers in [2, 5, 64] {
         run_in_namespace(|| {
             let env = start_test_env(workers, Policy::LightestQueue);
-            assert_equals_model(&env, &mut JoinLightestQueue::new(workers as u16), &new_clients());
+            assert_selects_workers_as_model(&env, &mut JoinLightestQueue::new(workers as u16), &new_clients());
         });
     }
 }
@@ -109,7 +113,11 @@ fn jlq_chooses_workers_as_the_model_does() {
 fn rr_chooses_workers_as_the_model_does() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
-        assert_equals_model(&start_test_env(5, Policy::RoundRobin), &mut RoundRobinDispatcher::new(5), &new_clients())
+        assert_selects_workers_as_model(
+            &start_test_env(5, Policy::RoundRobin),
+            &mut RoundRobinDispatcher::new(5),
+            &new_clients(),
+        )
     });
 }
 
@@ -123,7 +131,7 @@ fn jbsrq_chooses_workers_as_the_model_does() {
                 |workers| ClassBounds::with_reserved_cores(workers, 2, reserved_cores, queue_bound, reserved_bound);
             env.dispatch.set_request_limits(class_bounds);
             let mut model = ClassBoundedShortestQueue::new(class_bounds(workers as u16));
-            assert_equals_model(&env, &mut model, &new_clients());
+            assert_selects_workers_as_model(&env, &mut model, &new_clients());
             assert_eq!(env.counter(intf::DISPATCH_COUNTER_OVER_BOUND), model.over_bound_request_count());
             assert!(model.over_bound_request_count() > 0);
         });
@@ -131,7 +139,7 @@ fn jbsrq_chooses_workers_as_the_model_does() {
 }
 
 #[test]
-fn random_policy_selects_by_flow_and_reaches_all_workers() {
+fn random_policy_selects_worker_by_flow() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
         let env = TestEnv::new(4, &dispatch_options(Policy::Random));
@@ -150,15 +158,15 @@ fn random_policy_selects_by_flow_and_reaches_all_workers() {
 }
 
 #[test]
-fn request_above_the_bound_is_counted() {
+fn request_above_the_limit_is_counted() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
         let env = TestEnv::new(2, &dispatch_options(Policy::ShortestQueue));
         env.dispatch.set_request_limits(|workers| ClassBounds::with_reserved_cores(workers, 1, 0, 4, 0));
         let client = client_socket();
         (0..8u8).for_each(|number| env.send_request(&client, &[number]));
-        assert_eq!((env.outstanding_counts(), env.counter(intf::DISPATCH_COUNTER_OVER_BOUND)), (vec![4, 4], 0));
+        assert_eq!((env.outstanding_request_counts(), env.counter(intf::DISPATCH_COUNTER_OVER_BOUND)), (vec![4, 4], 0));
         env.send_request(&client, &[8]);
-        assert_eq!((env.outstanding_counts(), env.counter(intf::DISPATCH_COUNTER_OVER_BOUND)), (vec![5, 4], 1));
+        assert_eq!((env.outstanding_request_counts(), env.counter(intf::DISPATCH_COUNTER_OVER_BOUND)), (vec![5, 4], 1));
     });
 }

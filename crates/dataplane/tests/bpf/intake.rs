@@ -14,7 +14,7 @@ use crate::support::{MORE_FRAGMENTS, UdpDatagram, missing_bpf_rights, ones_compl
 const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 9), 40_000);
 const SERVICE: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 0, 0, 1), 4000);
 const OTHER_SERVICE: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 0, 0, 1), 4001);
-/// Offsets in bytes of headers and fields in a frame without IP options.
+/// Offset of the IP header in a frame, in bytes. The frames have no IP options.
 const IP_OFFSET: usize = 14;
 const UDP_OFFSET: usize = IP_OFFSET + 20;
 const UDP_CHECKSUM_OFFSET: usize = UDP_OFFSET + 6;
@@ -28,7 +28,7 @@ fn load_intake_program() -> IntakeProgram {
     IntakeProgram::load(MacAddress([0; 6]), &listeners).unwrap()
 }
 
-/// Runs the program on `frame`. Asserts that exactly `counter` has increased, or no counter if `counter` is `None`.
+/// Runs the program on `frame`. Asserts that only `counter` has increased, or no counter if `counter` is `None`.
 fn expect_counter(program: &IntakeProgram, frame: &[u8], counter: Option<&str>, case: &str) {
     let counters_before = program.counters().unwrap();
     let outcome = test_run::run(program.program(), frame, 1).unwrap();
@@ -45,13 +45,13 @@ fn request_datagram(payload: Vec<u8>) -> UdpDatagram {
     UdpDatagram { payload, ..UdpDatagram::new(CLIENT, SERVICE) }
 }
 
-/// Returns the sum over the UDP pseudo header, not inverted, which the checksum field contains with checksum offload.
+/// Returns the one's complement sum over the UDP pseudo header, which is in the checksum field with checksum offload.
 fn pseudo_header_sum(frame: &[u8]) -> u16 {
     let length_bytes = &frame[UDP_OFFSET + 4..UDP_OFFSET + 6];
     ones_complement_sum(&[&frame[IP_OFFSET + 12..UDP_OFFSET], &[0, 17], length_bytes].concat())
 }
 
-fn with_udp_checksum(mut frame: Vec<u8>) -> Vec<u8> {
+fn frame_with_udp_checksum(mut frame: Vec<u8>) -> Vec<u8> {
     let datagram_bytes = &frame[UDP_OFFSET..];
     let checksum_sum = ones_complement_sum(&[&pseudo_header_sum(&frame).to_be_bytes()[..], datagram_bytes].concat());
     // A checksum of 0 is sent as 0xffff, because 0 means "no checksum" (RFC 768).
@@ -66,7 +66,7 @@ fn requests_of_every_length_are_accepted() {
     let program = load_intake_program();
     for length in (0..200).chain([511, 512, 513, 1023, 1024, MAX_PAYLOAD_BYTES - 1, MAX_PAYLOAD_BYTES]) {
         let payload = (0..length).map(|byte| (byte * 7 + length) as u8).collect();
-        let frame = with_udp_checksum(request_datagram(payload).frame());
+        let frame = frame_with_udp_checksum(request_datagram(payload).frame());
         expect_counter(&program, &frame, NO_SOCKET_COUNTER, &format!("{length} bytes"));
         // A changed bit is detected in the header, in the checksum and in the last byte.
         for damaged_offset in [UDP_OFFSET + 1, UDP_CHECKSUM_OFFSET, frame.len() - 1] {
@@ -83,7 +83,7 @@ fn requests_of_every_length_are_accepted() {
 }
 
 #[test]
-fn udp_datagrams_without_or_with_offloaded_checksum_are_accepted() {
+fn datagrams_without_complete_checksum_are_accepted() {
     skip_if!(missing_bpf_rights());
     let program = load_intake_program();
     let mut frame = request_datagram(b"get".to_vec()).frame();
@@ -93,10 +93,10 @@ fn udp_datagrams_without_or_with_offloaded_checksum_are_accepted() {
     expect_counter(&program, &frame, NO_SOCKET_COUNTER, "left to a NIC");
     frame[UDP_CHECKSUM_OFFSET + 1] ^= 1;
     expect_counter(&program, &frame, Some("passed_checksum"), "neither");
-    let mut frame = with_udp_checksum(request_datagram(b"get".to_vec()).frame());
+    let mut frame = frame_with_udp_checksum(request_datagram(b"get".to_vec()).frame());
     frame[IP_OFFSET + 11] ^= 1;
     expect_counter(&program, &frame, Some("passed_checksum"), "that of the IP header");
-    let padded_frame = [with_udp_checksum(request_datagram(b"get".to_vec()).frame()), vec![9; 20]].concat();
+    let padded_frame = [frame_with_udp_checksum(request_datagram(b"get".to_vec()).frame()), vec![9; 20]].concat();
     expect_counter(&program, &padded_frame, NO_SOCKET_COUNTER, "padding of a short frame");
 }
 
@@ -105,12 +105,12 @@ fn other_traffic_passes_without_being_counted() {
     skip_if!(missing_bpf_rights());
     let program = load_intake_program();
     let changed_frame = |offset: usize, value: u8| {
-        let mut frame = with_udp_checksum(request_datagram(b"get".to_vec()).frame());
+        let mut frame = frame_with_udp_checksum(request_datagram(b"get".to_vec()).frame());
         frame[offset] = value;
         frame
     };
     let vlan_frame = {
-        let frame = with_udp_checksum(request_datagram(b"get".to_vec()).frame());
+        let frame = frame_with_udp_checksum(request_datagram(b"get".to_vec()).frame());
         [&frame[..12], &[0x81, 0, 0, 5], &frame[12..]].concat()
     };
     let passed_frames = [

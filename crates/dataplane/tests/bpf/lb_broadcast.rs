@@ -17,10 +17,10 @@ use crate::support::{ACK, RST, TcpPacket, aligned_timestamp_option, ipv4_frame, 
 
 const FORGED_SOURCE: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 
-fn balancer_with_services(services: u16, options: Options) -> Balancer {
+fn balancer_with_services(service_count: u16, options: Options) -> Balancer {
     let mut rng = seeded_rng(121, 0);
     let services: Vec<_> =
-        (0..services).map(|n| (service_address((VIP.0, VIP.1 + n)), ServiceSettings::default())).collect();
+        (0..service_count).map(|n| (service_address((VIP.0, VIP.1 + n)), ServiceSettings::default())).collect();
     let mut balancer = Balancer::without_model(&services, options, &mut rng);
     let server_ids = balancer.replace_servers(0, 5, &mut rng);
     balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
@@ -48,13 +48,13 @@ fn is_broadcast(balancer: &Balancer, frame: &[u8]) -> bool {
     xdp_action == XDP_TX && packet[..6] == MacAddress::BROADCAST.0
 }
 
-/// Sends 100 genuine ICMP errors, each from another router, among 10,000 forged packets within a second. Returns how
-/// many of the genuine errors pass.
+/// Sends 100 genuine ICMP errors, each from another router, among 10,000 forged packets within a second. Returns the
+/// number of genuine errors that pass.
 fn count_accepted_errors(balancer: &Balancer, forged_frame: impl FnMut() -> Vec<u8>) -> usize {
     count_accepted_errors_from(|n| Ipv4Addr::from(0x0a01_0000 + n), balancer, forged_frame)
 }
 
-/// Counts like [`count_accepted_errors`], but the genuine errors come from the addresses that `router` returns.
+/// Counts as [`count_accepted_errors`] does, but the genuine errors come from the addresses that `router` returns.
 fn count_accepted_errors_from(
     router: fn(u32) -> Ipv4Addr,
     balancer: &Balancer,
@@ -113,13 +113,13 @@ fn genuine_icmp_errors_pass_among_forged_packets() {
     );
 }
 
-/// Returns a rate of one packet per second, so that hardly more packets than the burst pass.
+/// Returns the limit of one packet per second with a burst of `burst` packets, so that few further packets pass.
 fn rate_with_burst(burst: u32) -> PacketRate {
-    PacketRate { per_second: 1, burst_packets: burst }
+    PacketRate { packets_per_second: 1, burst_packets: burst }
 }
 
 #[test]
-fn flood_of_one_source_leaves_tokens_to_other_sources() {
+fn flood_of_one_source_leaves_tokens_for_other_sources() {
     skip_if!(missing_bpf_rights());
     let rate_limits = BroadcastRateLimits {
         source_limit: rate_with_burst(10),
@@ -145,7 +145,7 @@ fn flood_of_one_source_leaves_tokens_to_other_sources() {
 }
 
 #[test]
-fn total_limit_bounds_broadcasts_of_all_services() {
+fn total_limit_applies_to_broadcasts_of_all_services() {
     skip_if!(missing_bpf_rights());
     let rate_limits = BroadcastRateLimits {
         source_limit: rate_with_burst(100),

@@ -16,21 +16,24 @@ use coreward_model::{FourTuple, ServiceAddress};
 use crate::support::balancer::{CLIENT, VIP, id, random_table, service_address};
 use crate::support::network::{PinDirectory, VethPair, mac_address, pin_to_one_cpu};
 use crate::support::packet_socket::PacketSocket;
-use crate::support::tunnel::{client, service_vip};
+use crate::support::tunnel::{client_socket_address, service_vip};
 use crate::support::{self, Family, RST, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights, skip_if};
 
 const OTHER_VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 81);
 const SERVER_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 9]);
 
 fn fleet_keys() -> FleetCookieKeys {
-    FleetCookieKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First }
+    FleetCookieKeys {
+        keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
+        current_key_index: KeyIndex::First,
+    }
 }
 
-/// Collects captured packets until there are `count` of them, or 30 s have passed.
-fn collect_packets(capture: &mut Capture, count: usize) -> Vec<CapturedPacket> {
+/// Collects captured packets until there are `packet_count` packets, or 30 s have passed.
+fn collect_packets(capture: &mut Capture, packet_count: usize) -> Vec<CapturedPacket> {
     let mut captured_packets = Vec::new();
     let deadline = Instant::now() + Duration::from_secs(30);
-    while captured_packets.len() < count && Instant::now() < deadline {
+    while captured_packets.len() < packet_count && Instant::now() < deadline {
         capture.poll(Duration::from_millis(50), &mut |packet| captured_packets.push(packet)).unwrap();
     }
     captured_packets
@@ -39,8 +42,9 @@ fn collect_packets(capture: &mut Capture, count: usize) -> Vec<CapturedPacket> {
 /// Timeout of a wait that a signal should end earlier.
 const INTERRUPTED_WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Sends signals until `wait` returns, as Ctrl-C does to `coreward capture`. A signal before the wait has no effect.
-fn run_with_signals(wait: impl FnOnce()) {
+/// Calls `wait`, and sends signals until it returns, as Ctrl-C does to `coreward capture`. Signals are repeated because
+/// a signal before the wait has no effect.
+fn assert_signals_end_wait(wait: impl FnOnce()) {
     extern "C" fn nothing(_: libc::c_int) {}
     let signal_handler = nix::sys::signal::SigHandler::Handler(nothing);
     // SAFETY: the handler does nothing.
@@ -64,7 +68,7 @@ fn run_with_signals(wait: impl FnOnce()) {
 }
 
 #[test]
-fn capture_has_every_unchanged_packet_and_its_decision() {
+fn capture_contains_unchanged_packets_and_decisions() {
     skip_if!(missing_bpf_rights());
     // On one CPU, packets keep their order.
     pin_to_one_cpu();
@@ -76,7 +80,7 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
     let stateless_service = |vip| (service_address(vip), ServiceSettings::default());
     let service_indexes = lb.set_services(&[stateless_service(VIP), stateless_service(OTHER_VIP)]).unwrap();
     lb.set_service_name(service_indexes[0], "web");
-    lb.set_keys(&fleet_keys());
+    lb.set_cookie_keys(&fleet_keys());
     for index in &service_indexes {
         lb.set_server(*index, id(7), Server { mac: Some(SERVER_MAC), is_eligible: true });
         lb.install_table(*index, &random_table(PlacementRule::Table, 1, 1, &[id(7)], &mut seeded_rng(1, 0))).unwrap();
@@ -130,12 +134,12 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
         ]
     );
     for (packet, frame) in captured_packets.iter().zip(&sent_frames) {
-        assert_eq!(packet.frame_in, frame[..frame.len().min(200)]);
+        assert_eq!(packet.received_frame, frame[..frame.len().min(200)]);
         assert_eq!(packet.frame_length as usize, frame.len());
     }
-    assert_eq!(captured_packets[0].frame_out[..6], SERVER_MAC.0);
+    assert_eq!(captured_packets[0].processed_frame[..6], SERVER_MAC.0);
 
-    run_with_signals(|| capture.poll(INTERRUPTED_WAIT_TIMEOUT, &mut |_| {}).unwrap());
+    assert_signals_end_wait(|| capture.poll(INTERRUPTED_WAIT_TIMEOUT, &mut |_| {}).unwrap());
 
     // The daemon replaces the capturing program by another variant, and the capture continues with that variant.
     let hash_table_mode = ServiceSettings { consistency: Consistency::HashTable, ..ServiceSettings::default() };
@@ -180,8 +184,11 @@ fn ipv6_packets_of_the_service_are_captured() {
     };
     let mut capture = Capture::start(options).unwrap();
     let syn_frame = |vip| {
-        let tcp =
-            TcpPacket { destination_mac: device_mac, flags: SYN, ..TcpPacket::between(client(Family::Ipv6), vip) };
+        let tcp = TcpPacket {
+            destination_mac: device_mac,
+            flags: SYN,
+            ..TcpPacket::between(client_socket_address(Family::Ipv6), vip)
+        };
         TcpPacket { tcp_options: aligned_timestamp_option(1, 0), ..tcp }.frame()
     };
     // One receive queue keeps the order of both packets.
@@ -189,7 +196,7 @@ fn ipv6_packets_of_the_service_are_captured() {
     veth_pair.client.run_inside(|| frames.iter().for_each(|frame| PacketSocket::open("eth0").send_frame(frame)));
     let captured_packets = collect_packets(&mut capture, 1);
     let outcomes_and_frames: Vec<_> =
-        captured_packets.iter().map(|packet| (packet.outcome, &packet.frame_in)).collect();
+        captured_packets.iter().map(|packet| (packet.outcome, &packet.received_frame)).collect();
     assert_eq!(outcomes_and_frames, [("new_connection", &frames[1])]);
     drop(capture);
     lb.detach().unwrap();

@@ -30,7 +30,7 @@ use crate::support::{
 };
 
 #[test]
-fn new_connection_takes_an_entry_that_later_packets_find() {
+fn later_packets_find_the_entry_of_a_new_connection() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(101, 0);
     let (mut balancer, ids) = stateful_balancer(4096, &mut rng);
@@ -204,8 +204,10 @@ fn cookie_of_another_connection_is_unknown() {
     let mut rng = seeded_rng(104, 0);
     let options = Options {
         connection_table_size: TableSize::try_from(1024).unwrap(),
-        broadcast_limits: [BroadcastRateLimits::with_equal_rates(PacketRate { per_second: 1, burst_packets: 3 });
-            intf::LIMITED_KIND_COUNT as usize],
+        broadcast_limits: [BroadcastRateLimits::with_equal_rates(PacketRate {
+            packets_per_second: 1,
+            burst_packets: 3,
+        }); intf::LIMITED_KIND_COUNT as usize],
         ..Options::default()
     };
     let other_vip = (Ipv4Addr::new(10, 200, 0, 1), 443);
@@ -265,13 +267,14 @@ fn cookie_of_another_connection_is_unknown() {
 }
 
 #[test]
-fn packet_with_an_index_of_another_table_goes_to_its_owner_or_is_broadcast() {
+fn packet_of_another_table_goes_to_its_owner_or_is_broadcast() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(105, 0);
-    let mut broadcast_limits = [BroadcastRateLimits::with_equal_rates(PacketRate { per_second: 1, burst_packets: 1 });
-        intf::LIMITED_KIND_COUNT as usize];
+    let mut broadcast_limits =
+        [BroadcastRateLimits::with_equal_rates(PacketRate { packets_per_second: 1, burst_packets: 1 });
+            intf::LIMITED_KIND_COUNT as usize];
     broadcast_limits[intf::LIMITED_OWNER_LOST as usize] =
-        BroadcastRateLimits::with_equal_rates(PacketRate { per_second: 1, burst_packets: 40 });
+        BroadcastRateLimits::with_equal_rates(PacketRate { packets_per_second: 1, burst_packets: 40 });
     let options = Options { broadcast_limits, ..Options::default() };
     let mut balancer = Balancer::without_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
     balancer.lb.set_owner_number(Some(own_owner_number()));
@@ -320,7 +323,7 @@ fn packet_with_an_index_of_another_table_goes_to_its_owner_or_is_broadcast() {
 }
 
 #[test]
-fn connections_without_an_owner_number_are_stateless() {
+fn connections_are_stateless_without_an_owner_number() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(106, 0);
     let (mut balancer, ids) = stateful_balancer(1024, &mut rng);
@@ -354,7 +357,7 @@ fn expect_stateless_cookie(balancer: &Balancer, client: (Ipv4Addr, u16)) {
     balancer.expect_cookie_leads_to(client, server);
 }
 
-/// Frees the entries of a flood, each of which has had a single packet. Returns their number.
+/// Frees the entries of half-open connections, which have had a single packet. Returns the number of freed entries.
 fn free_half_open_connections(balancer: &mut Balancer) -> usize {
     let mut freed_count = 0;
     for _ in 0..2 {
@@ -453,7 +456,7 @@ fn entries_expire_by_their_timers_or_when_their_server_is_removed() {
     let fin_frame =
         packet_with_cookie_index(&balancer.fleet_keys, closing.client, closing.cookie_index, ACK | FIN).frame();
     balancer.expect_sent_to(0, &fin_frame, closing.server, "connection_table");
-    let expired_after = |balancer: &mut Balancer, seconds| -> BTreeMap<_, ExpiryReason> {
+    let connections_expired_after = |balancer: &mut Balancer, seconds| -> BTreeMap<_, ExpiryReason> {
         balancer.lb.tick(Duration::from_secs(seconds));
         let expired_connections = balancer.lb.scan_expired_connections(&ConnectionTimeouts::default(), 4096);
         expired_connections.iter().map(|(connection, reason)| (ipv4_client(connection), *reason)).collect()
@@ -464,14 +467,14 @@ fn entries_expire_by_their_timers_or_when_their_server_is_removed() {
         (closing.client, ExpiryReason::Closing),
         (idle.client, ExpiryReason::Idle),
     );
-    assert_eq!(expired_after(&mut balancer, 9), expected_set(&[]));
-    assert_eq!(expired_after(&mut balancer, 10), expected_set(&[half_open_due]));
-    assert_eq!(expired_after(&mut balancer, 60), expected_set(&[half_open_due, closing_due]));
-    assert_eq!(expired_after(&mut balancer, 300), expected_set(&[half_open_due, closing_due, idle_due]));
+    assert_eq!(connections_expired_after(&mut balancer, 9), expected_set(&[]));
+    assert_eq!(connections_expired_after(&mut balancer, 10), expected_set(&[half_open_due]));
+    assert_eq!(connections_expired_after(&mut balancer, 60), expected_set(&[half_open_due, closing_due]));
+    assert_eq!(connections_expired_after(&mut balancer, 300), expected_set(&[half_open_due, closing_due, idle_due]));
     balancer.expect_found_by_index(&idle);
-    assert_eq!(expired_after(&mut balancer, 300), expected_set(&[half_open_due, closing_due]));
+    assert_eq!(connections_expired_after(&mut balancer, 300), expected_set(&[half_open_due, closing_due]));
     balancer.lb.remove_server(balancer.service_indexes[0], idle.server);
-    assert_eq!(expired_after(&mut balancer, 300)[&idle.client], ExpiryReason::ServerGone);
+    assert_eq!(connections_expired_after(&mut balancer, 300)[&idle.client], ExpiryReason::ServerGone);
 }
 
 #[test]

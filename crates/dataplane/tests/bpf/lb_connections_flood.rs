@@ -3,7 +3,7 @@
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
-use coreward_model::connection_table::{Connection, ConnectionTimeouts, source_prefix_shard};
+use coreward_model::connection_table::{Connection, ConnectionTimeouts, source_prefix_counter_index};
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
@@ -13,21 +13,21 @@ use crate::support::{missing_bpf_rights, skip_if};
 
 const ENTRY_COUNT: u32 = 16_384;
 const TICK_INTERVAL: Duration = Duration::from_millis(100);
-/// Number of ticks in which the whole table is swept for expired connections.
+/// Number of ticks in which the whole connection table is searched for expired connections.
 const TICKS_PER_SWEEP: u32 = 10;
-const TICKS_PER_COUNT: u32 = 100;
+const TICKS_PER_RECOUNT: u32 = 100;
 /// Number of SYNs per tick in a flood that would fill the table in two seconds.
 const FLOOD_SYNS_PER_TICK: u32 = ENTRY_COUNT / 20;
 const GENUINE_SYNS_PER_TICK: u32 = 10;
 
-/// Sends a SYN. Returns the index for cookies if the connection got a table entry.
+/// Sends a SYN. Returns the entry's index for cookies, or `None` if the connection got no table entry.
 fn open_connection(balancer: &Balancer, client: (Ipv4Addr, u16)) -> Option<u16> {
     let (xdp_action, forwarded_frame) = balancer.run(&syn_frame(client));
     assert_eq!(xdp_action, XDP_TX);
     cookie_index_of(&forwarded_frame)
 }
 
-/// Sweeps the next part of the table for expired connections, and frees their entries.
+/// Searches the next part of the table for expired connections, and frees their entries.
 fn free_due_connections(balancer: &mut Balancer, timers: &ConnectionTimeouts) {
     let due_connections: Vec<Connection> = balancer
         .lb
@@ -38,7 +38,7 @@ fn free_due_connections(balancer: &mut Balancer, timers: &ConnectionTimeouts) {
     balancer.lb.free_connections(&due_connections).unwrap();
 }
 
-/// Returns the longest time since the last packet of a connection.
+/// Returns the longest time that has passed since a connection's last packet, or `None` if there are no connections.
 fn age_of_oldest_connection(balancer: &Balancer) -> Option<Duration> {
     let clock = balancer.lb.packet_clock();
     balancer
@@ -49,13 +49,13 @@ fn age_of_oldest_connection(balancer: &Balancer) -> Option<Duration> {
 }
 
 #[test]
-fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
+fn flood_of_one_prefix_leaves_entries_and_expires_on_time() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(131, 0);
     let (mut balancer, _) = stateful_balancer(ENTRY_COUNT.into(), &mut rng);
     let (timers, prefix) = (ConnectionTimeouts::default(), Ipv4Addr::new(192, 0, 2, 0));
     let hash_key = balancer.lb.connection_hash_key();
-    let source_shard_of = |address: Ipv4Addr| source_prefix_shard(&hash_key, address.into());
+    let source_shard_of = |address: Ipv4Addr| source_prefix_counter_index(&hash_key, address.into());
     let (mut now, mut refused_count) = (Duration::from_secs(1000), 0);
     for tick in 0..250u32 {
         now += TICK_INTERVAL;
@@ -78,10 +78,11 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
         assert_eq!(balancer.lb.used_entry_count(), used_entries as u64, "the gauge is of now");
         assert!(used_entries < ENTRY_COUNT as usize * 3 / 10, "{used_entries} entries in use after {tick} beats");
         free_due_connections(&mut balancer, &timers);
-        let oldest_age = age_of_oldest_connection(&balancer);
+        let oldest_connection_age = age_of_oldest_connection(&balancer);
         assert!(
-            oldest_age.is_none_or(|oldest| oldest <= timers.half_open + TICK_INTERVAL * (TICKS_PER_SWEEP + 1)),
-            "{oldest_age:?}"
+            oldest_connection_age
+                .is_none_or(|oldest| oldest <= timers.half_open + TICK_INTERVAL * (TICKS_PER_SWEEP + 1)),
+            "{oldest_connection_age:?}"
         );
     }
     assert_eq!(refused_count, 0, "of {} genuine connections", 250 * GENUINE_SYNS_PER_TICK);
@@ -89,24 +90,29 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
     assert!(balancer.event_count(0, "connection_source_limited") > 0);
 }
 
-/// Sends `syns_per_tick` SYNs in each of `ticks` ticks from one source prefix. Returns the percentage of the table that
-/// the prefix then holds. With `is_slow`, each connection is also established.
-fn percentage_held_by_prefix(addresses: u32, syns_per_tick: u32, ticks: u32, is_slow: bool) -> f64 {
+/// Sends `syns_per_tick` SYNs in each of `tick_count` ticks from one source prefix. Returns the percentage of table
+/// entries that the prefix then occupies. With `completes_handshakes`, each connection is also established.
+fn table_percentage_held_by_prefix(
+    address_count: u32,
+    syns_per_tick: u32,
+    tick_count: u32,
+    completes_handshakes: bool,
+) -> f64 {
     let mut rng = seeded_rng(132, 0);
     let (mut balancer, _) = stateful_balancer(ENTRY_COUNT.into(), &mut rng);
     let timeouts = ConnectionTimeouts::default();
     let mut now = Duration::from_secs(1000);
-    for tick in 0..ticks {
+    for tick in 0..tick_count {
         now += TICK_INTERVAL;
         balancer.lb.tick(now);
-        if tick % TICKS_PER_COUNT == 0 {
+        if tick % TICKS_PER_RECOUNT == 0 {
             balancer.lb.recount_connections();
         }
         balancer.lb.update_source_prefix_limit();
         for n in tick * syns_per_tick..(tick + 1) * syns_per_tick {
-            let client = (Ipv4Addr::from(0xc000_0200 + n % addresses), (n / addresses) as u16);
+            let client = (Ipv4Addr::from(0xc000_0200 + n % address_count), (n / address_count) as u16);
             let (_, forwarded_frame) = balancer.run(&syn_frame(client));
-            if let Some(cookie_index) = cookie_index_of(&forwarded_frame).filter(|_| is_slow) {
+            if let Some(cookie_index) = cookie_index_of(&forwarded_frame).filter(|_| completes_handshakes) {
                 balancer.run(&frame_with_cookie_index(&balancer, client, cookie_index));
             }
         }
@@ -123,11 +129,11 @@ fn one_prefix_holds_at_most_a_quarter_of_the_table() {
     skip_if!(missing_bpf_rights());
     // The number of SYNs per tick is scaled to this table from 1.9 million a second for a table of 262,144 entries.
     let flood_syns_per_tick = (190_000 / (262_144 / u64::from(ENTRY_COUNT))) as u32;
-    let held_percentages = [
-        ("one address", percentage_held_by_prefix(1, flood_syns_per_tick, 20, false)),
-        ("a /24", percentage_held_by_prefix(256, flood_syns_per_tick, 20, false)),
-        ("handshakes of a /24, slowly", percentage_held_by_prefix(256, 8, 3000, true)),
+    let table_percentages = [
+        ("one address", table_percentage_held_by_prefix(1, flood_syns_per_tick, 20, false)),
+        ("a /24", table_percentage_held_by_prefix(256, flood_syns_per_tick, 20, false)),
+        ("handshakes of a /24, slowly", table_percentage_held_by_prefix(256, 8, 3000, true)),
     ];
-    println!("{held_percentages:?} % of the table");
-    assert!(held_percentages.iter().all(|(_, percentage)| *percentage <= 25.5), "{held_percentages:?}");
+    println!("{table_percentages:?} % of the table");
+    assert!(table_percentages.iter().all(|(_, percentage)| *percentage <= 25.5), "{table_percentages:?}");
 }

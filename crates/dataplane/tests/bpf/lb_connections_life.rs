@@ -35,7 +35,7 @@ fn client_of_thread(thread: u32, number: u32) -> (Ipv4Addr, u16) {
 }
 
 #[test]
-fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
+fn concurrent_access_neither_loses_nor_duplicates_slots() {
     skip_if!(missing_bpf_rights());
     // Each thread sends at least this number of SYNs, and continues until enough slots were reused.
     const MIN_SYNS_PER_THREAD: u32 = 20_000;
@@ -129,8 +129,8 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
     assert_eq!(balancer.lb.scan_used_entry_count() as u64, ENTRY_COUNT);
 }
 
-fn pinned_options(pins: &PinDirectory, entries: u64) -> Options {
-    let connection_table_size = TableSize::try_from(entries).unwrap();
+fn pinned_options(pins: &PinDirectory, entry_count: u64) -> Options {
+    let connection_table_size = TableSize::try_from(entry_count).unwrap();
     Options { pin_directory: Some(pins.path()), connection_table_size, ..Options::default() }
 }
 
@@ -144,7 +144,8 @@ fn syn_to_own_mac(client: (Ipv4Addr, u16)) -> Vec<u8> {
     .frame()
 }
 
-/// Opens a connection at a load balancer. Returns the index for its cookies, or `None` if it got no table entry.
+/// Opens a connection at a load balancer. Returns the entry's index for cookies, or `None` if the connection got no
+/// table entry.
 fn open_connection(lb: &mut LoadBalancer, client: (Ipv4Addr, u16)) -> Option<u16> {
     lb.set_own_mac(OWN_MAC);
     let outcome = test_run::run(lb.program(), &syn_to_own_mac(client), 1).unwrap();
@@ -153,7 +154,7 @@ fn open_connection(lb: &mut LoadBalancer, client: (Ipv4Addr, u16)) -> Option<u16
 }
 
 #[test]
-fn next_process_recovers_slots_and_resizes_an_empty_table() {
+fn new_process_recovers_slots_and_resizes_empty_table() {
     skip_if!(missing_bpf_rights());
     let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
     let mut rng = seeded_rng(121, 0);
@@ -188,7 +189,7 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
         connections_map.update(&entry_position.to_ne_bytes(), &zeroed_entry, MapFlags::ANY).unwrap();
     }
     let mut lb = start_process(2048).unwrap();
-    assert!(lb.is_taken_over());
+    assert!(lb.is_state_taken_over());
     assert_eq!(
         (lb.owner_number(), lb.packet_clock(), lb.connection_hash_key() == hash_key),
         (Some(own_owner_number()), ClockTicks(600), true)
@@ -216,7 +217,7 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     drop(lb);
     for entries in [8192, 1024] {
         let mut lb = start_process(entries).unwrap();
-        assert!(lb.is_taken_over());
+        assert!(lb.is_state_taken_over());
         assert_eq!(u64::from(lb.connection_table_size().entry_count()), entries);
         let opened_count =
             (0..40_000).filter(|number| open_connection(&mut lb, client_of_thread(2, *number)).is_some()).count();
@@ -227,8 +228,8 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     start_process(1024).unwrap().detach().unwrap();
 }
 
-/// Returns a balancer with the servers, cookie keys and MAC addresses of `previous_balancer`, and an empty connection
-/// table.
+/// Returns a load balancer with the servers, cookie keys and MAC addresses of `previous_balancer`, but with an empty
+/// connection table.
 fn restart_with_empty_table(previous_balancer: &Balancer, ids: &[ServerId], rng: &mut impl Rng) -> Balancer {
     let connection_key = Some(CookieKey { k0: rng.next_u64(), k1: rng.next_u64() });
     let mut restarted_balancer = Balancer::with_model(
@@ -257,7 +258,7 @@ fn restart_with_empty_table(previous_balancer: &Balancer, ids: &[ServerId], rng:
 }
 
 #[test]
-fn new_maps_have_a_new_connection_key() {
+fn new_maps_have_a_new_random_hash_key() {
     skip_if!(missing_bpf_rights());
     let new_hash_key = || LoadBalancer::load(Options::default()).unwrap().connection_hash_key();
     assert_ne!(
@@ -267,7 +268,7 @@ fn new_maps_have_a_new_connection_key() {
     );
 }
 
-/// Asserts that the established packets of `connections` are broadcast, or dropped above the rate.
+/// Asserts that packets of the established `connections` are broadcast, or dropped above the rate limit.
 fn expect_broadcast(tested_balancer: &Balancer, connections: &[EstablishedConnection], source_mac: Option<MacAddress>) {
     for connection in connections {
         let mut frame = frame_with_cookie_index(tested_balancer, connection.client, connection.cookie_index);
@@ -284,7 +285,7 @@ fn expect_broadcast(tested_balancer: &Balancer, connections: &[EstablishedConnec
 }
 
 #[test]
-fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
+fn packets_of_connections_before_a_reboot_are_broadcast() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(122, 0);
     let (previous_balancer, ids) = stateful_balancer(ENTRY_COUNT, &mut rng);

@@ -17,10 +17,10 @@ use crate::support::stateful::{
 use crate::support::{ACK, FIN, missing_bpf_rights, skip_if};
 
 const ENTRY_COUNT: u64 = 2048;
-/// Number of new connections that together examine every entry of a partition, as each examines 4 entries.
-const CONNECTIONS_PER_ROUND: usize = 1024 / 4;
+/// Number of new connections that together examine every entry of a partition, because each examines 4 of 1024 entries.
+const CONNECTIONS_TO_EXAMINE_PARTITION: usize = 1024 / 4;
 
-/// Returns a balancer with a full connection table, and the connections, whose last packets were at `start`.
+/// Returns a load balancer with a full connection table, and the connections, whose last packets were at `start`.
 fn balancer_with_full_table(start: Duration, rng: &mut impl Rng) -> (Balancer, Vec<EstablishedConnection>) {
     let (mut balancer, _) = stateful_balancer(ENTRY_COUNT, rng);
     balancer.lb.tick(start);
@@ -28,7 +28,7 @@ fn balancer_with_full_table(start: Duration, rng: &mut impl Rng) -> (Balancer, V
     (balancer, opened_connections)
 }
 
-/// Opens connections until no entry is free. Returns those that got an entry.
+/// Opens connections until no entry is free. Returns the connections that got an entry.
 fn fill_table(balancer: &Balancer, rng: &mut impl Rng) -> Vec<EstablishedConnection> {
     let mut opened_connections = Vec::new();
     while balancer.lb.scan_used_entry_count() < ENTRY_COUNT as usize {
@@ -39,22 +39,22 @@ fn fill_table(balancer: &Balancer, rng: &mut impl Rng) -> Vec<EstablishedConnect
     opened_connections
 }
 
-/// Opens `count` connections. Returns those that got an entry.
-fn open_connections(balancer: &Balancer, count: usize, rng: &mut impl Rng) -> Vec<EstablishedConnection> {
+/// Opens `connection_count` connections. Returns the connections that got an entry.
+fn open_connections(balancer: &Balancer, connection_count: usize, rng: &mut impl Rng) -> Vec<EstablishedConnection> {
     let open_new_connection = |client: ClientEndpoint| {
         let (server, number) = balancer.send_syn(client);
         number.map(|number| EstablishedConnection { client, server, cookie_index: number })
     };
-    (0..count).filter_map(|_| open_new_connection(random_client(rng))).collect()
+    (0..connection_count).filter_map(|_| open_new_connection(random_client(rng))).collect()
 }
 
 #[test]
-fn new_connection_reuses_an_expired_entry_without_a_sweeper() {
+fn new_connection_reuses_expired_entry_if_sweeps_stop() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(141, 0);
     let start_time = Duration::from_secs(1000);
     let (mut balancer, initial_connections) = balancer_with_full_table(start_time, &mut rng);
-    let refused_count = balancer.event_count(0, "connection_table_full");
+    let full_table_count = balancer.event_count(0, "connection_table_full");
     balancer.lb.tick(start_time + Duration::from_millis(9900));
     assert_eq!(open_connections(&balancer, 100, &mut rng).len(), 0, "a SYN may be sent again until then");
     balancer.lb.tick(start_time + ConnectionTimeouts::default().half_open);
@@ -62,7 +62,7 @@ fn new_connection_reuses_an_expired_entry_without_a_sweeper() {
     assert_eq!(new_connections.len(), 200);
     assert_eq!(
         (balancer.event_count(0, "connection_table_full"), balancer.event_count(0, "connection_reused")),
-        (refused_count + 100, 200)
+        (full_table_count + 100, 200)
     );
 
     new_connections.iter().for_each(|connection| balancer.expect_found_by_index(connection));
@@ -80,7 +80,7 @@ fn new_connection_reuses_an_expired_entry_without_a_sweeper() {
 }
 
 #[test]
-fn open_connections_lose_entries_only_without_a_sweeper() {
+fn open_connections_lose_entries_only_if_sweeps_stop() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(142, 0);
     let (start_time, timers) = (Duration::from_secs(1000), ConnectionTimeouts::default());
@@ -108,7 +108,7 @@ fn open_connections_lose_entries_only_without_a_sweeper() {
         if is_swept {
             balancer.lb.scan_expired_connections(&timers, 0);
         }
-        let reusing_connections = open_connections(&balancer, 8 * CONNECTIONS_PER_ROUND, &mut rng);
+        let reusing_connections = open_connections(&balancer, 8 * CONNECTIONS_TO_EXAMINE_PARTITION, &mut rng);
         assert_eq!(reusing_connections.len(), expected_count, "after {idle_time:?}");
         // A packet establishes the new connections, so that they are idle for less time than the others.
         reusing_connections.iter().for_each(|connection| balancer.expect_found_by_index(connection));
@@ -116,7 +116,7 @@ fn open_connections_lose_entries_only_without_a_sweeper() {
 }
 
 #[test]
-fn reused_entry_is_counted_for_its_new_source() {
+fn reused_entry_counts_for_its_new_source_prefix() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(143, 0);
     let start_time = Duration::from_secs(1000);
@@ -145,7 +145,7 @@ fn reused_entry_is_counted_for_its_new_source() {
 }
 
 #[test]
-fn packets_read_the_clock_without_a_daemon() {
+fn packets_update_the_clock_without_a_daemon() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(144, 0);
     let options = Options {

@@ -49,7 +49,7 @@ fn counters_of_a_reused_service_slot_start_at_zero() {
     assert_eq!(balancer.lb.total_counters(), total_counters, "what removed services counted stays in the total");
 }
 
-/// Runs the program `run_count` times on one CPU, on one frame from receive queue 0.
+/// Runs the program `run_count` times on one CPU, with a frame from receive queue 0.
 fn run_on_cpu(cpu: usize, program: BorrowedFd<'_>, frame: &[u8], run_count: u32) {
     let mut single_cpu = CpuSet::new();
     single_cpu.set(cpu).unwrap();
@@ -57,8 +57,8 @@ fn run_on_cpu(cpu: usize, program: BorrowedFd<'_>, frame: &[u8], run_count: u32)
     assert_eq!(test_run::run(program, frame, run_count).unwrap().verdict, XDP_TX);
 }
 
-/// Runs the program on two CPUs at once, as on a bond whose two devices both have a queue 0. The kernel does not
-/// restore the frame between runs, so the load balancer gets the MAC address of its only server.
+/// Runs the program on two CPUs concurrently, as on a bond whose two devices both have a queue 0. The load balancer
+/// gets the MAC address of its only server, because the kernel does not restore the frame between runs.
 fn run_on_two_cpus(balancer: &mut Balancer, server: ServerId, mut frame: Vec<u8>, run_count: u32) {
     let server_mac = *balancer.server_macs.iter().find(|((_, server_id), _)| *server_id == server).unwrap().1;
     balancer.lb.set_own_mac(server_mac);
@@ -72,7 +72,7 @@ fn run_on_two_cpus(balancer: &mut Balancer, server: ServerId, mut frame: Vec<u8>
 }
 
 #[test]
-fn connection_counts_of_two_cpus_are_exact() {
+fn connection_counts_are_exact_with_two_concurrent_cpus() {
     const RUNS_PER_CPU: u32 = 1_000_000;
     skip_if!(missing_bpf_rights());
     skip_if!((std::thread::available_parallelism().unwrap().get() < 2).then_some("needs 2 CPUs"));

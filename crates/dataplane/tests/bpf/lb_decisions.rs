@@ -27,7 +27,7 @@ fn syn_frame(client: (Ipv4Addr, u16)) -> Vec<u8> {
 }
 
 #[test]
-fn new_connections_go_to_the_server_that_the_model_chooses() {
+fn new_connections_go_to_the_models_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(1, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
@@ -60,7 +60,7 @@ fn new_connections_go_to_the_server_that_the_model_chooses() {
 }
 
 #[test]
-fn connection_without_timestamps_stays_at_the_consistent_choice() {
+fn connection_without_timestamps_stays_at_its_buckets_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(2, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
@@ -149,7 +149,7 @@ fn established_packets_follow_the_cookie_not_the_table() {
 }
 
 #[test]
-fn random_tsecr_values_are_treated_as_in_the_model() {
+fn random_tsecr_values_have_the_models_outcome() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(4, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
@@ -160,7 +160,7 @@ fn random_tsecr_values_are_treated_as_in_the_model() {
         balancer.lb.set_server(balancer.service_indexes[0], *server, Server { mac: None, is_eligible: true });
     }
     let known_ids: HashSet<ServerId> = server_ids.iter().copied().collect();
-    let mut counts_by_outcome = [0; 3];
+    let mut packet_counts_by_outcome = [0; 3];
     for _ in 0..4000 {
         let client = random_client(&mut rng);
         let tsecr = rng.next_u32();
@@ -168,15 +168,15 @@ fn random_tsecr_values_are_treated_as_in_the_model() {
             TcpPacket { tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client, VIP) }.frame();
         match cookie::decode_cookie(&balancer.fleet_keys, &tuple_to_vip(client), tsecr) {
             Cookie::Server(server) if unresolved_ids.contains(&server) => {
-                counts_by_outcome[0] += 1;
+                packet_counts_by_outcome[0] += 1;
                 balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_server_unresolved");
             }
             Cookie::Server(server) if known_ids.contains(&server) => {
-                counts_by_outcome[1] += 1;
+                packet_counts_by_outcome[1] += 1;
                 balancer.expect_sent_to(0, &frame, server, "established");
             }
             _ => {
-                counts_by_outcome[2] += 1;
+                packet_counts_by_outcome[2] += 1;
                 balancer.expect_broadcast_or_dropped(
                     0,
                     &frame,
@@ -186,7 +186,7 @@ fn random_tsecr_values_are_treated_as_in_the_model() {
             }
         }
     }
-    assert!(counts_by_outcome.iter().all(|count| *count > 200), "{counts_by_outcome:?}");
+    assert!(packet_counts_by_outcome.iter().all(|count| *count > 200), "{packet_counts_by_outcome:?}");
 }
 
 #[test]
@@ -198,7 +198,7 @@ fn retransmitted_syn_reaches_the_same_server_until_the_next_table() {
     for (generation, rule) in PlacementRule::ALL.into_iter().enumerate() {
         let table = random_table(rule, generation as u64 + 10, 1, &server_ids, &mut rng);
         balancer.install_table(0, &table);
-        let mut moved_count = 0;
+        let mut moved_connection_count = 0;
         for _ in 0..100 {
             let client = random_client(&mut rng);
             let first_destination = balancer.forward_frame(&syn_frame(client));
@@ -206,10 +206,13 @@ fn retransmitted_syn_reaches_the_same_server_until_the_next_table() {
             for _ in 0..3 {
                 balancer.forward_frame(&syn_frame(self::random_client(&mut rng)));
             }
-            moved_count += usize::from(balancer.forward_frame(&syn_frame(client)) != first_destination);
+            moved_connection_count += usize::from(balancer.forward_frame(&syn_frame(client)) != first_destination);
         }
         // The memory of recent placements has 4096 entries, some of which are overwritten by other connections.
-        assert!(moved_count <= 10, "{rule:?}: {moved_count} of 100 retransmissions went elsewhere");
+        assert!(
+            moved_connection_count <= 10,
+            "{rule:?}: {moved_connection_count} of 100 retransmissions went elsewhere"
+        );
     }
     // Under a new table, the retransmission is placed again. By then the round robin counter has grown.
     let client = random_client(&mut rng);
@@ -221,7 +224,7 @@ fn retransmitted_syn_reaches_the_same_server_until_the_next_table() {
 }
 
 #[test]
-fn ineligible_server_is_replaced_for_new_connections() {
+fn new_connections_avoid_ineligible_servers() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(6, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
@@ -319,10 +322,10 @@ fn services_have_separate_servers_and_tables() {
 }
 
 #[test]
-fn broadcast_is_limited_per_service_and_recovers() {
+fn broadcasts_are_rate_limited_and_resume_later() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(10, 0);
-    let rate_limits = BroadcastRateLimits::with_equal_rates(PacketRate { per_second: 20, burst_packets: 8 });
+    let rate_limits = BroadcastRateLimits::with_equal_rates(PacketRate { packets_per_second: 20, burst_packets: 8 });
     let options = Options { broadcast_limits: [rate_limits; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
     let services = [(service_address(VIP), ServiceSettings::default())];
     let mut balancer = Balancer::without_model(&services, options, &mut rng);

@@ -42,7 +42,7 @@ fn drain_server(balancer: &mut Balancer, id: ServerId) {
     set_eligible(balancer, id, false);
 }
 
-/// Returns a packet from a server to a client, with `tsval` and the TSecr 7.
+/// Returns a TCP packet from a server to a client, with the TSval `tsval` and the TSecr 7.
 fn reply_frame(client: (Ipv4Addr, u16), server: MacAddress, flags: u8, tsval: u32) -> Vec<u8> {
     let mut frame =
         TcpPacket { flags, tcp_options: timestamp_option(tsval, 7), ..TcpPacket::new(WEB_VIP, client) }.frame();
@@ -59,9 +59,9 @@ fn tested_modes() -> [ServiceSettings; 4] {
     ]
 }
 
-/// Asserts that an established connection stays at its server, and that a new one with the same ports avoids the
-/// servers that refuse it.
-fn expect_old_flow_stays_and_new_one_avoids(
+/// Asserts that an established connection stays at its server, and that a new connection with the same ports avoids the
+/// servers that take no new connections.
+fn expect_old_flow_stays_and_new_flow_avoids(
     balancer: &Balancer,
     mode: ServiceSettings,
     [syn, ack]: &[Vec<u8>; 2],
@@ -74,19 +74,19 @@ fn expect_old_flow_stays_and_new_one_avoids(
         !uses_flow_table || balancer.forward_frame(ack) == previous_destination,
         "{mode:?}: what is established stays"
     );
-    let opened_destination = balancer.forward_frame(syn);
-    assert!(!refusing_macs.contains(&opened_destination), "{mode:?}");
+    let new_connection_destination = balancer.forward_frame(syn);
+    assert!(!refusing_macs.contains(&new_connection_destination), "{mode:?}");
     assert!(
-        !uses_flow_table || balancer.forward_frame(ack) == opened_destination,
+        !uses_flow_table || balancer.forward_frame(ack) == new_connection_destination,
         "{mode:?}: the new connection's packets follow"
     );
-    assert_eq!(balancer.forward_frame(syn), opened_destination, "{mode:?}: and so does the SYN sent again");
+    assert_eq!(balancer.forward_frame(syn), new_connection_destination, "{mode:?}: and so does the SYN sent again");
 }
 
-/// A server drains. In half of the cases, a new table also lacks that server and a down server. Established connections
-/// stay at their servers, and new connections with the same ports go to another server.
+/// A server drains. In half of the cases, a new placement table also lacks that server and a server that is down.
+/// Established connections stay at their servers, and new connections with the same ports go to another server.
 #[test]
-fn syn_avoids_a_server_that_takes_no_new_connections() {
+fn syn_avoids_servers_that_take_no_new_connections() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(111, 0);
     for (mode, has_new_table) in tested_modes().into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
@@ -117,7 +117,7 @@ fn syn_avoids_a_server_that_takes_no_new_connections() {
         }
         assert!(refusing_macs.iter().all(|mac| destinations_before.contains(mac)));
         for (frames, previous_destination) in flows_with_frames.iter().zip(destinations_before) {
-            expect_old_flow_stays_and_new_one_avoids(&balancer, mode, frames, previous_destination, &refusing_macs);
+            expect_old_flow_stays_and_new_flow_avoids(&balancer, mode, frames, previous_destination, &refusing_macs);
         }
     }
 }
@@ -137,10 +137,10 @@ fn balancer_with_lb_stamping(rng: &mut impl Rng) -> Balancer {
     balancer
 }
 
-/// After a load balancer has lost its state, a retransmitted SYN may have reached a second server, whose SYN-ACK
-/// arrives late.
+/// After a load balancer has lost its state, a retransmitted SYN may reach a second server, whose SYN-ACK then arrives
+/// late.
 #[test]
-fn late_syn_ack_of_another_server_does_not_move_a_plain_connection() {
+fn late_syn_ack_of_another_server_moves_no_unstamped_connection() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(115, 0);
     let mut balancer = balancer_with_lb_stamping(&mut rng);
@@ -227,7 +227,7 @@ fn forged_syn_does_not_move_an_open_connection() {
 
 /// A draining server may have an older connection with the same ports, to which the new server can forward packets.
 #[test]
-fn syn_that_leaves_a_draining_server_names_it_as_previous() {
+fn syn_moved_from_draining_server_contains_it_as_previous() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(112, 0);
     let mut balancer = Balancer::new(&[WEB_VIP], &mut rng);
@@ -254,9 +254,9 @@ fn syn_that_leaves_a_draining_server_names_it_as_previous() {
     );
 }
 
-/// If a connection opens while its bucket's server drains, only the flow table has the connection's server.
+/// If a connection opens while its bucket's server drains, only the flow table contains the connection's server.
 #[test]
-fn flood_evicts_no_connection_that_only_the_flow_table_has() {
+fn flood_evicts_no_connection_known_only_to_the_flow_table() {
     skip_if!(missing_bpf_rights());
     const ENTRY_COUNT: u32 = 1 << 10;
     let mut rng = seeded_rng(116, 0);
@@ -284,7 +284,7 @@ fn flood_evicts_no_connection_that_only_the_flow_table_has() {
 }
 
 #[test]
-fn udp_flow_leaves_a_down_server_and_stays_at_a_draining_one() {
+fn udp_flow_leaves_down_server_but_stays_at_draining_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(113, 0);
     let mut balancer = Balancer::with_model(&[udp_service(DNS_VIP)], Options::default(), &mut rng);
@@ -344,11 +344,11 @@ fn idle_udp_flow_expires() {
     balancer.run_expecting_counter(&frame, Some(0), "new_connection");
 }
 
-/// Number of entries in the flow table that flooded services share with the DNS service.
-const FLOODED_ENTRY_COUNT: u32 = 1 << 15;
+/// Number of entries of the flow table, which the flooded services share with the DNS service.
+const FLOODED_TABLE_ENTRY_COUNT: u32 = 1 << 15;
 
-/// Returns clients of the DNS service whose flows get entries. Each service keeps two entries of a set of eight
-/// whatever other services send, so at most two flows per set are used.
+/// Returns clients of the DNS service whose flows get entries. At most two flows per set of eight entries are used,
+/// because each service keeps two entries of a set independently of other services' packets.
 fn clients_with_free_entries(balancer: &Balancer, rng: &mut impl Rng) -> Vec<(Ipv4Addr, u16)> {
     let (hash_key, dns_index) = (balancer.lb.connection_hash_key(), balancer.service_indexes[0].as_u16());
     let mut flows_by_set: HashMap<u64, u32> = HashMap::new();
@@ -356,7 +356,8 @@ fn clients_with_free_entries(balancer: &Balancer, rng: &mut impl Rng) -> Vec<(Ip
         let connection_hash = ConnectionHash::new(&hash_key, dns_index, client.into());
         let flows_in_set = flows_by_set
             .entry(
-                (u64::from(connection_hash.low_half()) * u64::from(FLOODED_ENTRY_COUNT / intf::FLOW_SET_ENTRIES)) >> 32,
+                (u64::from(connection_hash.low_half()) * u64::from(FLOODED_TABLE_ENTRY_COUNT / intf::FLOW_SET_ENTRIES))
+                    >> 32,
             )
             .or_default();
         *flows_in_set += 1;
@@ -365,9 +366,9 @@ fn clients_with_free_entries(balancer: &Balancer, rng: &mut impl Rng) -> Vec<(Ip
     std::iter::repeat_with(|| random_client(rng)).filter(|client| has_free_entry(*client)).take(1000).collect()
 }
 
-/// Four services in turn get floods that would fill the table ten times, while a fifth service has 1,000 flows.
+/// Each of four services gets a flood that could fill the flow table ten times, while a fifth service has 1,000 flows.
 #[test]
-fn flood_on_one_service_moves_no_udp_flow_of_another() {
+fn flood_of_one_service_moves_no_udp_flow_of_another_service() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(115, 0);
     let timestamps_off_mode = ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() };
@@ -380,7 +381,7 @@ fn flood_on_one_service_moves_no_udp_flow_of_another() {
         (service_address(flooded_vips[2]), hash_table_mode),
         udp_service(flooded_vips[3]),
     ];
-    let options = Options { flow_table_entry_count: FLOODED_ENTRY_COUNT, ..Options::default() };
+    let options = Options { flow_table_entry_count: FLOODED_TABLE_ENTRY_COUNT, ..Options::default() };
     let mut balancer = Balancer::with_model(&services, options, &mut rng);
     for position in 0..services.len() {
         let server_ids = balancer.replace_servers(position, 5, &mut rng);
@@ -392,26 +393,26 @@ fn flood_on_one_service_moves_no_udp_flow_of_another() {
     let mut output_buffer = vec![0; 2048];
     for (vip, (address, _)) in flooded_vips.iter().zip(&services[1..]) {
         let flags = if *vip == flooded_vips[2] { SYN } else { ACK };
-        for _ in 0..FLOODED_ENTRY_COUNT * 10 / 4 {
+        for _ in 0..FLOODED_TABLE_ENTRY_COUNT * 10 / 4 {
             let client = random_client(&mut rng);
             let frame = match address.protocol {
                 Protocol::Udp => UdpDatagram::new(client, *vip).frame(),
                 Protocol::Tcp => TcpPacket { flags, ..TcpPacket::new(client, *vip) }.frame(),
             };
-            let (xdp_action, _) = test_run::run_into(balancer.lb.program(), &frame, &mut output_buffer).unwrap();
+            let (xdp_action, _) = test_run::run_into_buffer(balancer.lb.program(), &frame, &mut output_buffer).unwrap();
             assert_eq!(xdp_action, XDP_TX);
         }
         let destinations_after = flow_frames.iter().map(|frame| balancer.forward_frame(frame));
-        let moved_count =
+        let moved_flow_count =
             destinations_after.zip(&destinations_before).filter(|(after, before)| after != *before).count();
-        assert_eq!(moved_count, 0, "flows moved by a flood on {vip:?}");
+        assert_eq!(moved_flow_count, 0, "flows moved by a flood on {vip:?}");
     }
 }
 
-/// A SYN whose stamped SYN-ACK was lost is retransmitted to a server for which SYN-ACKs cannot be stamped yet. The
-/// client may answer either SYN-ACK. Its connection goes to the server that sent that SYN-ACK.
+/// A SYN whose stamped SYN-ACK was lost is retransmitted to a second server, whose SYN-ACKs cannot be stamped yet. The
+/// client may answer either SYN-ACK. Its connection goes to the server that sent the answered SYN-ACK.
 #[test]
-fn client_may_answer_the_stamped_or_the_unstamped_syn_ack() {
+fn client_may_answer_either_the_stamped_or_unstamped_syn_ack() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(117, 0);
     let balancer = balancer_with_lb_stamping(&mut rng);

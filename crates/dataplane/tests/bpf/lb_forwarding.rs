@@ -12,28 +12,28 @@ use rand::Rng;
 
 use crate::support::balancer::{Balancer, OWN_MAC, XDP_DROP, XDP_TX, id, random_table, service_address};
 use crate::support::tunnel::{
-    ETHERNET_BYTES, OWN_OUTER_ADDRESSES, TunnelVariant, address_octets, client, ip_header_bytes, own_outer_address,
-    server_outer_address, service_vip, set_traffic_class,
+    ETHERNET_HEADER_BYTES, OWN_OUTER_ADDRESSES, TunnelVariant, address_octets, client_socket_address, ip_header_bytes,
+    own_outer_address, server_outer_address, service_vip, set_traffic_class,
 };
 use crate::support::{
     ACK, FOREIGN_TIME_KEY, Family, RST, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights,
     ones_complement_sum, skip_if,
 };
 
-const MTU: usize = 1500;
+const MTU_BYTES: usize = 1500;
 
 fn service_mode(variant: TunnelVariant) -> ServiceSettings {
     ServiceSettings { forwarding: variant.forwarding, ..ServiceSettings::default() }
 }
 
 fn balancer_and_table(variant: TunnelVariant) -> (Balancer, PlacementTable) {
-    balancer_and_table_with_mode(variant, service_mode(variant), MTU)
+    balancer_and_table_with_mode(variant, service_mode(variant), MTU_BYTES)
 }
 
 fn balancer_and_table_with_mode(
     variant: TunnelVariant,
     mode: ServiceSettings,
-    mtu: usize,
+    mtu_bytes: usize,
 ) -> (Balancer, PlacementTable) {
     let mut rng = seeded_rng(32, 0);
     let balancer = Balancer::with_model(
@@ -41,16 +41,16 @@ fn balancer_and_table_with_mode(
         Options::default(),
         &mut rng,
     );
-    set_up_servers(balancer, variant, mtu, &mut rng)
+    set_up_servers(balancer, variant, mtu_bytes, &mut rng)
 }
 
 fn set_up_servers(
     mut balancer: Balancer,
     variant: TunnelVariant,
-    mtu: usize,
+    mtu_bytes: usize,
     rng: &mut impl Rng,
 ) -> (Balancer, PlacementTable) {
-    balancer.lb.set_outer_header(OWN_OUTER_ADDRESSES, mtu as u32);
+    balancer.lb.set_outer_header(OWN_OUTER_ADDRESSES, mtu_bytes as u32);
     let server_ids = balancer.replace_servers(0, 9, rng);
     for id in &server_ids {
         set_tunnel(&mut balancer, variant.outer_family, *id, None);
@@ -67,32 +67,37 @@ fn set_tunnel(balancer: &mut Balancer, outer_family: Family, server: ServerId, s
 
 fn chosen_server(family: Family, table: &PlacementTable) -> ServerId {
     let mut placement_state = coreward_model::placement::PlacementState::for_table(table);
-    table.select_server(&mut placement_state, &FourTuple::new(client(family), service_vip(family)).unwrap()).unwrap()
+    table
+        .select_server(
+            &mut placement_state,
+            &FourTuple::new(client_socket_address(family), service_vip(family)).unwrap(),
+        )
+        .unwrap()
 }
 
 fn syn_packet(family: Family) -> TcpPacket {
     TcpPacket {
         flags: SYN,
         tcp_options: aligned_timestamp_option(7, 0),
-        ..TcpPacket::between(client(family), service_vip(family))
+        ..TcpPacket::between(client_socket_address(family), service_vip(family))
     }
 }
 
-/// Returns the expected source port (and flow label) of outer headers, which is a hash of the client's flow.
+/// Returns the expected source port and flow label of outer headers, which are equal to a hash of the client's flow.
 fn expected_source_port(family: Family) -> u16 {
-    let [[a, b], [c, d]] = [client(family).port(), service_vip(family).port()].map(u16::to_be_bytes);
-    gue_source_port(client(family).ip(), [a, b, c, d])
+    let [[a, b], [c, d]] = [client_socket_address(family).port(), service_vip(family).port()].map(u16::to_be_bytes);
+    gue_source_port(client_socket_address(family).ip(), [a, b, c, d])
 }
 
 fn read_u16(bytes: &[u8], offset: usize) -> u16 {
     u16::from_be_bytes([bytes[offset], bytes[offset + 1]])
 }
 
-fn assert_outer_ipv4_header(outer_packet: &[u8], variant: TunnelVariant, server: ServerId, class: u8) {
+fn assert_outer_ipv4_header(outer_packet: &[u8], variant: TunnelVariant, server: ServerId, traffic_class: u8) {
     assert_eq!(ones_complement_sum(&outer_packet[..20]), 0xffff, "checksum of the outer header");
     assert_eq!(
         (outer_packet[0], outer_packet[1], usize::from(read_u16(outer_packet, 2))),
-        (0x45, class, outer_packet.len())
+        (0x45, traffic_class, outer_packet.len())
     );
     assert_eq!(outer_packet[4..10], [0, 0, 0x40, 0, 64, variant.outer_protocol()], "identification 0, DF, TTL 64");
     let outer_addresses = [
@@ -102,9 +107,9 @@ fn assert_outer_ipv4_header(outer_packet: &[u8], variant: TunnelVariant, server:
     assert_eq!(outer_packet[12..20], outer_addresses.concat());
 }
 
-fn assert_outer_ipv6_header(outer_packet: &[u8], variant: TunnelVariant, server: ServerId, class: u8) {
+fn assert_outer_ipv6_header(outer_packet: &[u8], variant: TunnelVariant, server: ServerId, traffic_class: u8) {
     let [a, b] = expected_source_port(variant.inner_family).to_be_bytes();
-    assert_eq!(outer_packet[..4], [0x60 | class >> 4, class << 4, a, b]);
+    assert_eq!(outer_packet[..4], [0x60 | traffic_class >> 4, traffic_class << 4, a, b]);
     assert_eq!(
         (usize::from(read_u16(outer_packet, 4)), outer_packet[6], outer_packet[7]),
         (outer_packet.len() - 40, variant.outer_protocol(), 64)
@@ -116,12 +121,12 @@ fn assert_outer_ipv6_header(outer_packet: &[u8], variant: TunnelVariant, server:
     assert_eq!(outer_packet[8..40], outer_addresses.concat());
 }
 
-/// Checks the outer header of `packet`, and returns the packet inside.
-fn strip_outer_header(packet: &[u8], variant: TunnelVariant, server: ServerId, class: u8) -> Vec<u8> {
-    let outer_packet = &packet[ETHERNET_BYTES..];
+/// Checks the outer header of `packet`, and returns the inner packet.
+fn check_and_strip_outer_header(packet: &[u8], variant: TunnelVariant, server: ServerId, traffic_class: u8) -> Vec<u8> {
+    let outer_packet = &packet[ETHERNET_HEADER_BYTES..];
     match variant.outer_family {
-        Family::Ipv4 => assert_outer_ipv4_header(outer_packet, variant, server, class),
-        Family::Ipv6 => assert_outer_ipv6_header(outer_packet, variant, server, class),
+        Family::Ipv4 => assert_outer_ipv4_header(outer_packet, variant, server, traffic_class),
+        Family::Ipv6 => assert_outer_ipv6_header(outer_packet, variant, server, traffic_class),
     }
     if variant.forwarding == Forwarding::Gue {
         let udp_header = &outer_packet[ip_header_bytes(variant.outer_family)..];
@@ -144,7 +149,7 @@ fn ethertype(family: Family) -> [u8; 2] {
 }
 
 #[test]
-fn packets_to_servers_get_an_outer_header_and_are_otherwise_unchanged() {
+fn encapsulation_only_adds_an_outer_header() {
     skip_if!(missing_bpf_rights());
     for variant in TunnelVariant::all() {
         let (balancer, table) = balancer_and_table(variant);
@@ -156,32 +161,41 @@ fn packets_to_servers_get_an_outer_header_and_are_otherwise_unchanged() {
         assert_eq!(xdp_action, XDP_TX, "{variant:?}");
         assert_eq!(packet[..6], balancer.server_macs[&(0, server)].0);
         assert_eq!(packet[6..14], [&OWN_MAC.0[..], &ethertype(variant.outer_family)].concat());
-        assert_eq!(strip_outer_header(&packet, variant, server, 0xba), frame[ETHERNET_BYTES..], "{variant:?}");
+        assert_eq!(
+            check_and_strip_outer_header(&packet, variant, server, 0xba),
+            frame[ETHERNET_HEADER_BYTES..],
+            "{variant:?}"
+        );
     }
 }
 
 #[test]
-fn established_packets_of_the_fast_path_get_the_same_outer_header() {
+fn fast_path_packets_get_the_same_outer_header() {
     skip_if!(missing_bpf_rights());
     for variant in TunnelVariant::all() {
         let (balancer, table) = balancer_and_table(variant);
         let server = chosen_server(variant.inner_family, &table);
-        let tuple = FourTuple::new(client(variant.inner_family), service_vip(variant.inner_family)).unwrap();
+        let tuple =
+            FourTuple::new(client_socket_address(variant.inner_family), service_vip(variant.inner_family)).unwrap();
         let cookie_tsval =
             cookie::stamp_tsval(&balancer.fleet_keys, &FOREIGN_TIME_KEY, &tuple, Cookie::Server(server), 9);
         let frame = TcpPacket {
             tcp_options: aligned_timestamp_option(7, cookie_tsval),
-            ..TcpPacket::between(client(variant.inner_family), service_vip(variant.inner_family))
+            ..TcpPacket::between(client_socket_address(variant.inner_family), service_vip(variant.inner_family))
         }
         .frame();
         let (xdp_action, packet) = balancer.run_expecting_counter(&frame, Some(0), "established");
         assert_eq!(xdp_action, XDP_TX, "{variant:?}");
-        assert_eq!(strip_outer_header(&packet, variant, server, 0), frame[ETHERNET_BYTES..], "{variant:?}");
+        assert_eq!(
+            check_and_strip_outer_header(&packet, variant, server, 0),
+            frame[ETHERNET_HEADER_BYTES..],
+            "{variant:?}"
+        );
     }
 }
 
 #[test]
-fn source_port_is_that_of_the_flow_or_of_the_server() {
+fn gue_source_port_depends_on_flow_or_server() {
     skip_if!(missing_bpf_rights());
     for variant in TunnelVariant::all().filter(|form| form.forwarding == Forwarding::Gue) {
         let (mut balancer, table) = balancer_and_table(variant);
@@ -189,7 +203,7 @@ fn source_port_is_that_of_the_flow_or_of_the_server() {
         let source_port = |balancer: &Balancer| {
             read_u16(
                 &balancer.run(&syn_packet(variant.inner_family).frame()).1,
-                ETHERNET_BYTES + ip_header_bytes(variant.outer_family),
+                ETHERNET_HEADER_BYTES + ip_header_bytes(variant.outer_family),
             )
         };
         assert_eq!(source_port(&balancer), expected_source_port(variant.inner_family));
@@ -199,7 +213,7 @@ fn source_port_is_that_of_the_flow_or_of_the_server() {
 }
 
 #[test]
-fn changed_outer_address_is_used_for_the_next_packet() {
+fn next_packet_uses_changed_outer_address() {
     skip_if!(missing_bpf_rights());
     let variant =
         TunnelVariant { forwarding: Forwarding::Ipip, inner_family: Family::Ipv4, outer_family: Family::Ipv6 };
@@ -210,27 +224,33 @@ fn changed_outer_address_is_used_for_the_next_packet() {
         let tunnel = Tunnel { destination_address: server_outer_address(family, endpoint_server), source_port: None };
         balancer.lb.set_tunnel(server, tunnel).unwrap();
         let forwarded_packet = balancer.run(&syn_packet(variant.inner_family).frame()).1;
-        strip_outer_header(&forwarded_packet, TunnelVariant { outer_family: family, ..variant }, endpoint_server, 0);
+        check_and_strip_outer_header(
+            &forwarded_packet,
+            TunnelVariant { outer_family: family, ..variant },
+            endpoint_server,
+            0,
+        );
     }
 }
 
-/// Returns a SYN whose IP packet has `length` bytes.
-fn syn_with_length(family: Family, length: usize) -> Vec<u8> {
-    let header_length = syn_packet(family).frame().len() - ETHERNET_BYTES - b"payload".len();
-    TcpPacket { payload: vec![7; length - header_length], ..syn_packet(family) }.frame()
+/// Returns the frame of a SYN whose IP packet has `packet_length_bytes` bytes.
+fn syn_with_length(family: Family, packet_length_bytes: usize) -> Vec<u8> {
+    let header_length = syn_packet(family).frame().len() - ETHERNET_HEADER_BYTES - b"payload".len();
+    TcpPacket { payload: vec![7; packet_length_bytes - header_length], ..syn_packet(family) }.frame()
 }
 
 /// Checks the headers of `packet`, an ICMP error about `frame`, and returns the ICMP message.
 fn check_icmp_error<'a>(packet: &'a [u8], frame: &[u8], family: Family) -> &'a [u8] {
     assert_eq!(packet[..14], [&frame[6..12], &OWN_MAC.0, &ethertype(family)].concat());
-    let (header, message) = packet[ETHERNET_BYTES..].split_at(ip_header_bytes(family));
-    let expected_addresses = [address_octets(service_vip(family).ip()), address_octets(client(family).ip())].concat();
+    let (header, message) = packet[ETHERNET_HEADER_BYTES..].split_at(ip_header_bytes(family));
+    let expected_addresses =
+        [address_octets(service_vip(family).ip()), address_octets(client_socket_address(family).ip())].concat();
     match family {
         Family::Ipv4 => {
             assert_eq!(header[..10], [0x45, 0xc0, 0, 96, 0, 0, 0x40, 0, 64, 1]);
             assert_eq!(header[12..], expected_addresses);
             assert_eq!((ones_complement_sum(header), ones_complement_sum(message)), (0xffff, 0xffff));
-            assert_eq!((&message[..2], &message[8..]), (&[3, 4][..], &frame[ETHERNET_BYTES..][..68]));
+            assert_eq!((&message[..2], &message[8..]), (&[3, 4][..], &frame[ETHERNET_HEADER_BYTES..][..68]));
         }
         Family::Ipv6 => {
             let message_length = (message.len() as u16).to_be_bytes();
@@ -238,18 +258,18 @@ fn check_icmp_error<'a>(packet: &'a [u8], frame: &[u8], family: Family) -> &'a [
             assert_eq!(header[8..], expected_addresses);
             let pseudo_header = [&expected_addresses[..], &[0, 0], &message_length, &[0, 0, 0, 58]].concat();
             assert_eq!(ones_complement_sum(&[&pseudo_header, message].concat()), 0xffff);
-            assert_eq!((&message[..2], &message[8..]), (&[2, 0][..], &frame[ETHERNET_BYTES..][..504]));
+            assert_eq!((&message[..2], &message[8..]), (&[2, 0][..], &frame[ETHERNET_HEADER_BYTES..][..504]));
         }
     }
     message
 }
 
 #[test]
-fn packet_too_long_to_encapsulate_is_answered_with_the_mtu() {
+fn too_long_packet_is_answered_with_the_inner_mtu() {
     skip_if!(missing_bpf_rights());
     for variant in TunnelVariant::all() {
         let (balancer, _) = balancer_and_table(variant);
-        let inner_mtu = MTU - variant.overhead_bytes();
+        let inner_mtu = MTU_BYTES - variant.overhead_bytes();
         assert_eq!(
             balancer
                 .run_expecting_counter(&syn_with_length(variant.inner_family, inner_mtu), Some(0), "new_connection")
@@ -279,7 +299,7 @@ fn ipv6_packet_of_1280_bytes_gets_no_error() {
 }
 
 #[test]
-fn source_that_is_no_unicast_address_gets_no_error() {
+fn packet_without_unicast_source_gets_no_error() {
     skip_if!(missing_bpf_rights());
     for (inner, sources) in [
         (Family::Ipv4, vec![vec![239, 0, 2, 7], vec![0; 4]]),
@@ -287,9 +307,9 @@ fn source_that_is_no_unicast_address_gets_no_error() {
     ] {
         let variant = TunnelVariant { forwarding: Forwarding::Gue, inner_family: inner, outer_family: Family::Ipv4 };
         let (balancer, _) = balancer_and_table(variant);
-        let source_offset = ETHERNET_BYTES + if inner == Family::Ipv4 { 12 } else { 8 };
+        let source_offset = ETHERNET_HEADER_BYTES + if inner == Family::Ipv4 { 12 } else { 8 };
         for source in sources {
-            let mut frame = syn_with_length(inner, MTU);
+            let mut frame = syn_with_length(inner, MTU_BYTES);
             frame[source_offset..source_offset + source.len()].copy_from_slice(&source);
             assert_eq!(balancer.run_expecting_counter(&frame, Some(0), "drop_exceeds_mtu").0, XDP_DROP, "{source:?}");
         }
@@ -300,17 +320,17 @@ fn source_that_is_no_unicast_address_gets_no_error() {
 fn errors_to_a_flood_of_long_packets_are_rate_limited() {
     skip_if!(missing_bpf_rights());
     for inner in Family::BOTH {
-        let rate_limits = BroadcastRateLimits::with_equal_rates(PacketRate { per_second: 1, burst_packets: 8 });
+        let rate_limits = BroadcastRateLimits::with_equal_rates(PacketRate { packets_per_second: 1, burst_packets: 8 });
         let options =
             Options { broadcast_limits: [rate_limits; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
         let variant = TunnelVariant { forwarding: Forwarding::Ipip, inner_family: inner, outer_family: Family::Ipv4 };
         let mut rng = seeded_rng(34, 0);
         let balancer =
             Balancer::without_model(&[(service_address(service_vip(inner)), service_mode(variant))], options, &mut rng);
-        let (balancer, _) = set_up_servers(balancer, variant, MTU, &mut rng);
-        let frame = syn_with_length(inner, MTU);
-        let answered_count = (0..100).filter(|_| balancer.run(&frame).0 == XDP_TX).count();
-        assert!((8..=11).contains(&answered_count), "{answered_count}");
+        let (balancer, _) = set_up_servers(balancer, variant, MTU_BYTES, &mut rng);
+        let frame = syn_with_length(inner, MTU_BYTES);
+        let icmp_error_count = (0..100).filter(|_| balancer.run(&frame).0 == XDP_TX).count();
+        assert!((8..=11).contains(&icmp_error_count), "{icmp_error_count}");
         balancer.run_expecting_counter(&frame, Some(0), "drop_exceeds_mtu");
     }
 }
@@ -321,7 +341,7 @@ fn nothing_is_broadcast_to_servers_behind_routers() {
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
         for variant in TunnelVariant::all() {
             let mode = ServiceSettings { consistency, ..service_mode(variant) };
-            let (balancer, _) = balancer_and_table_with_mode(variant, mode, MTU);
+            let (balancer, _) = balancer_and_table_with_mode(variant, mode, MTU_BYTES);
             let rst_frame = TcpPacket { flags: RST, tcp_options: vec![], ..syn_packet(variant.inner_family) }.frame();
             let (xdp_action, _) = balancer.run_expecting_counter(&rst_frame, Some(0), "drop_not_broadcast");
             assert_eq!(xdp_action, XDP_DROP);
@@ -330,7 +350,7 @@ fn nothing_is_broadcast_to_servers_behind_routers() {
 }
 
 #[test]
-fn services_of_all_kinds_share_a_program_and_servers() {
+fn services_of_all_forwardings_share_a_program_and_servers() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(33, 0);
     let service_kinds: Vec<(Forwarding, Family)> =
@@ -352,7 +372,7 @@ fn services_of_all_kinds_share_a_program_and_servers() {
         })
         .collect();
     let mut balancer = Balancer::with_model(&services, Options::default(), &mut rng);
-    balancer.lb.set_outer_header(OWN_OUTER_ADDRESSES, MTU as u32);
+    balancer.lb.set_outer_header(OWN_OUTER_ADDRESSES, MTU_BYTES as u32);
     let server = id(7);
     let eligible_server = coreward_dataplane::lb::Server { mac: Some(OWN_MAC), is_eligible: true };
     set_tunnel(&mut balancer, Family::Ipv6, server, None);
@@ -360,9 +380,12 @@ fn services_of_all_kinds_share_a_program_and_servers() {
         balancer.lb.set_server(balancer.service_indexes[position], server, eligible_server);
         balancer.install_table(position, &random_table(PlacementRule::Table, 1, 1, &[server], &mut rng));
         for flags in [SYN, ACK] {
-            let frame =
-                TcpPacket { flags, tcp_options: vec![], ..TcpPacket::between(client(kind.1), vip_of_kind(kind)) }
-                    .frame();
+            let frame = TcpPacket {
+                flags,
+                tcp_options: vec![],
+                ..TcpPacket::between(client_socket_address(kind.1), vip_of_kind(kind))
+            }
+            .frame();
             let (xdp_action, packet) = balancer.run(&frame);
             let encapsulation_overhead = kind.0.overhead_bytes(own_outer_address(Family::Ipv6));
             assert_eq!((xdp_action, packet.len()), (XDP_TX, frame.len() + encapsulation_overhead), "{kind:?}");

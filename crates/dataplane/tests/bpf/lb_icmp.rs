@@ -22,7 +22,7 @@ use crate::support::{
 /// Address of a router between client and VIP that sends ICMP errors.
 const ROUTER: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 
-/// Offsets in bytes of headers in a frame with an IP header of 20 bytes.
+/// Offset of the IP header in a frame, in bytes. The IP header has 20 bytes.
 const IP_OFFSET: usize = 14;
 const ICMP_OFFSET: usize = IP_OFFSET + 20;
 const QUOTE_OFFSET: usize = ICMP_OFFSET + 8;
@@ -40,8 +40,8 @@ fn packet_to_quote(options: Vec<u8>, ip_options: Vec<u8>) -> Vec<u8> {
     )
 }
 
-/// Returns an ICMP error of type `kind` and code 4 that quotes `quoted_packet`. With type 3 it is "fragmentation
-/// needed".
+/// Returns the frame of an ICMP error of type `kind` and code 4 that quotes `quoted_packet`. Type 3 means
+/// "fragmentation needed".
 fn icmp_error(kind: u8, quoted_packet: &[u8]) -> Vec<u8> {
     let icmp_message = [&[kind, 4, 0, 0, 0, 0, 5, 0][..], quoted_packet].concat();
     ipv4_frame(1, [ROUTER, VIP.0], &[], [0x77, 0], &icmp_message)
@@ -59,7 +59,7 @@ fn client_tuple() -> FourTuple {
     FourTuple::ipv4(CLIENT, VIP)
 }
 
-fn cookie_tsval(balancer: &Balancer, server: ServerId) -> u32 {
+fn tsval_with_cookie(balancer: &Balancer, server: ServerId) -> u32 {
     cookie::stamp_tsval(
         &balancer.fleet_keys,
         &support::FOREIGN_TIME_KEY,
@@ -70,10 +70,10 @@ fn cookie_tsval(balancer: &Balancer, server: ServerId) -> u32 {
 }
 
 #[test]
-fn icmp_error_goes_to_the_server_that_the_quoted_timestamp_names() {
+fn icmp_error_goes_to_the_server_in_the_quoted_cookie() {
     skip_if!(missing_bpf_rights());
     let (mut balancer, ids) = balancer_with_servers(ServiceSettings::default());
-    let cookie_value = cookie_tsval(&balancer, ids[3]);
+    let cookie_value = tsval_with_cookie(&balancer, ids[3]);
     let aligned_option = aligned_timestamp_option(cookie_value, 7);
     let unaligned_option = [&[1][..], &timestamp_option(cookie_value, 7), &[0]].concat();
     let syn_ack_options = [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp_option(cookie_value, 7), &[1, 3, 3, 7]].concat();
@@ -104,10 +104,10 @@ fn icmp_error_goes_to_the_server_that_the_quoted_timestamp_names() {
 }
 
 #[test]
-fn quotes_without_a_cookie_follow_the_flow_table_or_are_broadcast() {
+fn icmp_errors_without_cookie_follow_flow_table_or_are_broadcast() {
     skip_if!(missing_bpf_rights());
     let (balancer, ids) = balancer_with_servers(ServiceSettings::default());
-    let cookie_value = cookie_tsval(&balancer, ids[2]);
+    let cookie_value = tsval_with_cookie(&balancer, ids[2]);
     let complete_quote = packet_to_quote(aligned_timestamp_option(cookie_value, 7), vec![]);
     let quote_without_timestamp = packet_to_quote(vec![], vec![]);
     let quote_with_bad_options = packet_to_quote(vec![3, 1, 0, 0], vec![]);
@@ -141,22 +141,22 @@ fn quotes_without_a_cookie_follow_the_flow_table_or_are_broadcast() {
 }
 
 #[test]
-fn random_quoted_timestamps_reach_a_known_server_or_are_broadcast() {
+fn icmp_errors_with_random_timestamps_reach_known_servers_or_are_broadcast() {
     skip_if!(missing_bpf_rights());
     let (mut balancer, _) = balancer_with_servers(ServiceSettings::default());
     let mut rng = seeded_rng(72, 0);
     let server_ids = balancer.replace_servers(0, 8192, &mut rng);
-    let mut counts_by_outcome = [0; 2];
+    let mut packet_counts_by_outcome = [0; 2];
     for _ in 0..500 {
         let random_value = rng.next_u32();
         let frame = icmp_error(3, &packet_to_quote(aligned_timestamp_option(random_value, 7), vec![]));
         match cookie::decode_cookie(&balancer.fleet_keys, &client_tuple(), random_value) {
             Cookie::Server(server) if server_ids.contains(&server) => {
-                counts_by_outcome[0] += 1;
+                packet_counts_by_outcome[0] += 1;
                 balancer.expect_sent_to(0, &frame, server, "icmp_error");
             }
             _ => {
-                counts_by_outcome[1] += 1;
+                packet_counts_by_outcome[1] += 1;
                 balancer.expect_broadcast_or_dropped(
                     0,
                     &frame,
@@ -166,11 +166,11 @@ fn random_quoted_timestamps_reach_a_known_server_or_are_broadcast() {
             }
         }
     }
-    assert!(counts_by_outcome.iter().all(|count| *count > 50), "{counts_by_outcome:?}");
+    assert!(packet_counts_by_outcome.iter().all(|count| *count > 50), "{packet_counts_by_outcome:?}");
 }
 
 #[test]
-fn icmp_errors_without_cookies_follow_the_table_of_the_mode() {
+fn icmp_errors_without_cookie_follow_the_services_consistency_mode() {
     skip_if!(missing_bpf_rights());
     let timestamps_off_mode = ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() };
     let other_consistencies = [Consistency::None, Consistency::HashTable, Consistency::Beamer];
@@ -178,7 +178,7 @@ fn icmp_errors_without_cookies_follow_the_table_of_the_mode() {
     for mode in modes.into_iter().chain([timestamps_off_mode]) {
         let (balancer, ids) = balancer_with_servers(mode);
         let frame =
-            icmp_error(3, &packet_to_quote(aligned_timestamp_option(cookie_tsval(&balancer, ids[1]), 7), vec![]));
+            icmp_error(3, &packet_to_quote(aligned_timestamp_option(tsval_with_cookie(&balancer, ids[1]), 7), vec![]));
         balancer.expect_broadcast_or_dropped(0, &frame, UNCHANGED_IDENTIFICATION, "drop_broadcast_rate_limited");
         // A connection is found only by a flow table entry, and not if its rule or bucket would place it.
         let client_packet = TcpPacket { tcp_options: aligned_timestamp_option(1, 2), ..TcpPacket::new(CLIENT, VIP) };
@@ -195,7 +195,7 @@ fn icmp_errors_without_cookies_follow_the_table_of_the_mode() {
 }
 
 #[test]
-fn icmp_errors_about_datagrams_follow_their_flow() {
+fn icmp_errors_about_datagrams_follow_the_udp_flow() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(73, 0);
     let udp_address = ServiceAddress { protocol: Protocol::Udp, ..service_address(VIP) };
@@ -218,10 +218,10 @@ fn icmp_errors_about_datagrams_follow_their_flow() {
 }
 
 #[test]
-fn icmp_error_of_no_service_passes_unchanged() {
+fn icmp_error_about_no_service_passes_unchanged() {
     skip_if!(missing_bpf_rights());
     let (balancer, ids) = balancer_with_servers(ServiceSettings::default());
-    let quoted_packet = packet_to_quote(aligned_timestamp_option(cookie_tsval(&balancer, ids[0]), 7), vec![]);
+    let quoted_packet = packet_to_quote(aligned_timestamp_option(tsval_with_cookie(&balancer, ids[0]), 7), vec![]);
     let valid_frame = icmp_error(3, &quoted_packet);
     balancer.expect_sent_to(0, &valid_frame, ids[0], "icmp_error");
     let changed_frame = |offset: usize, bytes: &[u8]| {
@@ -252,10 +252,10 @@ fn icmp_error_of_no_service_passes_unchanged() {
     }
 }
 
-/// Returns a balancer, and an ICMP error that quotes a packet with a cookie.
+/// Returns a load balancer, and the frame of an ICMP error that quotes a packet with a cookie.
 fn balancer_with_valid_error() -> (Balancer, Vec<u8>) {
     let (balancer, ids) = balancer_with_servers(ServiceSettings::default());
-    let quoted_packet = packet_to_quote(aligned_timestamp_option(cookie_tsval(&balancer, ids[0]), 7), vec![]);
+    let quoted_packet = packet_to_quote(aligned_timestamp_option(tsval_with_cookie(&balancer, ids[0]), 7), vec![]);
     let valid_frame = icmp_error(3, &quoted_packet);
     (balancer, valid_frame)
 }
@@ -266,7 +266,7 @@ fn expect_no_internal_drop(balancer: &Balancer) {
 }
 
 #[test]
-fn malformed_icmp_errors_are_dropped_with_a_reason() {
+fn malformed_icmp_errors_are_dropped_and_counted() {
     skip_if!(missing_bpf_rights());
     let (balancer, valid_frame) = balancer_with_valid_error();
     // The outer IP packet ends before the quote has 8 bytes after its IP header.
@@ -298,9 +298,9 @@ fn malformed_icmp_errors_are_dropped_with_a_reason() {
     expect_no_internal_drop(&balancer);
 }
 
-/// Random bytes in the quote have exactly one outcome, and the program does not change them.
+/// ICMP errors with random bytes have exactly one outcome each, and the program does not change the random bytes.
 #[test]
-fn random_icmp_errors_get_one_outcome_and_stay_unchanged() {
+fn random_icmp_errors_have_one_outcome_and_stay_unchanged() {
     skip_if!(missing_bpf_rights());
     let (balancer, valid_frame) = balancer_with_valid_error();
     let mut rng = seeded_rng(74, 0);

@@ -57,14 +57,14 @@ fn syn_frame(client: (Ipv6Addr, u16)) -> Vec<u8> {
     client_frame(client, SYN, [&[2, 4, 5, 0xa0, 4, 2][..], &timestamp_option(77, 0), &[1, 3, 3, 7]].concat())
 }
 
-/// Returns a balancer with an IPv6 and an IPv4 service, of which service 0 has the IPv6 VIP.
+/// Returns a load balancer with an IPv6 and an IPv4 service. Service 0 has the IPv6 VIP.
 fn dual_stack_balancer(rng: &mut impl rand::Rng) -> Balancer {
     let services =
         [service_address(VIP), service_address(IPV4_VIP)].map(|service| (service, ServiceSettings::default()));
     Balancer::with_model(&services, Options::default(), rng)
 }
 
-/// Returns lists of extension headers. The program skips all of them to find the TCP header.
+/// Returns lists of extension headers that the program skips to find the TCP header.
 fn skippable_extension_headers() -> [Vec<(u8, Vec<u8>)>; 4] {
     let options_header = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
     // An atomic fragment contains the whole packet (RFC 6946). The authentication header has 24 bytes.
@@ -79,7 +79,7 @@ fn skippable_extension_headers() -> [Vec<(u8, Vec<u8>)>; 4] {
 }
 
 #[test]
-fn new_ipv6_connections_go_to_the_server_that_the_model_chooses() {
+fn new_ipv6_connections_go_to_the_models_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(61, 0);
     let mut balancer = dual_stack_balancer(&mut rng);
@@ -128,7 +128,7 @@ fn ipv6_established_packets_follow_the_cookie() {
 }
 
 #[test]
-fn ipv6_connection_without_timestamps_stays_and_names_the_previous_server() {
+fn ipv6_packets_without_timestamps_contain_the_previous_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(63, 0);
     let mut balancer = dual_stack_balancer(&mut rng);
@@ -153,7 +153,7 @@ fn ipv6_connection_without_timestamps_stays_and_names_the_previous_server() {
 }
 
 #[test]
-fn dual_stack_balancer_separates_families() {
+fn dual_stack_balancer_separates_address_families() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(64, 0);
     let mut balancer = dual_stack_balancer(&mut rng);
@@ -169,7 +169,7 @@ fn dual_stack_balancer_separates_families() {
     balancer.expect_sent_to(1, &ipv4_syn.frame(), ipv4_ids[0], "new_connection");
 }
 
-/// Returns a balancer of which service 0 has servers, and a client of that service.
+/// Returns a load balancer with servers in service 0, and a client of that service.
 fn balancer_with_client() -> (Balancer, (Ipv6Addr, u16)) {
     let mut rng = seeded_rng(65, 0);
     let mut balancer = dual_stack_balancer(&mut rng);
@@ -178,7 +178,7 @@ fn balancer_with_client() -> (Balancer, (Ipv6Addr, u16)) {
     (balancer, random_client(&mut rng))
 }
 
-/// Returns `frame` with other bytes at `offset`.
+/// Returns a copy of `frame` with `bytes` at `offset`.
 fn changed_frame(frame: &[u8], offset: usize, bytes: &[u8]) -> Vec<u8> {
     let mut frame = frame.to_vec();
     frame[offset..offset + bytes.len()].copy_from_slice(bytes);
@@ -216,7 +216,7 @@ fn malformed_ipv6_is_dropped_and_counted() {
 }
 
 #[test]
-fn ipv6_packets_for_the_kernel_pass() {
+fn ipv6_packets_for_the_own_host_pass() {
     skip_if!(missing_bpf_rights());
     let (balancer, client) = balancer_with_client();
     let changed_syn = |offset: usize, bytes: &[u8]| changed_frame(&syn_frame(client), offset, bytes);
@@ -249,7 +249,7 @@ fn icmpv6_error(
 const ICMPV6_ROUTER: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 1);
 
 #[test]
-fn icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names() {
+fn icmpv6_errors_reach_the_server_in_the_quoted_cookie() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(68, 0);
     let mut balancer = dual_stack_balancer(&mut rng);
@@ -280,7 +280,7 @@ fn icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names() {
 }
 
 #[test]
-fn malformed_icmpv6_errors_are_dropped_and_foreign_ones_pass() {
+fn malformed_icmpv6_errors_are_dropped_and_unrelated_errors_pass() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(68, 0);
     let mut balancer = dual_stack_balancer(&mut rng);
@@ -301,7 +301,7 @@ fn malformed_icmpv6_errors_are_dropped_and_foreign_ones_pass() {
 }
 
 #[test]
-fn ipv6_stateful_connections_find_their_entry() {
+fn packets_of_stateful_ipv6_connections_find_their_entry() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(69, 0);
     let options = Options { connection_table_size: TableSize::try_from(4096).unwrap(), ..Options::default() };
@@ -341,7 +341,7 @@ fn ipv6_stateful_connections_find_their_entry() {
 
 /// All addresses of a /64 count as one source prefix.
 #[test]
-fn ipv6_prefix_holds_at_most_a_quarter_of_the_table() {
+fn ipv6_prefix_occupies_at_most_a_quarter_of_the_table() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(70, 0);
     let options = Options { connection_table_size: TableSize::try_from(4096).unwrap(), ..Options::default() };
@@ -359,7 +359,7 @@ fn ipv6_prefix_holds_at_most_a_quarter_of_the_table() {
     assert_eq!(balancer.lb.scan_used_entry_count(), 1025);
 }
 
-/// Returns a packet whose cookie names `server`.
+/// Returns the frame of an ACK whose cookie contains `server`.
 fn ack_frame_with_cookie(balancer: &Balancer, client: (Ipv6Addr, u16), server: ServerId) -> Vec<u8> {
     let tsecr = cookie::stamp_tsval(
         &balancer.fleet_keys,
@@ -371,8 +371,8 @@ fn ack_frame_with_cookie(balancer: &Balancer, client: (Ipv6Addr, u16), server: S
     client_frame(client, ACK, aligned_timestamp_option(1, tsecr))
 }
 
-/// Unknown packets go to the other load balancer, with a flow label that keeps servers from forwarding them. Packets to
-/// a server have the other load balancer in the flow label.
+/// Packets of unknown connections go to the other load balancer, with a flow label that prevents servers from
+/// forwarding them. Packets to a server contain the other load balancer's id in the flow label.
 #[test]
 fn migrating_ipv6_service_forwards_unknown_packets() {
     skip_if!(missing_bpf_rights());
@@ -431,7 +431,7 @@ fn migrating_ipv6_service_forwards_unknown_packets() {
 }
 
 #[test]
-fn ipv6_datagrams_keep_their_server() {
+fn ipv6_datagrams_of_a_flow_keep_their_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(67, 0);
     let udp_service = ServiceAddress { vip_and_port: VIP.into(), protocol: Protocol::Udp };
@@ -442,19 +442,19 @@ fn ipv6_datagrams_keep_their_server() {
         let udp_header = [client.1, VIP.1, 8 + length, 0].map(u16::to_be_bytes).concat();
         ipv6_frame([client.0, VIP.0], &[], 17, &[&udp_header[..], b"datagram"].concat())
     };
-    let mut placed_clients: Vec<((Ipv6Addr, u16), ServerId)> = Vec::new();
+    let mut clients_with_servers: Vec<((Ipv6Addr, u16), ServerId)> = Vec::new();
     for generation in 1..3 {
         let table = random_table(PlacementRule::Table, generation, 1, &server_ids, &mut rng);
         let mut placement_state = PlacementState::for_table(&table);
         balancer.install_table(0, &table);
-        for (client, server) in &placed_clients {
+        for (client, server) in &clients_with_servers {
             balancer.expect_sent_to(0, &udp_frame(*client, 8), *server, "flow_table");
         }
         for client in std::iter::repeat_with(|| random_client(&mut rng)).take(200) {
             let chosen_server =
                 table.select_server(&mut placement_state, &tuple_to_vip(client)).expect("there are members");
             balancer.expect_sent_to(0, &udp_frame(client, 8), chosen_server, "new_connection");
-            placed_clients.push((client, chosen_server));
+            clients_with_servers.push((client, chosen_server));
         }
     }
     let client = random_client(&mut rng);
@@ -462,7 +462,7 @@ fn ipv6_datagrams_keep_their_server() {
 }
 
 #[test]
-fn later_ipv6_fragments_follow_the_first_one() {
+fn later_ipv6_fragments_follow_the_first_fragment() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(71, 0);
     let udp_service = ServiceAddress { vip_and_port: VIP.into(), protocol: Protocol::Udp };

@@ -33,7 +33,10 @@ fn only_server() -> ServerId {
 }
 
 fn fleet_keys() -> FleetCookieKeys {
-    FleetCookieKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First }
+    FleetCookieKeys {
+        keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
+        current_key_index: KeyIndex::First,
+    }
 }
 
 fn one_server_table(generation: u64, rule: PlacementRule) -> PlacementTable {
@@ -42,7 +45,7 @@ fn one_server_table(generation: u64, rule: PlacementRule) -> PlacementTable {
 
 fn set_up_service(lb: &mut LoadBalancer) -> ServiceIndex {
     let service_index = lb.set_services(&[(service_address(VIP), ServiceSettings::default())]).unwrap()[0];
-    lb.set_keys(&fleet_keys());
+    lb.set_cookie_keys(&fleet_keys());
     lb.set_server(service_index, only_server(), Server { mac: Some(SERVER_MAC), is_eligible: true });
     lb.install_table(service_index, &one_server_table(1, PlacementRule::Table)).unwrap();
     service_index
@@ -60,15 +63,16 @@ fn frame_with_cookie(destination_mac: [u8; 6]) -> Vec<u8> {
         .frame()
 }
 
-fn forwarded_packets(lb: &LoadBalancer, index: ServiceIndex) -> u64 {
+fn forwarded_packet_count(lb: &LoadBalancer, index: ServiceIndex) -> u64 {
     lb.service_counters(index).packets_by_outcome[intf::LB_COUNTER_ESTABLISHED as usize]
 }
 
-fn total_packets(lb: &LoadBalancer) -> u64 {
+fn total_packet_count(lb: &LoadBalancer) -> u64 {
     lb.total_counters().packets_by_outcome[intf::LB_COUNTER_ESTABLISHED as usize]
 }
 
-/// Returns a function that reads the number of forwarded packets from the pinned map, because no load balancer may run.
+/// Returns a function that reads the number of forwarded packets from the pinned map, which works even if no load
+/// balancer process is running.
 fn pinned_packet_counter(pins: &PinDirectory) -> impl Fn() -> u64 + Send + use<> {
     let counters_map = MapHandle::from_pinned_path(pins.path().join("lb/counters")).unwrap();
     let entry_count = counters_map.max_entries() as usize;
@@ -96,7 +100,7 @@ fn new_process_takes_over_while_packets_pass() {
         lb
     };
     let mut lb = start_process();
-    assert!(!lb.is_taken_over());
+    assert!(!lb.is_state_taken_over());
     let mut service_index = set_up_service(&mut lb);
 
     let forwarded_count = pinned_packet_counter(&pins);
@@ -119,22 +123,22 @@ fn new_process_takes_over_while_packets_pass() {
             });
         });
         // Waits until `packets` more packets were sent, however slow the machine is.
-        let wait_for_packets = |packets: u64| {
+        let wait_for_sent_packets = |packets: u64| {
             let target_count = sent_frames.load(Ordering::Relaxed) + packets;
             while sent_frames.load(Ordering::Relaxed) < target_count && Instant::now() < send_deadline {
                 std::thread::sleep(Duration::from_millis(1));
             }
         };
         for round in 0..10u64 {
-            wait_for_packets(100);
+            wait_for_sent_packets(100);
             // Dropping the value detaches nothing, as if the process had been killed.
-            let packet_count_before = total_packets(&lb);
+            let packet_count_before = total_packet_count(&lb);
             drop(lb);
-            wait_for_packets(40);
+            wait_for_sent_packets(40);
             lb = start_process();
-            assert!(lb.is_taken_over());
+            assert!(lb.is_state_taken_over());
             assert!(
-                total_packets(&lb) >= packet_count_before && packet_count_before > 0,
+                total_packet_count(&lb) >= packet_count_before && packet_count_before > 0,
                 "round {round}: counts continue before services are configured"
             );
             assert_eq!(lb.services().collect::<Vec<_>>(), [(service_address(VIP), service_index)]);
@@ -150,10 +154,14 @@ fn new_process_takes_over_while_packets_pass() {
         (lb, service_index)
     });
     let deadline = Instant::now() + Duration::from_secs(30);
-    while forwarded_packets(&lb, index) < sent_frames.load(Ordering::Relaxed) && Instant::now() < deadline {
+    while forwarded_packet_count(&lb, index) < sent_frames.load(Ordering::Relaxed) && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(10));
     }
-    assert_eq!(forwarded_packets(&lb, index), sent_frames.load(Ordering::Relaxed), "packets forwarded of those sent");
+    assert_eq!(
+        forwarded_packet_count(&lb, index),
+        sent_frames.load(Ordering::Relaxed),
+        "packets forwarded of those sent"
+    );
     assert!(sent_frames.load(Ordering::Relaxed) > 500);
 
     lb.detach().unwrap();
@@ -164,7 +172,7 @@ fn new_process_takes_over_while_packets_pass() {
     assert!(!String::from_utf8(ip_link_output.stdout).unwrap().contains("xdp"));
 }
 
-/// Runs the program on `frames`. Returns the counter of each service that has increased.
+/// Runs the program on `frames`. Returns, for each service, the name of the counter that has increased.
 fn outcomes_of_frames(lb: &LoadBalancer, indexes: &[ServiceIndex], frames: &[Vec<u8>]) -> Vec<&'static str> {
     let read_counts = || indexes.iter().map(|index| lb.service_counters(*index).packets_by_outcome).collect::<Vec<_>>();
     let counts_before = read_counts();
@@ -178,9 +186,9 @@ fn outcomes_of_frames(lb: &LoadBalancer, indexes: &[ServiceIndex], frames: &[Vec
     counts_before.iter().zip(&read_counts()).map(increased_counter).collect::<Vec<_>>()
 }
 
-/// The modes, the flow table's entries and its size outlive the process.
+/// The next process takes over the services' modes, and the flow table with its entries and its size.
 #[test]
-fn modes_and_flows_are_taken_over() {
+fn new_process_takes_over_modes_and_flows() {
     skip_if!(missing_bpf_rights());
     let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
     let start_process = |flow_table_entries| {
@@ -209,7 +217,7 @@ fn modes_and_flows_are_taken_over() {
     drop(lb);
     // Packets are processed before the new process has configured its services.
     let mut lb = start_process(1 << 15);
-    assert!(lb.is_taken_over());
+    assert!(lb.is_state_taken_over());
     assert_eq!(outcomes_of_frames(&lb, &service_indexes, &frames), ["flow_table", "flow_table"]);
     assert_eq!(lb.set_services(&services).unwrap(), service_indexes);
     assert_eq!(outcomes_of_frames(&lb, &service_indexes, &frames), ["flow_table", "flow_table"]);
@@ -219,7 +227,7 @@ fn modes_and_flows_are_taken_over() {
 }
 
 #[test]
-fn failed_attachment_returns_a_reason() {
+fn failed_attachment_returns_the_reason() {
     skip_if!(missing_bpf_rights());
     let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
     let attach_in_namespace =
@@ -234,7 +242,7 @@ fn failed_attachment_returns_a_reason() {
     assert_eq!(attach_in_namespace(&mut lb, "lo", XdpMode::Auto).unwrap(), AttachedXdpMode::Generic);
     drop(lb);
     let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
-    assert!(lb.is_taken_over());
+    assert!(lb.is_state_taken_over());
     let other_interface_error = attach_error(&mut lb, "eth0", XdpMode::Auto);
     assert!(
         other_interface_error.contains("is at the interface of index 1, not at \"eth0\""),
@@ -259,7 +267,7 @@ fn failed_attachment_returns_a_reason() {
 }
 
 #[test]
-fn program_of_another_version_forwards_until_this_one_is_ready() {
+fn program_of_another_version_forwards_until_the_upgrade() {
     skip_if!(missing_bpf_rights());
     let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
     let attach_to_eth0 =
@@ -280,7 +288,7 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
     // A process that ends before `commit_upgrade` changes nothing.
     let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
     attach_to_eth0(&mut lb);
-    assert!(lb.is_upgrade_pending() && !lb.is_taken_over());
+    assert!(lb.is_upgrade_pending() && !lb.is_state_taken_over());
     drop(lb);
     assert_eq!((pinned_program_id(), take_over_problem()), (loaded_program_id, Some(version_problem)));
     // The next process completes the upgrade.
@@ -292,7 +300,7 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
     assert_eq!(take_over_problem(), None);
     drop(lb);
     let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
-    assert!(lb.is_taken_over());
+    assert!(lb.is_state_taken_over());
     assert_eq!(attach_to_eth0(&mut lb), attachment);
     drop(lb);
 
@@ -319,7 +327,7 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
     drop(lb);
     assert!(state_path.exists());
     let lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
-    assert!(!lb.is_taken_over() && !lb.is_upgrade_pending());
+    assert!(!lb.is_state_taken_over() && !lb.is_upgrade_pending());
     lb.detach().unwrap();
 }
 

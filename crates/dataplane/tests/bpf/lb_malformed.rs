@@ -14,12 +14,12 @@ use crate::support::{
     tcp_offset, timestamp_option,
 };
 
-/// Offsets in bytes of headers in a frame with an IP header of 20 bytes.
+/// Offset of the IP header in a frame, in bytes. The IP header has 20 bytes.
 const IP_OFFSET: usize = 14;
 const TCP_OFFSET: usize = IP_OFFSET + 20;
 const TCP_OPTIONS_OFFSET: usize = TCP_OFFSET + 20;
 
-/// Returns a balancer with one service, one of its servers, and a packet of a connection established to that server.
+/// Returns a load balancer with one service, one of its servers, and a packet of a connection to that server.
 fn balancer_with_established_packet() -> (Balancer, ServerId, TcpPacket) {
     let mut rng = seeded_rng(21, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
@@ -36,42 +36,42 @@ fn balancer_with_established_packet() -> (Balancer, ServerId, TcpPacket) {
     (balancer, server_ids[2], packet)
 }
 
-fn with_bytes(frame: &[u8], offset: usize, bytes: &[u8]) -> Vec<u8> {
+fn frame_with_bytes(frame: &[u8], offset: usize, bytes: &[u8]) -> Vec<u8> {
     let mut frame = frame.to_vec();
     frame[offset..offset + bytes.len()].copy_from_slice(bytes);
     frame
 }
 
 #[test]
-fn packet_of_no_service_passes_unchanged() {
+fn packet_to_no_service_passes_unchanged() {
     skip_if!(missing_bpf_rights());
     let (balancer, _, packet) = balancer_with_established_packet();
     let frame = packet.frame();
     let mut foreign_frames = vec![
-        ("ARP", with_bytes(&frame, 12, &[8, 6])),
-        ("IPv6", with_bytes(&frame, 12, &[0x86, 0xdd])),
+        ("ARP", frame_with_bytes(&frame, 12, &[8, 6])),
+        ("IPv6", frame_with_bytes(&frame, 12, &[0x86, 0xdd])),
         ("VLAN-tagged", [&frame[..12], &[0x81, 0, 0, 5], &frame[12..]].concat()),
-        ("UDP", with_bytes(&frame, IP_OFFSET + 9, &[17])),
-        ("ICMP", with_bytes(&frame, IP_OFFSET + 9, &[1])),
-        ("another address", with_bytes(&frame, IP_OFFSET + 16, &[10, 200, 0, 2])),
-        ("another port", with_bytes(&frame, TCP_OFFSET + 2, &[0, 81])),
-        ("port 0", with_bytes(&frame, TCP_OFFSET + 2, &[0, 0])),
-        ("the broadcast MAC address", with_bytes(&frame, 0, &[0xff; 6])),
-        ("another MAC address", with_bytes(&frame, 0, &[0, 0, 0, 0, 0, 1])),
+        ("UDP", frame_with_bytes(&frame, IP_OFFSET + 9, &[17])),
+        ("ICMP", frame_with_bytes(&frame, IP_OFFSET + 9, &[1])),
+        ("another address", frame_with_bytes(&frame, IP_OFFSET + 16, &[10, 200, 0, 2])),
+        ("another port", frame_with_bytes(&frame, TCP_OFFSET + 2, &[0, 81])),
+        ("port 0", frame_with_bytes(&frame, TCP_OFFSET + 2, &[0, 0])),
+        ("the broadcast MAC address", frame_with_bytes(&frame, 0, &[0xff; 6])),
+        ("another MAC address", frame_with_bytes(&frame, 0, &[0, 0, 0, 0, 0, 1])),
         (
             "a fragment to another address",
-            with_bytes(&with_bytes(&frame, IP_OFFSET + 16, &[10, 200, 0, 2]), IP_OFFSET + 6, &[0x20, 0]),
+            frame_with_bytes(&frame_with_bytes(&frame, IP_OFFSET + 16, &[10, 200, 0, 2]), IP_OFFSET + 6, &[0x20, 0]),
         ),
         (
             "a bad header length to another address",
-            with_bytes(&with_bytes(&frame, IP_OFFSET + 16, &[1, 2, 3, 4]), IP_OFFSET, &[0x41]),
+            frame_with_bytes(&frame_with_bytes(&frame, IP_OFFSET + 16, &[1, 2, 3, 4]), IP_OFFSET, &[0x41]),
         ),
     ];
     // Frames that end before the destination address have no service.
     foreign_frames.extend((14..IP_OFFSET + 20).map(|length| ("cut in the IP header", frame[..length].to_vec())));
     let syn_frame = TcpPacket { flags: SYN, ..packet.clone() }.frame();
-    foreign_frames.push(("SYN to another port", with_bytes(&syn_frame, TCP_OFFSET + 2, &[1, 187])));
-    foreign_frames.push(("SYN to port 0", with_bytes(&syn_frame, TCP_OFFSET + 2, &[0, 0])));
+    foreign_frames.push(("SYN to another port", frame_with_bytes(&syn_frame, TCP_OFFSET + 2, &[1, 187])));
+    foreign_frames.push(("SYN to port 0", frame_with_bytes(&syn_frame, TCP_OFFSET + 2, &[0, 0])));
     for (case_name, frame) in foreign_frames {
         println!("{case_name}");
         balancer.expect_passed_uncounted(&frame);
@@ -79,7 +79,7 @@ fn packet_of_no_service_passes_unchanged() {
 }
 
 #[test]
-fn truncated_frames_are_dropped_with_a_reason() {
+fn truncated_frames_are_dropped_and_counted() {
     skip_if!(missing_bpf_rights());
     let (balancer, _, packet) = balancer_with_established_packet();
     let complete_packets =
@@ -93,7 +93,7 @@ fn truncated_frames_are_dropped_with_a_reason() {
 }
 
 #[test]
-fn packets_that_end_before_their_headers_are_dropped_with_a_reason() {
+fn packets_with_truncated_headers_are_dropped_and_counted() {
     skip_if!(missing_bpf_rights());
     let (balancer, server, packet) = balancer_with_established_packet();
     for packet in [packet.clone(), TcpPacket { flags: SYN, ..packet }] {
@@ -101,14 +101,14 @@ fn packets_that_end_before_their_headers_are_dropped_with_a_reason() {
         let header_bytes = 20 + 20 + 12;
         for total_length in 0..header_bytes as u16 {
             // The frame has all bytes (Ethernet pads short frames), but the total length in the IP header is smaller.
-            let frame = with_bytes(&frame, IP_OFFSET + 2, &total_length.to_be_bytes());
+            let frame = frame_with_bytes(&frame, IP_OFFSET + 2, &total_length.to_be_bytes());
             match total_length {
                 0..20 => balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_ipv4"),
                 20..24 => balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_tcp"),
                 _ => balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_malformed_tcp"),
             }
         }
-        let headers_only_frame = with_bytes(&frame, IP_OFFSET + 2, &(header_bytes as u16).to_be_bytes());
+        let headers_only_frame = frame_with_bytes(&frame, IP_OFFSET + 2, &(header_bytes as u16).to_be_bytes());
         if packet.flags == SYN {
             assert_eq!(balancer.run(&headers_only_frame).0, XDP_TX);
         } else {
@@ -118,7 +118,7 @@ fn packets_that_end_before_their_headers_are_dropped_with_a_reason() {
 }
 
 #[test]
-fn bad_ip_headers_and_fragments_are_dropped_with_a_reason() {
+fn invalid_ip_headers_and_fragments_are_dropped_and_counted() {
     skip_if!(missing_bpf_rights());
     let (balancer, server, packet) = balancer_with_established_packet();
     let frame = packet.frame();
@@ -127,7 +127,7 @@ fn bad_ip_headers_and_fragments_are_dropped_with_a_reason() {
         if version_and_length == 0x45 {
             continue;
         }
-        let frame = with_bytes(&frame, IP_OFFSET, &[version_and_length]);
+        let frame = frame_with_bytes(&frame, IP_OFFSET, &[version_and_length]);
         if version != 4 || header_words < 5 || 4 * usize::from(header_words) > frame.len() - IP_OFFSET {
             balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_ipv4");
         } else {
@@ -141,7 +141,7 @@ fn bad_ip_headers_and_fragments_are_dropped_with_a_reason() {
         if fragment % 257 != 0 && fragment.count_ones() != 1 {
             continue;
         }
-        let frame = with_bytes(&frame, IP_OFFSET + 6, &fragment.to_be_bytes());
+        let frame = frame_with_bytes(&frame, IP_OFFSET + 6, &fragment.to_be_bytes());
         // A packet is a fragment if any bit is set except the reserved bit and "don't fragment".
         if fragment & 0x3fff != 0 {
             balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_fragment");
@@ -150,19 +150,19 @@ fn bad_ip_headers_and_fragments_are_dropped_with_a_reason() {
         }
     }
     // A later fragment has payload in place of the ports.
-    let later_fragment = with_bytes(&with_bytes(&frame, IP_OFFSET + 6, &[0, 185]), TCP_OFFSET, &[0xaa; 8]);
+    let later_fragment = frame_with_bytes(&frame_with_bytes(&frame, IP_OFFSET + 6, &[0, 185]), TCP_OFFSET, &[0xaa; 8]);
     balancer.expect_unforwarded_without_service(&later_fragment, XDP_DROP, "drop_fragment");
 }
 
 #[test]
-fn invalid_data_offsets_are_dropped_with_a_reason() {
+fn invalid_tcp_data_offsets_are_dropped_and_counted() {
     skip_if!(missing_bpf_rights());
     let (balancer, server, packet) = balancer_with_established_packet();
     for flags in [ACK, SYN] {
         let packet = TcpPacket { flags, payload: vec![0; 4], ..packet.clone() };
         let frame = packet.frame();
         for header_words in 0..16u8 {
-            let frame = with_bytes(&frame, TCP_OFFSET + 12, &[header_words << 4]);
+            let frame = frame_with_bytes(&frame, TCP_OFFSET + 12, &[header_words << 4]);
             let expected_counter = match (header_words, flags) {
                 // The segment has 32 bytes of header and 4 of payload.
                 (0..5 | 10.., _) => "drop_malformed_tcp",
@@ -181,17 +181,17 @@ fn invalid_data_offsets_are_dropped_with_a_reason() {
     }
 }
 
-/// Returns the timestamp of a packet that has only this option, without the options that align it.
-fn unaligned_timestamp(packet: &TcpPacket) -> Vec<u8> {
+/// Returns the timestamp option of `packet`, without the no-operation options that align it.
+fn unaligned_timestamp_option(packet: &TcpPacket) -> Vec<u8> {
     let tsecr = u32::from_be_bytes(packet.tcp_options[8..12].try_into().unwrap());
     timestamp_option(1, tsecr)
 }
 
 #[test]
-fn malformed_options_are_dropped_with_a_reason() {
+fn malformed_tcp_options_are_dropped_and_counted() {
     skip_if!(missing_bpf_rights());
     let (balancer, _, packet) = balancer_with_established_packet();
-    let valid_timestamp = unaligned_timestamp(&packet);
+    let valid_timestamp = unaligned_timestamp_option(&packet);
     let malformed_options: Vec<(&str, Vec<u8>)> = vec![
         ("length 0", vec![3, 0, 0, 0]),
         ("length 1", vec![3, 1, 0, 0]),
@@ -214,10 +214,10 @@ fn malformed_options_are_dropped_with_a_reason() {
 
 /// The program ignores malformed options after the timestamp.
 #[test]
-fn timestamp_is_found_at_every_offset() {
+fn timestamp_option_is_found_at_every_offset() {
     skip_if!(missing_bpf_rights());
     let (balancer, server, packet) = balancer_with_established_packet();
-    let valid_timestamp = unaligned_timestamp(&packet);
+    let valid_timestamp = unaligned_timestamp_option(&packet);
     for leading_length in 0..=28 {
         let bytes_after_end = [254, 0, 7, 7];
         for leading_options in [vec![1; leading_length], options_without_timestamp(leading_length)] {
@@ -229,12 +229,12 @@ fn timestamp_is_found_at_every_offset() {
     }
 }
 
-/// Linux ignores such timestamps, too (tcp_parse_options()).
+/// Linux also ignores these timestamps (tcp_parse_options()).
 #[test]
-fn timestamps_after_the_end_of_options_or_of_another_length_are_ignored() {
+fn misplaced_or_wrongly_sized_timestamps_are_ignored() {
     skip_if!(missing_bpf_rights());
     let (balancer, _, packet) = balancer_with_established_packet();
-    let valid_timestamp = unaligned_timestamp(&packet);
+    let valid_timestamp = unaligned_timestamp_option(&packet);
     let options_without_timestamp = [
         [&[0, 0][..], &valid_timestamp].concat(),
         [&[8, 9][..], &valid_timestamp[2..9]].concat(),
@@ -267,7 +267,7 @@ fn options_without_timestamp(length: usize) -> Vec<u8> {
 }
 
 #[test]
-fn invalid_flag_combinations_are_dropped_with_a_reason() {
+fn invalid_tcp_flags_are_dropped_and_counted() {
     skip_if!(missing_bpf_rights());
     let (balancer, server, packet) = balancer_with_established_packet();
     for flags in 0..=255u8 {
@@ -296,8 +296,8 @@ fn invalid_flag_combinations_are_dropped_with_a_reason() {
     }
 }
 
-/// Returns `packet` with up to five random bytes. In every fifth round the frame is truncated, and in every seventh all
-/// bytes after the Ethernet header are random.
+/// Returns the frame of `packet` with up to five random bytes. In every fifth round, the frame is truncated. In every
+/// seventh round, all bytes after the Ethernet header are random.
 fn random_frame(packet: &TcpPacket, round: u64, rng: &mut impl rand::Rng) -> Vec<u8> {
     let mut frame = TcpPacket {
         flags: [ACK, SYN, RST][uniform_below(rng, 3) as usize],
@@ -318,7 +318,7 @@ fn random_frame(packet: &TcpPacket, round: u64, rng: &mut impl rand::Rng) -> Vec
     frame
 }
 
-/// Asserts that frames differ only in the MAC addresses and the IP identification with its checksum.
+/// Asserts that the frames differ only in the MAC addresses, the IP identification and the IP checksum.
 fn expect_only_identification_changed(output_frame: &[u8], frame: &[u8]) {
     assert_eq!(output_frame[12..18], frame[12..18]);
     assert_eq!(output_frame[20..24], frame[20..24]);
@@ -328,10 +328,10 @@ fn expect_only_identification_changed(output_frame: &[u8], frame: &[u8]) {
     assert_eq!(ip_header_sum(output_frame), ip_header_sum(frame));
 }
 
-/// Tests random frames, and valid packets with random bytes. Each has exactly one outcome, and the program changes only
-/// the MAC addresses and the IP identification.
+/// Random frames, and valid packets with random bytes, have exactly one outcome each. The program changes only their
+/// MAC addresses and IP identification.
 #[test]
-fn random_frames_get_one_outcome_and_stay_unchanged() {
+fn random_frames_have_one_outcome_and_stay_unchanged() {
     skip_if!(missing_bpf_rights());
     let (balancer, _, packet) = balancer_with_established_packet();
     let mut rng = seeded_rng(22, 0);

@@ -35,9 +35,10 @@ fn balancer_with_table(
     (balancer, server_ids, table)
 }
 
-/// Returns a client's packet. With `options` 0 it has no timestamp, with 1 an aligned one, with 2 another.
-fn client_frame(client: (Ipv4Addr, u16), flags: u8, options: u32) -> Vec<u8> {
-    let tcp_options = match options {
+/// Returns the frame of a client's packet. `option_form` is 0 for no timestamp, 1 for an aligned timestamp, and 2 for
+/// an unaligned timestamp.
+fn client_frame(client: (Ipv4Addr, u16), flags: u8, option_form: u32) -> Vec<u8> {
+    let tcp_options = match option_form {
         0 => vec![],
         1 => aligned_timestamp_option(7, if flags & SYN == 0 { 0x1234_5678 } else { 0 }),
         _ => [&[2, 4, 5, 0xb4][..], &aligned_timestamp_option(7, 99)].concat(),
@@ -46,7 +47,7 @@ fn client_frame(client: (Ipv4Addr, u16), flags: u8, options: u32) -> Vec<u8> {
 }
 
 #[test]
-fn without_consistency_every_packet_follows_the_rule() {
+fn every_packet_follows_the_rule_without_consistency() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(41, 0);
     let (mut balancer, ids, mut table) =
@@ -70,7 +71,7 @@ fn without_consistency_every_packet_follows_the_rule() {
 }
 
 #[test]
-fn hash_table_stores_the_server_that_the_rule_chose() {
+fn hash_table_mode_keeps_the_server_that_the_rule_chose() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(42, 0);
     let (mut balancer, ids, table) =
@@ -110,7 +111,7 @@ fn hash_table_stores_the_server_that_the_rule_chose() {
 }
 
 #[test]
-fn beamer_follows_the_bucket_and_marks_the_previous_server() {
+fn beamer_packets_go_to_bucket_server_and_contain_previous_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(43, 0);
     let (balancer, _, table) =
@@ -136,17 +137,18 @@ fn beamer_follows_the_bucket_and_marks_the_previous_server() {
     assert_eq!(balancer.event_count(0, "flow_inserted"), 0);
 }
 
-/// Sends a packet with an aligned timestamp. Returns the server to which it was sent, and the previous server in the
-/// packet's IP identification.
+/// Sends a packet with an aligned timestamp. Returns the server to which the program forwards it, and the forwarded
+/// packet's IP identification, which contains the previous server.
 fn send_packet(balancer: &Balancer, client: (Ipv4Addr, u16), flags: u8, case_name: &str) -> (ServerId, u16) {
     let (xdp_action, frame) = balancer.run(&client_frame(client, flags, 1));
     assert_eq!(xdp_action, XDP_TX, "{case_name}: flags {flags:#x}");
     (balancer.server_with_mac(&frame[..6]), u16::from_be_bytes([frame[18], frame[19]]))
 }
 
-/// Without a controller, the table keeps a server that takes no new connections, so the load balancer must avoid it.
+/// Without a controller, the placement table still contains a server that takes no new connections, so the program must
+/// avoid it.
 #[test]
-fn beamer_syn_avoids_the_server_of_its_bucket_that_takes_no_new_connections() {
+fn beamer_syn_avoids_its_buckets_server_if_ineligible() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(50, 0);
     for (name, is_down) in [("drains", false), ("is down by the load balancer's own checks", true)] {
@@ -164,9 +166,9 @@ fn beamer_syn_avoids_the_server_of_its_bucket_that_takes_no_new_connections() {
         // An established connection stays at the server of its bucket.
         let (open_client, clients) = clients.split_last().unwrap();
         assert_eq!(send_packet(&balancer, *open_client, ACK, name).0, avoided_server, "{name}");
-        let opened_destinations: Vec<_> =
+        let new_connection_destinations: Vec<_> =
             clients.iter().map(|client| send_packet(&balancer, *client, SYN, name)).collect();
-        for (client, destination) in clients.iter().zip(&opened_destinations) {
+        for (client, destination) in clients.iter().zip(&new_connection_destinations) {
             assert!(
                 destination.0 != avoided_server && destination.1 == avoided_server.get(),
                 "{name}: {destination:?}, and {avoided_server} is the server before"
@@ -179,7 +181,7 @@ fn beamer_syn_avoids_the_server_of_its_bucket_that_takes_no_new_connections() {
         // The server takes new connections again. Connections that were opened at other servers stay there.
         balancer.lb.set_server(service_index, avoided_server, Server { mac: server_mac, is_eligible: true });
         balancer.lb.set_masked(service_index, avoided_server, false);
-        for (client, destination) in clients.iter().zip(&opened_destinations) {
+        for (client, destination) in clients.iter().zip(&new_connection_destinations) {
             assert_eq!(send_packet(&balancer, *client, ACK, name), *destination, "{name}, and returned");
         }
         assert_eq!(send_packet(&balancer, *open_client, SYN, name).0, avoided_server, "{name}, and returned");
@@ -187,12 +189,12 @@ fn beamer_syn_avoids_the_server_of_its_bucket_that_takes_no_new_connections() {
     }
 }
 
-/// Returns a TSecr whose cookie names `server`.
+/// Returns a TSecr whose cookie contains `server`.
 fn tsecr_with_cookie(balancer: &Balancer, tuple: &FourTuple, server: ServerId) -> u32 {
     cookie::stamp_tsval(&balancer.fleet_keys, &support::FOREIGN_TIME_KEY, tuple, Cookie::Server(server), 5)
 }
 
-/// Asserts that `frame` is sent to `server` with its previous server in the IP identification.
+/// Asserts that `frame` is sent to `server`, with the previous server `previous_id` in the IP identification.
 fn expect_sent_with_previous(
     balancer: &Balancer,
     frame: &[u8],
@@ -248,7 +250,7 @@ fn connections_use_the_flow_table_when_timestamps_are_off() {
 }
 
 #[test]
-fn flow_of_a_removed_server_follows_the_bucket() {
+fn flow_of_removed_server_moves_to_its_buckets_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(45, 0);
     let (mut balancer, ids, table) = balancer_with_table(ServiceSettings::default(), PlacementRule::Table, &mut rng);
@@ -285,7 +287,7 @@ fn flow_of_a_removed_server_follows_the_bucket() {
 }
 
 #[test]
-fn flow_table_is_bounded_and_drops_removed_services() {
+fn flow_table_is_bounded_and_forgets_removed_services() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(46, 0);
     let other_vip = (Ipv4Addr::new(10, 200, 0, 1), 443);
@@ -313,8 +315,8 @@ fn flow_table_is_bounded_and_drops_removed_services() {
     for client in &clients {
         balancer.run(&TcpPacket { flags: SYN, ..TcpPacket::new(*client, VIP) }.frame());
     }
-    let hit_count = count_flow_table_hits(&balancer, 0);
-    assert!((1..=4096).contains(&hit_count), "{hit_count} of 20,000 remembered");
+    let flow_table_hit_count = count_flow_table_hits(&balancer, 0);
+    assert!((1..=4096).contains(&flow_table_hit_count), "{flow_table_hit_count} of 20,000 remembered");
 
     // A new service reuses a removed service's index, but not its flow table entries.
     balancer.service_indexes = balancer.lb.set_services(&services[1..]).unwrap();
@@ -333,8 +335,8 @@ fn flow_table_of_an_invalid_size_is_rejected() {
     }
 }
 
-/// Returns the counts of opened connections, closed connections, packets and bytes.
-fn traffic_counts(balancer: &Balancer, server: ServerId) -> [u64; 4] {
+/// Returns a server's numbers of opened connections, closed connections, packets and bytes.
+fn server_traffic_counts(balancer: &Balancer, server: ServerId) -> [u64; 4] {
     let ServerTraffic { opened_connection_count, closed_connection_count, packet_count, frame_bytes } =
         balancer.lb.server_traffic(server);
     [opened_connection_count, closed_connection_count, packet_count, frame_bytes]
@@ -361,13 +363,13 @@ fn traffic_is_counted_by_server() {
     for frame in &frames {
         balancer.forward_frame(frame);
     }
-    assert_eq!(traffic_counts(&balancer, server), [1, 2, 0, 0]);
+    assert_eq!(server_traffic_counts(&balancer, server), [1, 2, 0, 0]);
     balancer.lb.set_traffic_counting(true).unwrap();
     for frame in &frames {
         balancer.forward_frame(frame);
     }
     let sent_bytes: u64 = frames.iter().map(|frame| frame.len() as u64).sum();
-    assert_eq!(traffic_counts(&balancer, server), [2, 4, 4, sent_bytes]);
+    assert_eq!(server_traffic_counts(&balancer, server), [2, 4, 4, sent_bytes]);
     // Broadcast and dropped packets count for no server.
     balancer.run(&client_frame(random_client(&mut rng), RST, 0));
     balancer.lb.set_server(balancer.service_indexes[0], server, Server { mac: None, is_eligible: true });
@@ -378,7 +380,7 @@ fn traffic_is_counted_by_server() {
     assert_eq!(balancer.lb.server_traffic(server).packet_count, 4);
 }
 
-/// An attacker may send such packets to one server repeatedly.
+/// An attacker may repeatedly send forged packets to one server.
 #[test]
 fn forged_packets_do_not_change_connection_counts() {
     skip_if!(missing_bpf_rights());
@@ -388,8 +390,8 @@ fn forged_packets_do_not_change_connection_counts() {
         [Consistency::Stateless, Consistency::Stateful, Consistency::HashTable].map(mode_with_consistency);
     for mode in tested_modes.into_iter().chain([timestamps_off_mode]) {
         let (balancer, ids, _) = balancer_with_table(mode, PlacementRule::Table, &mut rng);
-        let sum_over_servers = |counter_of: fn(&ServerTraffic) -> u64| {
-            ids.iter().map(|id| counter_of(&balancer.lb.server_traffic(*id))).sum::<u64>()
+        let sum_over_servers = |select_counter: fn(&ServerTraffic) -> u64| {
+            ids.iter().map(|id| select_counter(&balancer.lb.server_traffic(*id))).sum::<u64>()
         };
         let client_address = random_client(&mut rng);
         // An ACK stores a hint in the flow table, and a SYN of a hash-table service stores an entry.
@@ -412,8 +414,8 @@ fn vip_of_service(position: usize) -> (Ipv4Addr, u16) {
     (VIP.0, 80 + position as u16)
 }
 
-/// Asserts that a SYN and two later packets of `client` are sent as the service's mode requires.
-fn expect_decision_of_mode(
+/// Asserts that a SYN and two later packets of `client` are forwarded as the service's consistency mode requires.
+fn expect_packets_follow_mode(
     balancer: &Balancer,
     position: usize,
     mode: ServiceSettings,
@@ -450,9 +452,9 @@ fn expect_decision_of_mode(
     }
 }
 
-/// The program compiled for all modes treats each service like a program compiled for that service's mode alone.
+/// The program variant for all modes treats each service as the variant for that service's mode alone does.
 #[test]
-fn services_of_different_modes_coexist_and_change() {
+fn services_of_different_modes_coexist() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(48, 0);
     let mut modes: Vec<ServiceSettings> = Consistency::ALL.into_iter().map(mode_with_consistency).collect();
@@ -471,7 +473,7 @@ fn services_of_different_modes_coexist_and_change() {
         for (position, mode) in modes.iter().enumerate() {
             for _ in 0..20 {
                 let client = random_client(&mut rng);
-                expect_decision_of_mode(&balancer, position, *mode, &tables[position], client);
+                expect_packets_follow_mode(&balancer, position, *mode, &tables[position], client);
             }
         }
         // Each service gets the mode of the next service. Indexes, servers and tables stay.
@@ -482,7 +484,7 @@ fn services_of_different_modes_coexist_and_change() {
 }
 
 #[test]
-fn invalid_modes_are_rejected_and_change_nothing() {
+fn rejected_modes_change_nothing() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(49, 0);
     let (mut balancer, _, _) =

@@ -16,12 +16,12 @@ use crate::support::balancer::{id, random_table, service_address};
 use crate::support::network::{NetworkSegment, PinDirectory, VIP, mac_address, pin_to_one_cpu};
 use crate::support::{missing_bpf_rights, skip_if};
 
-const PORT: u16 = 80;
+const SERVICE_PORT: u16 = 80;
 const TIMEOUT: Duration = Duration::from_secs(30);
 const SERVER_COUNT: u8 = 3;
 
 fn fleet_keys(current: KeyIndex) -> FleetCookieKeys {
-    FleetCookieKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current }
+    FleetCookieKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current_key_index: current }
 }
 
 struct TestEnv {
@@ -40,8 +40,8 @@ impl TestEnv {
         segment.load_balancer.run_inside(|| lb.attach("eth0", XdpMode::Generic)).unwrap();
         let lb_stamping_mode =
             ServiceSettings { timestamps: TimestampOrigin::LoadBalancer, ..ServiceSettings::default() };
-        let service_index = lb.set_services(&[(service_address((VIP, PORT)), lb_stamping_mode)]).unwrap()[0];
-        lb.set_keys(&fleet_keys(KeyIndex::First));
+        let service_index = lb.set_services(&[(service_address((VIP, SERVICE_PORT)), lb_stamping_mode)]).unwrap()[0];
+        lb.set_cookie_keys(&fleet_keys(KeyIndex::First));
         lb.set_time_key(service_index, CookieKey { k0: 77, k1: 88 });
         let server_ids: Vec<_> = (0..SERVER_COUNT).map(|number| id(u64::from(number) + 5)).collect();
         for (server, host) in server_ids.iter().zip(&segment.servers) {
@@ -54,21 +54,21 @@ impl TestEnv {
             &random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut seeded_rng(3, 0)),
         )
         .unwrap();
-        let bind_listener = || TcpListener::bind((VIP, PORT)).unwrap();
+        let bind_listener = || TcpListener::bind((VIP, SERVICE_PORT)).unwrap();
         let listeners = segment.servers.iter().map(|host| host.run_inside(bind_listener)).collect();
         Self { lb, service: service_index, listeners, segment, _pins: pins }
     }
 
-    fn connect_client(&self) -> TcpStream {
-        let service_address = SocketAddr::from((VIP, PORT));
+    fn connect_to_service(&self) -> TcpStream {
+        let service_address = SocketAddr::from((VIP, SERVICE_PORT));
         let stream = self.segment.client.run_inside(|| TcpStream::connect_timeout(&service_address, TIMEOUT)).unwrap();
         stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         stream
     }
 
-    /// Opens a connection. Returns its client end, its server end, and the index of the server.
+    /// Opens a connection. Returns the client's socket, the server's socket, and the index of the server.
     fn open_connection(&self) -> (TcpStream, TcpStream, usize) {
-        let client = self.connect_client();
+        let client = self.connect_to_service();
         let deadline = Instant::now() + TIMEOUT;
         loop {
             for (number, listener) in self.listeners.iter().enumerate() {
@@ -93,7 +93,7 @@ impl TestEnv {
     }
 }
 
-fn exchange_data(client: &mut TcpStream, server: &mut TcpStream) {
+fn exchange_and_check_data(client: &mut TcpStream, server: &mut TcpStream) {
     let sent_bytes: Vec<u8> = (0..200_000u32).map(|n| ((n * 7) >> 3) as u8).collect();
     let send_and_check = |sender: &mut TcpStream, receiver: &mut TcpStream| {
         let mut received_bytes = vec![0; sent_bytes.len()];
@@ -108,14 +108,14 @@ fn exchange_data(client: &mut TcpStream, server: &mut TcpStream) {
 }
 
 #[test]
-fn servers_with_one_clock_are_stamped_and_keep_connections() {
+fn connections_continue_with_shared_timestamp_clock() {
     skip_if!(missing_bpf_rights());
     pin_to_one_cpu();
     let env = TestEnv::new();
     // Until the servers' clocks are known, connections are not stamped but have flow table entries.
     let mut unstamped_connections: Vec<_> = (0..SERVER_COUNT).map(|_| env.open_connection()).collect();
     for (client, server, _) in &mut unstamped_connections {
-        exchange_data(client, server);
+        exchange_and_check_data(client, server);
     }
     assert_eq!(env.service_counter(intf::LB_COUNTER_REPLY_STAMPED), 0);
     while env.server_clocks().iter().any(|clock| clock.state() != ClockState::SharedClock) {
@@ -123,18 +123,18 @@ fn servers_with_one_clock_are_stamped_and_keep_connections() {
         assert!(unstamped_connections.len() < 400, "{:?}", env.server_clocks());
     }
     let mut stamped_connections: Vec<_> = (0..2 * SERVER_COUNT).map(|_| env.open_connection()).collect();
-    let packets_by_cookie = env.service_counter(intf::LB_COUNTER_ESTABLISHED);
+    let packets_found_by_cookie = env.service_counter(intf::LB_COUNTER_ESTABLISHED);
     for (client, server, _) in stamped_connections.iter_mut().chain(&mut unstamped_connections) {
-        exchange_data(client, server);
+        exchange_and_check_data(client, server);
     }
     assert!(env.service_counter(intf::LB_COUNTER_REPLY_STAMPED) > 100);
-    assert!(env.service_counter(intf::LB_COUNTER_ESTABLISHED) > packets_by_cookie + 100);
+    assert!(env.service_counter(intf::LB_COUNTER_ESTABLISHED) > packets_found_by_cookie + 100);
 
-    change_keys_and_close(env, stamped_connections.into_iter().chain(unstamped_connections).collect());
+    expect_connections_survive_key_changes(env, stamped_connections.into_iter().chain(unstamped_connections).collect());
 }
 
 #[test]
-fn servers_with_a_clock_per_connection_are_stamped_and_keep_connections() {
+fn connections_continue_with_timestamp_clock_per_connection() {
     skip_if!(missing_bpf_rights());
     pin_to_one_cpu();
     let env = TestEnv::new();
@@ -145,37 +145,38 @@ fn servers_with_a_clock_per_connection_are_stamped_and_keep_connections() {
     let mut unstamped_connections: Vec<_> = (0..2 * SERVER_COUNT).map(|_| env.open_connection()).collect();
     let deadline = Instant::now() + TIMEOUT;
     while env.server_clocks().iter().any(|clock| clock.state() != ClockState::PerConnectionClock) {
-        unstamped_connections.iter_mut().for_each(|(client, server, _)| exchange_data(client, server));
+        unstamped_connections.iter_mut().for_each(|(client, server, _)| exchange_and_check_data(client, server));
         assert!(Instant::now() < deadline, "{:?}", env.server_clocks());
     }
     assert_eq!(env.service_counter(intf::LB_COUNTER_REPLY_STAMPED), 0);
     let mut stamped_connections: Vec<_> = (0..4 * SERVER_COUNT).map(|_| env.open_connection()).collect();
-    let packets_by_flow_table = env.service_counter(intf::LB_COUNTER_FLOW_TABLE);
+    let packets_found_in_flow_table = env.service_counter(intf::LB_COUNTER_FLOW_TABLE);
     for (client, server, _) in &mut stamped_connections {
-        exchange_data(client, server);
+        exchange_and_check_data(client, server);
     }
     // Each unstamped connection may still send one delayed acknowledgement.
     assert!(
-        env.service_counter(intf::LB_COUNTER_FLOW_TABLE) <= packets_by_flow_table + unstamped_connections.len() as u64
+        env.service_counter(intf::LB_COUNTER_FLOW_TABLE)
+            <= packets_found_in_flow_table + unstamped_connections.len() as u64
     );
     assert!(
         env.service_counter(intf::LB_COUNTER_REPLY_STAMPED) > 100
             && env.service_counter(intf::LB_COUNTER_ESTABLISHED) > 100
     );
     for clock in env.server_clocks() {
-        assert!(clock.disagreeing_replies > 0 && clock.problem().is_none(), "{clock:?}");
+        assert!(clock.disagreeing_reply_count > 0 && clock.stamping_problem().is_none(), "{clock:?}");
     }
-    change_keys_and_close(env, stamped_connections.into_iter().chain(unstamped_connections).collect());
+    expect_connections_survive_key_changes(env, stamped_connections.into_iter().chain(unstamped_connections).collect());
 }
 
-/// Asserts that stamped and unstamped connections continue while keys change and no server is eligible. Then closes
-/// them.
-fn change_keys_and_close(mut env: TestEnv, mut connections: Vec<(TcpStream, TcpStream, usize)>) {
+/// Asserts that stamped and unstamped connections continue while cookie keys change and no server is eligible. Then
+/// closes the connections.
+fn expect_connections_survive_key_changes(mut env: TestEnv, mut connections: Vec<(TcpStream, TcpStream, usize)>) {
     for current in [KeyIndex::Second, KeyIndex::First] {
-        env.lb.set_keys(&fleet_keys(current));
+        env.lb.set_cookie_keys(&fleet_keys(current));
         std::thread::sleep(Duration::from_millis(1100));
         for (client, server, _) in &mut connections {
-            exchange_data(client, server);
+            exchange_and_check_data(client, server);
         }
     }
     // Half of the connections are closed by the client first, the others by the server.

@@ -24,11 +24,12 @@ const SWITCH_COUNT: u64 = 1_000;
 const DECISIONS_BETWEEN_SWITCHES: u64 = 30;
 const TIME_LIMIT: Duration = Duration::from_secs(240);
 
-/// Returns a table with the rule `Table`, in which each bucket of each group has a server drawn from `servers`.
+/// Returns a placement table with the rule `Table`, in which each bucket of each RSS group has a random server of
+/// `servers`.
 fn table_with_random_candidates(
     generation: u64,
     buckets: u64,
-    groups: usize,
+    group_count: usize,
     servers: &[ServerId],
     rng: &mut impl rand::Rng,
 ) -> PlacementTable {
@@ -41,12 +42,12 @@ fn table_with_random_candidates(
             core_slot: core_slot as u16,
         }
     };
-    let candidates = (0..groups as u64 * buckets).map(&mut random_candidate).collect();
+    let candidates = (0..group_count as u64 * buckets).map(&mut random_candidate).collect();
     PlacementTable {
         generation,
         rule: PlacementRule::Table,
         bucket_count,
-        groups: (0..groups).map(|_| RssKey::random(rng)).collect(),
+        rss_key_by_group: (0..group_count).map(|_| RssKey::random(rng)).collect(),
         candidates_per_bucket: 1,
         candidates,
         assignment_cost: 0,
@@ -60,7 +61,7 @@ fn table_with_random_candidates(
 }
 
 #[test]
-fn every_decision_follows_one_table_while_tables_are_switched() {
+fn each_decision_follows_one_table_during_switches() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(31, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
@@ -92,7 +93,7 @@ fn every_decision_follows_one_table_while_tables_are_switched() {
     let start_time = Instant::now();
     std::thread::scope(|scope| {
         let packet_thread = scope.spawn(|| {
-            let mut stray_decisions = Vec::new();
+            let mut decisions_of_neither_table = Vec::new();
             while !is_done.load(Ordering::Relaxed) && start_time.elapsed() < 2 * TIME_LIMIT {
                 for (frame, expected_servers) in &frames_with_choices {
                     let outcome = test_run::run(std::os::fd::AsFd::as_fd(&program), frame, 1).unwrap();
@@ -100,11 +101,11 @@ fn every_decision_follows_one_table_while_tables_are_switched() {
                     let server = servers_by_mac.get(&mac).filter(|_| outcome.verdict == XDP_TX);
                     match expected_servers.iter().position(|expected| Some(expected) == server) {
                         Some(table) => _ = decision_counters[table].fetch_add(1, Ordering::Relaxed),
-                        None => stray_decisions.push((outcome.verdict, mac, *expected_servers)),
+                        None => decisions_of_neither_table.push((outcome.verdict, mac, *expected_servers)),
                     }
                 }
             }
-            stray_decisions
+            decisions_of_neither_table
         });
         let decision_count = || decision_counters.iter().map(|count| count.load(Ordering::Relaxed)).sum::<u64>();
         let mut switch_count = 0;
@@ -135,10 +136,11 @@ fn every_decision_follows_one_table_while_tables_are_switched() {
     assert!(decisions_by_table.iter().all(|count| *count > 10 * SWITCH_COUNT), "{decisions_by_table:?}");
 }
 
-/// Returns a table that prefers the first servers, because each has as many open connections as its position in `ids`.
+/// Returns a placement table that prefers the first servers in `ids`. The number of a server's open connections equals
+/// its position in `ids`.
 fn table_preferring_first_servers(ids: &[ServerId], buckets: BucketCount) -> PlacementTable {
     let pool_server = |(open_connections, id): (usize, &ServerId)| PoolServer {
-        open_connections: open_connections as u32,
+        open_connection_count: open_connections as u32,
         ..PoolServer::new(*id)
     };
     LeastPolicy::new(3).candidate_table(&Pool::new(ids.iter().enumerate().map(pool_server).collect(), 1), buckets)
@@ -158,7 +160,7 @@ fn expect_syn_follows_table(
 }
 
 #[test]
-fn replaced_candidates_decide_new_connections_only() {
+fn replaced_candidates_affect_only_new_connections() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(32, 0);
     for groups in [1, 3] {
@@ -175,7 +177,7 @@ fn replaced_candidates_decide_new_connections_only() {
             .unwrap();
         assert_eq!(balancer.lb.table_generation(service_index), Some(7));
         let expected_table = PlacementTable {
-            groups: table.groups[..1].to_vec(),
+            rss_key_by_group: table.rss_key_by_group[..1].to_vec(),
             ..table_preferring_first_servers(&server_ids[..6], table.bucket_count)
         };
         let mut placement_state = PlacementState::for_table(&expected_table);

@@ -17,7 +17,7 @@ use crate::support::{MORE_FRAGMENTS, SYN, TcpPacket, UdpDatagram, missing_bpf_ri
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 53);
 
-/// Offsets in bytes of headers in a frame with an IP header of 20 bytes.
+/// Offset of the IP header in a frame, in bytes. The IP header has 20 bytes.
 const IP_OFFSET: usize = 14;
 const UDP_OFFSET: usize = IP_OFFSET + 20;
 
@@ -29,7 +29,8 @@ fn tuple_to_vip(client: (Ipv4Addr, u16)) -> FourTuple {
     FourTuple::ipv4(client, VIP)
 }
 
-/// Returns a balancer with a UDP and a TCP service at the same port, the servers' ids, and the UDP service's table.
+/// Returns a load balancer with a UDP and a TCP service at the same VIP and port, the ids of the UDP service's servers,
+/// and the UDP service's placement table.
 fn balancer_with_table(
     consistency: Consistency,
     rule: PlacementRule,
@@ -57,7 +58,7 @@ fn unusual_datagrams(client: (Ipv4Addr, u16)) -> [Vec<u8>; 3] {
 }
 
 #[test]
-fn datagrams_follow_their_flow() {
+fn datagrams_of_a_flow_go_to_one_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(61, 0);
     let (mut balancer, ids, table) =
@@ -84,8 +85,9 @@ fn datagrams_follow_their_flow() {
             balancer.expect_sent_to(0, &frame, *chosen_server, "flow_table");
         }
     }
-    let opened_count: u64 = ids.iter().map(|id| balancer.lb.server_traffic(*id).opened_connection_count).sum();
-    assert_eq!(opened_count, 200);
+    let opened_connection_count: u64 =
+        ids.iter().map(|id| balancer.lb.server_traffic(*id).opened_connection_count).sum();
+    assert_eq!(opened_connection_count, 200);
     // A flow whose server was removed is placed and stored again.
     let (client, chosen_server) = flows_with_servers[0];
     balancer.lb.remove_server(balancer.service_indexes[0], chosen_server);
@@ -96,7 +98,7 @@ fn datagrams_follow_their_flow() {
 }
 
 #[test]
-fn flow_moves_from_a_server_that_health_checks_find_down() {
+fn udp_flow_moves_when_health_checks_find_its_server_down() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(68, 0);
     let (mut balancer, ids, table) = balancer_with_table(Consistency::HashTable, PlacementRule::Table, &mut rng);
@@ -120,7 +122,7 @@ fn flow_moves_from_a_server_that_health_checks_find_down() {
 }
 
 #[test]
-fn datagrams_are_placed_individually_without_consistency() {
+fn each_datagram_is_placed_independently_without_consistency() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(62, 0);
     let (balancer, ids, table) = balancer_with_table(Consistency::None, PlacementRule::PowerOfTwo, &mut rng);
@@ -137,7 +139,7 @@ fn datagrams_are_placed_individually_without_consistency() {
 }
 
 #[test]
-fn protocols_of_one_port_are_separate_services() {
+fn tcp_and_udp_at_one_port_are_separate_services() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(63, 0);
     let (mut balancer, _, table) = balancer_with_table(Consistency::HashTable, PlacementRule::Table, &mut rng);
@@ -158,7 +160,7 @@ fn protocols_of_one_port_are_separate_services() {
 }
 
 #[test]
-fn malformed_datagrams_are_dropped_with_a_reason() {
+fn malformed_datagrams_are_dropped_and_counted() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(64, 0);
     let (balancer, _, _) = balancer_with_table(Consistency::None, PlacementRule::Table, &mut rng);
@@ -188,19 +190,19 @@ fn malformed_datagrams_are_dropped_with_a_reason() {
     }
 }
 
-/// Returns the fragments of a datagram of `count` times 16 bytes, in order.
-fn fragment_frames(datagram: &UdpDatagram, count: u16) -> Vec<Vec<u8>> {
+/// Returns the fragments of a datagram of `fragment_count` times 16 bytes (with the UDP header), in order.
+fn fragment_frames(datagram: &UdpDatagram, fragment_count: u16) -> Vec<Vec<u8>> {
     let fragment = |n: u16| {
-        let more_fragments_flag = if n + 1 < count { MORE_FRAGMENTS } else { 0 };
+        let more_fragments_flag = if n + 1 < fragment_count { MORE_FRAGMENTS } else { 0 };
         // The first fragment has 8 bytes of UDP header and 8 of data, and the others have 16 of data.
         let payload = vec![n as u8; if n == 0 { 8 } else { 16 }];
         UdpDatagram { flags_and_offset: more_fragments_flag | (n * 2), payload, ..datagram.clone() }.frame()
     };
-    (0..count).map(fragment).collect()
+    (0..fragment_count).map(fragment).collect()
 }
 
 #[test]
-fn later_fragments_follow_the_first_one() {
+fn later_fragments_follow_the_first_fragment() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(65, 0);
     for consistency in [Consistency::HashTable, Consistency::None] {
@@ -237,14 +239,14 @@ fn later_fragments_follow_the_first_one() {
     }
 }
 
-/// Later fragments have no server if the first fragment was dropped, or if its server was removed.
+/// Later fragments have no stored server if the first fragment was dropped, or if its server was removed.
 #[test]
 fn later_fragments_without_a_server_are_dropped_or_pass() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(65, 0);
     for consistency in [Consistency::HashTable, Consistency::None] {
         let (mut balancer, _, table) = balancer_with_table(consistency, PlacementRule::Table, &mut rng);
-        let first_counter = if consistency == Consistency::None { "per_packet" } else { "new_connection" };
+        let first_fragment_counter = if consistency == Consistency::None { "per_packet" } else { "new_connection" };
         let mut placement_state = PlacementState::for_table(&table);
         let datagram = UdpDatagram { identification: 7, ..UdpDatagram::new(random_client(&mut rng), VIP) };
         let fragments_in_order = fragment_frames(&datagram, 3);
@@ -255,7 +257,7 @@ fn later_fragments_without_a_server_are_dropped_or_pass() {
         let chosen_server = table
             .select_server(&mut placement_state, &tuple_to_vip((*datagram.source.ip(), datagram.source.port())))
             .unwrap();
-        balancer.expect_sent_to(0, &fragments_in_order[0], chosen_server, first_counter);
+        balancer.expect_sent_to(0, &fragments_in_order[0], chosen_server, first_fragment_counter);
         balancer.lb.set_server(balancer.service_indexes[0], chosen_server, Server { mac: None, is_eligible: true });
         balancer.expect_unforwarded(&fragments_in_order[1], XDP_DROP, 0, "drop_server_unresolved");
         balancer.lb.remove_server(balancer.service_indexes[0], chosen_server);
@@ -274,9 +276,9 @@ fn later_fragments_without_a_server_are_dropped_or_pass() {
     }
 }
 
-/// Free entries that each CPU reserves in an LRU map must not reduce the documented capacity.
+/// The free entries that each CPU reserves in an LRU map must not reduce the table's documented capacity.
 #[test]
-fn fragment_table_holds_its_documented_number_of_datagrams() {
+fn fragment_table_has_its_documented_capacity() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(68, 0);
     let (balancer, _, _) = balancer_with_table(Consistency::None, PlacementRule::Table, &mut rng);
@@ -324,7 +326,7 @@ fn fragments_of_a_removed_service_are_dropped() {
 }
 
 #[test]
-fn first_fragments_without_ports_are_dropped_with_a_reason() {
+fn first_fragments_without_ports_are_dropped_and_counted() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(66, 0);
     let (balancer, _, _) = balancer_with_table(Consistency::None, PlacementRule::Table, &mut rng);

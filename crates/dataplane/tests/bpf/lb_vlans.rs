@@ -13,12 +13,12 @@ use coreward_model::vlan::Vlan;
 
 use crate::support::balancer::{Balancer, OWN_MAC, XDP_DROP, XDP_PASS, XDP_TX, id, random_table, service_address};
 use crate::support::network::{PinDirectory, VethPair};
-use crate::support::tunnel::{OWN_OUTER_ADDRESSES, client, server_outer_address, service_vip};
+use crate::support::tunnel::{OWN_OUTER_ADDRESSES, client_socket_address, server_outer_address, service_vip};
 use crate::support::{ACK, Family, RST, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights, skip_if};
 
 const VLAN_TAG_OFFSET: usize = 12;
 const TAG_PRIORITY_BITS: u16 = 0xa000;
-/// MTU of the devices in bytes, which one test's long packet exceeds.
+/// MTU in bytes of the path to the servers. The frame of one test exceeds it.
 const MTU: usize = 600;
 
 fn vlan_with_id(id: u16) -> Vlan {
@@ -26,7 +26,7 @@ fn vlan_with_id(id: u16) -> Vlan {
 }
 
 /// Returns a balancer with one service. `vip_vlan_id` is the VLAN of the VIP, and `server_vlan_id` the VLAN of all
-/// servers. Neither changes the placement.
+/// servers. Balancers with different VLANs have the same servers and placement table.
 fn balancer_in_vlans(family: Family, mode: ServiceSettings, vip_vlan_id: u16, server_vlan_id: u16) -> Balancer {
     let mut rng = seeded_rng(32, 1);
     let options = Options { vip_vlan: vlan_with_id(vip_vlan_id), ..Options::default() };
@@ -45,29 +45,29 @@ fn balancer_in_vlans(family: Family, mode: ServiceSettings, vip_vlan_id: u16, se
     balancer
 }
 
-fn add_vlan_tag(frame: &[u8], tag: u16) -> Vec<u8> {
-    [&frame[..VLAN_TAG_OFFSET], &[0x81, 0], &tag.to_be_bytes(), &frame[VLAN_TAG_OFFSET..]].concat()
+fn add_vlan_tag(frame: &[u8], tag_control: u16) -> Vec<u8> {
+    [&frame[..VLAN_TAG_OFFSET], &[0x81, 0], &tag_control.to_be_bytes(), &frame[VLAN_TAG_OFFSET..]].concat()
 }
 
-/// Returns a frame as it arrives from the VLAN with this id, or untagged if the id is 0.
-fn frame_in_vlan(frame: &[u8], vlan: u16) -> Vec<u8> {
-    if vlan == 0 { frame.to_vec() } else { add_vlan_tag(frame, TAG_PRIORITY_BITS | vlan) }
+/// Returns `frame` with the tag of VLAN `vlan_id`, or without a tag if the id is 0.
+fn frame_in_vlan(frame: &[u8], vlan_id: u16) -> Vec<u8> {
+    if vlan_id == 0 { frame.to_vec() } else { add_vlan_tag(frame, TAG_PRIORITY_BITS | vlan_id) }
 }
 
-fn client_frame(family: Family, flags: u8, payload: usize) -> Vec<u8> {
+fn client_frame(family: Family, flags: u8, payload_bytes: usize) -> Vec<u8> {
     let tcp_packet = TcpPacket {
         flags,
         tcp_options: aligned_timestamp_option(7, 9),
-        ..TcpPacket::between(client(family), service_vip(family))
+        ..TcpPacket::between(client_socket_address(family), service_vip(family))
     };
-    TcpPacket { payload: vec![0x5a; payload], ..tcp_packet }.frame()
+    TcpPacket { payload: vec![0x5a; payload_bytes], ..tcp_packet }.frame()
 }
 
 fn rst_frame(family: Family) -> Vec<u8> {
-    TcpPacket { flags: RST, ..TcpPacket::between(client(family), service_vip(family)) }.frame()
+    TcpPacket { flags: RST, ..TcpPacket::between(client_socket_address(family), service_vip(family)) }.frame()
 }
 
-/// Returns modes whose packets take different paths through the program.
+/// Returns the tested service modes. Their packets take different paths through the balancer's program.
 fn tested_modes() -> Vec<ServiceSettings> {
     let stateless_mode = ServiceSettings::default();
     let flow_table_mode =
@@ -77,19 +77,19 @@ fn tested_modes() -> Vec<ServiceSettings> {
 }
 
 #[test]
-fn frames_are_sent_in_their_servers_vlan_and_otherwise_unchanged() {
+fn forwarded_frames_get_the_vlan_tag_of_their_server() {
     skip_if!(missing_bpf_rights());
     let modes_of_family = |family| tested_modes().into_iter().map(move |mode| (family, mode));
     for (family, mode) in Family::BOTH.into_iter().flat_map(modes_of_family) {
         let untagged_balancer = balancer_in_vlans(family, mode, 0, 0);
-        // The default mode has all changes of a tag, and the others a change, an addition and a removal.
+        // The default mode is tested with all tag changes, other modes with a changed, an added and a removed tag.
         let is_default_mode = mode == ServiceSettings::default();
-        let placement_changes: &[_] = if is_default_mode {
+        let tested_vlan_ids: &[_] = if is_default_mode {
             &[(10, 20), (0, 20), (10, 0), (10, 10), (4094, 1)]
         } else {
             &[(10, 20), (0, 20), (10, 0)]
         };
-        for &(vip_vlan_id, server_vlan_id) in placement_changes {
+        for &(vip_vlan_id, server_vlan_id) in tested_vlan_ids {
             let tagged_balancer = balancer_in_vlans(family, mode, vip_vlan_id, server_vlan_id);
             for frame in [client_frame(family, SYN, 0), client_frame(family, ACK, 0), client_frame(family, ACK, 100)] {
                 let (expected_action, untagged_output) = untagged_balancer.run(&frame);
@@ -113,7 +113,7 @@ fn frames_are_sent_in_their_servers_vlan_and_otherwise_unchanged() {
 }
 
 #[test]
-fn frames_of_other_vlans_pass_unchanged() {
+fn frames_outside_the_vip_vlan_pass_unchanged() {
     skip_if!(missing_bpf_rights());
     for family in Family::BOTH {
         let frame = client_frame(family, SYN, 0);
@@ -132,7 +132,7 @@ fn frames_of_other_vlans_pass_unchanged() {
 }
 
 #[test]
-fn broadcasts_are_sent_in_the_vlan_of_all_servers_or_dropped() {
+fn broadcasts_are_dropped_unless_servers_share_one_vlan() {
     skip_if!(missing_bpf_rights());
     for (vip_vlan_id, server_vlan_id) in [(0, 20), (10, 20), (10, 0)] {
         let mut balancer = balancer_in_vlans(Family::Ipv4, ServiceSettings::default(), vip_vlan_id, server_vlan_id);
@@ -168,7 +168,7 @@ fn icmp_errors_are_sent_in_the_senders_vlan() {
 }
 
 #[test]
-fn vlans_of_servers_are_taken_over() {
+fn new_process_takes_over_server_vlans() {
     skip_if!(missing_bpf_rights());
     let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
     let start_process = || {
@@ -186,7 +186,7 @@ fn vlans_of_servers_are_taken_over() {
     let (mut lb, server) = (start_process(), id(7));
     let service_index =
         lb.set_services(&[(service_address(service_vip(Family::Ipv4)), ServiceSettings::default())]).unwrap()[0];
-    lb.use_server_vlans(BTreeSet::from([vlan_with_id(20)])).unwrap();
+    lb.enable_server_vlans(BTreeSet::from([vlan_with_id(20)])).unwrap();
     lb.set_server_vlan(server, vlan_with_id(20));
     lb.set_server(service_index, server, Server { mac: Some(MacAddress([2, 0, 0, 0, 0, 9])), is_eligible: true });
     lb.install_table(service_index, &random_table(PlacementRule::Table, 1, 1, &[server], &mut seeded_rng(32, 2)))
@@ -194,6 +194,6 @@ fn vlans_of_servers_are_taken_over() {
     assert_sent_in_vlan(&lb);
     drop(lb);
     let lb = start_process();
-    assert!(lb.is_taken_over());
+    assert!(lb.is_state_taken_over());
     assert_sent_in_vlan(&lb);
 }

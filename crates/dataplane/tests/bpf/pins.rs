@@ -3,7 +3,7 @@
 
 use coreward_dataplane::lb::connections::PinnedConnections;
 use coreward_dataplane::lb::{LoadBalancer, Options, XdpMode, capture};
-use coreward_dataplane::pins::{PinDirectoryLock, remove_if_empty};
+use coreward_dataplane::pins::{PinDirectoryLock, remove_pin_directory_if_empty};
 use coreward_dataplane::server::{ServerOptions, ServerPrograms};
 
 use crate::support::network::{PinDirectory, VethPair};
@@ -23,9 +23,9 @@ fn pin_directory_is_locked_by_one_process() {
     drop(pin_lock);
     let pin_lock = PinDirectoryLock::new(&pins.path().join("made")).unwrap();
     drop(pin_lock);
-    remove_if_empty(&pins.path()).unwrap();
+    remove_pin_directory_if_empty(&pins.path()).unwrap();
     assert!(pins.path().join("made").exists());
-    remove_if_empty(&pins.path().join("made")).unwrap();
+    remove_pin_directory_if_empty(&pins.path().join("made")).unwrap();
     assert!(!pins.path().join("made").exists());
 
     let lock_error = PinDirectoryLock::new(&std::env::temp_dir()).unwrap_err().to_string();
@@ -45,7 +45,7 @@ fn read_only_commands_create_no_pins() {
 }
 
 /// An agent whose `pin_directory` has changed finds programs at its device that are pinned in the former directory. If
-/// both stamped each packet, no connection could open.
+/// the former and the new programs both stamped each packet, no connection could open.
 #[test]
 fn programs_pinned_elsewhere_are_not_replaced() {
     skip_if!(missing_bpf_rights());
@@ -64,8 +64,8 @@ fn programs_pinned_elsewhere_are_not_replaced() {
     // A process with the same directory takes over. After the programs were removed, another directory also works.
     drop(attach_programs(&env.veth_pair, &env.pins));
     env.veth_pair.server.run_inside(|| env.programs.detach_and_unpin()).unwrap();
-    let moved_programs = env.veth_pair.server.run_inside(|| ServerPrograms::attach(options.clone())).unwrap();
-    env.veth_pair.server.run_inside(|| moved_programs.detach_and_unpin()).unwrap();
+    let programs_with_new_pins = env.veth_pair.server.run_inside(|| ServerPrograms::attach(options.clone())).unwrap();
+    env.veth_pair.server.run_inside(|| programs_with_new_pins.detach_and_unpin()).unwrap();
 }
 
 #[test]

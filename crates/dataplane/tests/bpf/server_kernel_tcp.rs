@@ -22,7 +22,8 @@ use crate::support::{
     self, ACK, FIN, Family, RST, SYN, TcpPacket, missing_bpf_rights, read_u32, skip_if, tsval_clock_ms, tsval_offset,
 };
 
-/// Opens connections, transfers data both ways in large segments, and closes half of them by the server first.
+/// Opens connections, transfers data both ways in large segments, and closes them, half of them by the server first.
+/// Asserts that all packets of the server carry its cookie.
 fn exchange_data_and_close(env: &TestEnv, listener: &TcpListener) {
     let sniffer = Sniffer::new(env);
     for round in 0..4 {
@@ -58,7 +59,7 @@ fn exchange_data_and_close(env: &TestEnv, listener: &TcpListener) {
 fn connections_carry_the_cookie_from_first_to_last_packet() {
     skip_if!(missing_bpf_rights());
     for family in Family::BOTH {
-        let env = TestEnv::of(family, ServiceSettings::default());
+        let env = TestEnv::start_for_family(family, ServiceSettings::default());
         exchange_data_and_close(&env, &env.listen_at_vip());
     }
 }
@@ -67,7 +68,7 @@ fn connections_carry_the_cookie_from_first_to_last_packet() {
 fn connections_open_with_syn_cookies() {
     skip_if!(missing_bpf_rights());
     for family in Family::BOTH {
-        let env = TestEnv::of(family, ServiceSettings::default());
+        let env = TestEnv::start_for_family(family, ServiceSettings::default());
         env.veth_pair.server.set_sysctl("ipv4/tcp_syncookies", "2");
         exchange_data_and_close(&env, &env.listen_at_vip());
         assert_eq!(env.veth_pair.server.kernel_counter("TcpExtSyncookiesRecv"), 4, "{family:?}");
@@ -83,12 +84,12 @@ fn clsact_is_used_on_kernels_without_tcx() {
     let mut clsact_programs = ServerPrograms::load_unattached(false).unwrap();
     std::mem::swap(&mut clsact_programs, &mut env.programs);
     env.veth_pair.server.run_inside(|| clsact_programs.detach_and_unpin()).unwrap();
-    env.programs.set_keys(&fleet_keys(), tsval_clock_ms().wrapping_sub(1000));
+    env.programs.set_cookie_keys(&fleet_keys(), tsval_clock_ms().wrapping_sub(1000));
     set_services(&mut env.programs, ServiceSettings::default());
     for direction in [Direction::Ingress, Direction::Egress] {
         for _ in 0..2 {
             let attach_with_clsact =
-                || tc::attach_to_clsact(env.programs.program(direction), interface_index, direction);
+                || tc::attach_to_clsact(env.programs.program_for_direction(direction), interface_index, direction);
             env.veth_pair.server.run_inside(attach_with_clsact).unwrap();
         }
     }
@@ -104,13 +105,13 @@ fn clsact_is_used_on_kernels_without_tcx() {
 }
 
 #[test]
-fn packets_without_a_socket_and_resets_are_stamped() {
+fn rsts_and_time_wait_acks_are_stamped() {
     skip_if!(missing_bpf_rights());
-    Family::BOTH.into_iter().for_each(expect_stamped_packets_without_socket);
+    Family::BOTH.into_iter().for_each(expect_stamped_rst_and_time_wait_ack);
 }
 
-/// The server resets a connection because it closes the socket with unread data.
-fn expect_stamped_reset(env: &TestEnv, listener: &TcpListener, sniffer: &Sniffer) {
+/// Closes a server's socket with unread data, and asserts that the RST that this causes is stamped.
+fn expect_stamped_rst(env: &TestEnv, listener: &TcpListener, sniffer: &Sniffer) {
     let (mut client, server) = env.open_connection(listener);
     client.write_all(b"unread").unwrap();
     server.peek(&mut [0]).unwrap();
@@ -123,11 +124,11 @@ fn expect_stamped_reset(env: &TestEnv, listener: &TcpListener, sniffer: &Sniffer
     assert_eq!(cookie_of_packet(&rst_frames[0]), Cookie::Server(id()));
 }
 
-fn expect_stamped_packets_without_socket(family: Family) {
-    let env = TestEnv::of(family, ServiceSettings::default());
+fn expect_stamped_rst_and_time_wait_ack(family: Family) {
+    let env = TestEnv::start_for_family(family, ServiceSettings::default());
     let listener = env.listen_at_vip();
     let sniffer = Sniffer::new(&env);
-    expect_stamped_reset(&env, &listener, &sniffer);
+    expect_stamped_rst(&env, &listener, &sniffer);
 
     // In TIME-WAIT, the server acknowledges a repeated segment without a full socket.
     let (mut client, server) = env.open_connection(&listener);
@@ -137,11 +138,11 @@ fn expect_stamped_packets_without_socket(family: Family) {
     drop(client);
     let (mut frames, deadline) = (sniffer.collect_frames_from_vip(&env), Instant::now() + TIMEOUT);
     // Returns whether the server has sent its FIN and has acknowledged the client's FIN.
-    let have_both_ended = |frames: &[Vec<u8>]| {
+    let have_both_sides_closed = |frames: &[Vec<u8>]| {
         let frames_after_fin = frames.iter().skip_while(|frame| tcp_flags(frame) != FIN | ACK);
         frames_after_fin.last().is_some_and(|last| tcp_flags(last) == ACK)
     };
-    while !have_both_ended(&frames) {
+    while !have_both_sides_closed(&frames) {
         assert!(Instant::now() < deadline, "{frames:02x?}");
         frames.extend(sniffer.collect_frames_from_vip(&env));
     }
@@ -165,13 +166,13 @@ fn expect_stamped_packets_without_socket(family: Family) {
 }
 
 #[test]
-fn connections_that_use_another_timestamp_clock_stay_unchanged() {
+fn packets_of_another_timestamp_clock_stay_unchanged() {
     skip_if!(missing_bpf_rights());
-    Family::BOTH.into_iter().for_each(expect_other_clock_unchanged);
+    Family::BOTH.into_iter().for_each(expect_packets_of_other_clock_unchanged);
 }
 
-fn expect_other_clock_unchanged(family: Family) {
-    let env = TestEnv::of(family, ServiceSettings::default());
+fn expect_packets_of_other_clock_unchanged(family: Family) {
+    let env = TestEnv::start_for_family(family, ServiceSettings::default());
     env.veth_pair.server.set_sysctl("ipv4/tcp_timestamps", "1");
     let listener = env.listen_at_vip();
     let (mut client, mut server) = env.open_connection(&listener);
@@ -185,13 +186,13 @@ fn expect_other_clock_unchanged(family: Family) {
 }
 
 #[test]
-fn broadcast_is_accepted_only_by_its_connection() {
+fn broadcast_packet_is_accepted_only_by_its_connection() {
     skip_if!(missing_bpf_rights());
-    Family::BOTH.into_iter().for_each(expect_broadcast_at_its_connection);
+    Family::BOTH.into_iter().for_each(expect_broadcast_accepted_by_its_connection);
 }
 
-fn expect_broadcast_at_its_connection(family: Family) {
-    let env = TestEnv::of(family, ServiceSettings::default());
+fn expect_broadcast_accepted_by_its_connection(family: Family) {
+    let env = TestEnv::start_for_family(family, ServiceSettings::default());
     let listener = env.listen_at_vip();
     let sniffer = Sniffer::new(&env);
     let (client, mut server) = env.open_connection(&listener);
@@ -204,10 +205,10 @@ fn expect_broadcast_at_its_connection(family: Family) {
     let sequence = read_u32(&handshake_frames[0], tcp_start + 8);
 
     // An ACK from another port finds only the listening socket, which does not count.
-    let mut foreign_rst = broadcast_rst.clone();
-    foreign_rst.source.set_port(1);
-    foreign_rst.flags = ACK;
-    sniffer.send_frame(&env, &foreign_rst.frame_with_sequence(sequence, 1));
+    let mut foreign_ack = broadcast_rst.clone();
+    foreign_ack.source.set_port(1);
+    foreign_ack.flags = ACK;
+    sniffer.send_frame(&env, &foreign_ack.frame_with_sequence(sequence, 1));
     let replies = sniffer.collect_frames_from_vip(&env);
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_BROADCAST_IGNORED), 1);
     assert_eq!(replies.len(), 0, "the server kept silent");
@@ -226,7 +227,7 @@ fn new_process_takes_over_the_programs() {
     for round in 1..=3 {
         let stamped_count_before = env.server_counter(intf::SERVER_COUNTER_STAMPED);
         env.programs = attach_programs(&env.veth_pair, &env.pins);
-        assert!(env.programs.is_taken_over() && env.programs.has_services());
+        assert!(env.programs.is_state_taken_over() && env.programs.has_services());
         send_and_receive(&mut client, &mut server, &byte_pattern(round * 100_000));
         send_and_receive(&mut server, &mut client, &byte_pattern(round * 100_000));
         assert!(env.server_counter(intf::SERVER_COUNTER_STAMPED) > stamped_count_before, "counters go on, and count");
@@ -234,21 +235,21 @@ fn new_process_takes_over_the_programs() {
     env.assert_no_errors();
 
     // The device is replaced by another one. The pinned links of the former device are then also replaced.
-    env.veth_pair.server.ip("link del eth0");
+    env.veth_pair.server.run_ip_command("link del eth0");
     let second_pair = VethPair::new();
     env.programs = attach_programs(&second_pair, &env.pins);
     env.veth_pair = second_pair;
     drop(listener);
     let listener = env.listen_at_vip();
-    let stamped_before = env.server_counter(intf::SERVER_COUNTER_STAMPED);
+    let stamped_count_before = env.server_counter(intf::SERVER_COUNTER_STAMPED);
     drop(env.open_connection(&listener));
-    assert!(env.server_counter(intf::SERVER_COUNTER_STAMPED) > stamped_before);
+    assert!(env.server_counter(intf::SERVER_COUNTER_STAMPED) > stamped_count_before);
 }
 
 const PACKETS_PER_KEY: usize = 500;
 const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Transfers data both ways until `is_over`. Returns the number of rounds.
+/// Transfers 1 MiB each way in each round until `is_over` is true. Returns the number of rounds.
 fn transfer_until(is_over: &AtomicBool, client: &mut TcpStream, server: &mut TcpStream) -> u64 {
     let transferred_data = byte_pattern(1 << 20);
     let mut round_count = 0;
@@ -260,7 +261,7 @@ fn transfer_until(is_over: &AtomicBool, client: &mut TcpStream, server: &mut Tcp
     round_count
 }
 
-/// Transfers data both ways while the fleet's current key changes 30 times.
+/// Asserts that a transfer in both directions continues while the fleet's current cookie key changes 30 times.
 #[test]
 fn transfer_continues_while_keys_change() {
     skip_if!(missing_bpf_rights());
@@ -269,19 +270,19 @@ fn transfer_continues_while_keys_change() {
     let (mut client, mut server) = env.open_connection(&env.listen_at_vip());
     let key_bit_of = |frame: &Vec<u8>| read_u32(frame, tsval_offset(frame).unwrap()) & intf::COOKIE_KEY_BIT;
     let current_key_bit =
-        |keys: &FleetCookieKeys| if keys.current == KeyIndex::First { 0 } else { intf::COOKIE_KEY_BIT };
+        |keys: &FleetCookieKeys| if keys.current_key_index == KeyIndex::First { 0 } else { intf::COOKIE_KEY_BIT };
     let (is_over, mut frames, deadline) = (AtomicBool::new(false), vec![], Instant::now() + RUN_TIMEOUT);
     let round_count = std::thread::scope(|scope| {
         let transfer_thread = scope.spawn(|| transfer_until(&is_over, &mut client, &mut server));
         let mut fleet_keys = fleet_keys();
         for _ in 0..30 {
-            fleet_keys.current = fleet_keys.current.other();
-            env.programs.set_keys(&fleet_keys, tsval_clock_ms() + 20);
-            let mut new_key_packets = 0;
-            while new_key_packets < PACKETS_PER_KEY && Instant::now() < deadline {
+            fleet_keys.current_key_index = fleet_keys.current_key_index.other_index();
+            env.programs.set_cookie_keys(&fleet_keys, tsval_clock_ms() + 20);
+            let mut new_key_packet_count = 0;
+            while new_key_packet_count < PACKETS_PER_KEY && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(2));
                 let new_frames = sniffer.receive_frames_from_vip();
-                new_key_packets +=
+                new_key_packet_count +=
                     new_frames.iter().filter(|frame| key_bit_of(frame) == current_key_bit(&fleet_keys)).count();
                 frames.extend(new_frames);
             }
@@ -349,9 +350,9 @@ impl SilentConnection {
             send_and_receive(client, server, b"request");
         }
         for round in 1..20 {
-            let transfer_length =
+            let transfer_bytes =
                 if matches!(self.first_sender, FirstSender::ServerManySegments) { 1 << 18 } else { round };
-            send_and_receive(server, client, &byte_pattern(transfer_length));
+            send_and_receive(server, client, &byte_pattern(transfer_bytes));
             send_and_receive(client, server, b"request");
         }
         let (
@@ -365,10 +366,10 @@ impl SilentConnection {
     }
 }
 
-/// Asserts that connections continue after each silence (in s), for each first sender, with and without keep-alive.
-fn assert_connections_resume(env: &TestEnv, silences: &[u64], keep_alives: &[bool]) {
+/// Asserts that connections continue after each silence (in s), for each first sender and each value of `keep_alives`.
+fn assert_connections_resume(env: &TestEnv, silence_seconds: &[u64], keep_alives: &[bool]) {
     let (listener, mut connections) = (env.listen_at_vip(), vec![]);
-    for silent_seconds in silences {
+    for silent_seconds in silence_seconds {
         for first in [FirstSender::Server, FirstSender::Client, FirstSender::ServerManySegments] {
             for keep_alive in keep_alives {
                 let silent_time = Duration::from_secs(*silent_seconds);
@@ -392,7 +393,8 @@ fn assert_connections_resume(env: &TestEnv, silences: &[u64], keep_alives: &[boo
     env.assert_no_errors();
 }
 
-/// The connections are silent for longer than 32.8 s, which is half the period of the time in a TSval.
+/// Asserts that connections continue after more than 32.8 s of silence. The 16-bit time (in ms) in a TSval wraps around
+/// after twice this time.
 #[test]
 fn idle_connection_continues() {
     skip_if!(missing_bpf_rights());
@@ -406,7 +408,7 @@ fn idle_ipv6_connection_continues() {
 }
 
 fn expect_idle_connections_continue(family: Family) {
-    let env = TestEnv::of(family, ServiceSettings::default());
+    let env = TestEnv::start_for_family(family, ServiceSettings::default());
     assert_connections_resume(&env, &[33, 36, 40], &[false]);
     // Several segments may be clamped before the client returns the first of their TSvals.
     let clamped_count_before = env.server_counter(intf::SERVER_COUNTER_TSVAL_CLAMPED);
@@ -414,12 +416,13 @@ fn expect_idle_connections_continue(family: Family) {
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_TSVAL_CLAMP_CONFIRMED), 9);
 }
 
-/// The connections are silent for about multiples of half the period of the time in a TSval, up to two periods.
+/// Asserts that connections continue after silences of 32 s to 140 s. Most of these times are close to a multiple of
+/// 32.8 s. The 16-bit time (in ms) in a TSval wraps around after 65.5 s.
 #[test]
 #[ignore = "takes 140 s"]
-fn connections_idle_for_any_time_continue() {
+fn connections_continue_after_any_idle_time() {
     skip_if!(missing_bpf_rights());
-    let tested_silences =
+    let tested_silence_seconds =
         [32, 33, 40, 50, 60, 64, 65, 66, 70, 80, 95, 97, 98, 99, 105, 115, 125, 130, 131, 132, 135, 140];
-    assert_connections_resume(&TestEnv::new(), &tested_silences, &[false, true]);
+    assert_connections_resume(&TestEnv::new(), &tested_silence_seconds, &[false, true]);
 }

@@ -1,4 +1,4 @@
-//! Tests of what `bpf/server/server.bpf.c` does besides stateless stamping, namely table indexes, daisy chaining,
+//! Tests of the functions of `bpf/server/server.bpf.c` other than stateless stamping: table indexes, daisy chaining,
 //! broadcasts, ICMP errors and stalls.
 
 use std::io::{Read as _, Write as _};
@@ -6,8 +6,8 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 
 use coreward_dataplane::mac::MacAddress;
-use coreward_dataplane::sockets::counts::connection_counts;
-use coreward_dataplane::sockets::have_open_sockets;
+use coreward_dataplane::sockets::counts::count_connections;
+use coreward_dataplane::sockets::query_open_sockets;
 use coreward_dataplane::tc::Direction;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
@@ -47,14 +47,14 @@ fn cookie_in_frame(client: &RawTcpClient<'_>, frame: &[u8]) -> Cookie {
 fn leave_unchanged(_: &mut Vec<u8>) {}
 
 #[test]
-fn index_in_the_syn_is_hidden_from_the_kernel() {
+fn table_index_in_syn_is_hidden_from_the_kernel() {
     skip_if!(missing_bpf_rights());
-    Family::BOTH.into_iter().for_each(expect_index_in_cookies);
+    Family::BOTH.into_iter().for_each(expect_table_index_in_cookies);
 }
 
-fn expect_index_in_cookies(family: Family) {
+fn expect_table_index_in_cookies(family: Family) {
     for syn_cookies in ["1", "2"] {
-        let env = TestEnv::of(family, STATEFUL_MODE);
+        let env = TestEnv::start_for_family(family, STATEFUL_MODE);
         env.veth_pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
         let listener = env.listen_at_vip();
         let mut client = RawTcpClient::new(&env, 4001, true);
@@ -81,13 +81,13 @@ fn expect_index_in_cookies(family: Family) {
 }
 
 #[test]
-fn server_id_is_stamped_if_the_syn_has_no_index() {
+fn server_id_is_stamped_if_syn_has_no_table_index() {
     skip_if!(missing_bpf_rights());
-    Family::BOTH.into_iter().for_each(expect_id_without_index);
+    Family::BOTH.into_iter().for_each(expect_server_id_without_table_index);
 }
 
-fn expect_id_without_index(family: Family) {
-    let env = TestEnv::of(family, STATEFUL_MODE);
+fn expect_server_id_without_table_index(family: Family) {
+    let env = TestEnv::start_for_family(family, STATEFUL_MODE);
     let listener = env.listen_at_vip();
     // A former connection with the same 4-tuple had an index, which the server forgets when the new SYN arrives.
     let mut first_client = RawTcpClient::new(&env, 4002, true);
@@ -113,11 +113,11 @@ fn expect_id_without_index(family: Family) {
 #[test]
 fn connections_continue_with_the_server_id_after_table_loss() {
     skip_if!(missing_bpf_rights());
-    Family::BOTH.into_iter().for_each(expect_id_after_table_loss);
+    Family::BOTH.into_iter().for_each(expect_server_id_after_table_loss);
 }
 
-fn expect_id_after_table_loss(family: Family) {
-    let env = TestEnv::of(family, STATEFUL_MODE);
+fn expect_server_id_after_table_loss(family: Family) {
+    let env = TestEnv::start_for_family(family, STATEFUL_MODE);
     let listener = env.listen_at_vip();
     let mut client = RawTcpClient::new(&env, 4003, true);
     client.open_connection(tsecr_with_index(TABLE_INDEX));
@@ -142,22 +142,22 @@ fn expect_id_after_table_loss(family: Family) {
     env.assert_no_errors();
 }
 
-/// Runs the programs on a SYN with an index from client `n` of a flood, and on the server's SYN-ACK.
-fn run_flood_handshake(env: &TestEnv, n: u32) {
-    let mut flood_syn = TcpPacket::new((Ipv4Addr::from(0x0b00_0000 + n), 5), (VIP, PORT));
+/// Runs the programs on a SYN with a table index from client `client_number` of a flood, and on the server's SYN-ACK.
+fn run_flood_handshake(env: &TestEnv, client_number: u32) {
+    let mut flood_syn = TcpPacket::new((Ipv4Addr::from(0x0b00_0000 + client_number), 5), (VIP, PORT));
     flood_syn.flags = SYN;
     flood_syn.payload.clear();
     flood_syn.tcp_options = aligned_timestamp_option(1, tsecr_with_index(7));
-    test_run::run(env.programs.program(Direction::Ingress), &flood_syn.frame(), 1).unwrap();
+    test_run::run(env.programs.program_for_direction(Direction::Ingress), &flood_syn.frame(), 1).unwrap();
     let mut flood_syn_ack = TcpPacket::new((VIP, PORT), (*flood_syn.source.ip(), 5));
     flood_syn_ack.flags = SYN | ACK;
     flood_syn_ack.payload.clear();
     flood_syn_ack.tcp_options = aligned_timestamp_option(tsval_clock_ms(), 1);
-    test_run::run(env.programs.program(Direction::Egress), &flood_syn_ack.frame(), 1).unwrap();
+    test_run::run(env.programs.program_for_direction(Direction::Egress), &flood_syn_ack.frame(), 1).unwrap();
 }
 
 #[test]
-fn syn_flood_evicts_indexes_without_breaking_connections() {
+fn syn_flood_evicts_table_indexes_without_breaking_connections() {
     skip_if!(missing_bpf_rights());
     let env = TestEnv::start_with_mode(STATEFUL_MODE);
     let listener = env.listen_at_vip();
@@ -179,8 +179,8 @@ fn syn_flood_evicts_indexes_without_breaking_connections() {
     let mut conflicting_syn = half_open_client.next_frame(SYN, 0, b"");
     // Packets of test runs arrive at the loopback device, whose MAC address is 0.
     conflicting_syn[..6].fill(0);
-    test_run::run(env.programs.program(Direction::Ingress), &conflicting_syn, 1).unwrap();
-    // This reads SYN-ACKs that the server has retransmitted.
+    test_run::run(env.programs.program_for_direction(Direction::Ingress), &conflicting_syn, 1).unwrap();
+    // Reads the SYN-ACKs that the server has retransmitted.
     half_open_client.receive_replies();
     half_open_client.send_final_ack();
     let _second_stream = listener.accept().unwrap();
@@ -198,7 +198,8 @@ fn previous_server_id() -> ServerId {
     ServerId::try_from(u64::from(PREVIOUS_SERVER_ID)).unwrap()
 }
 
-/// Sends `frame` with `identification` as the id of its previous server. Returns whether the server forwarded it there.
+/// Sends `frame` with the previous server's id in `identification`. Returns whether the receiving server forwarded
+/// `frame` to the previous server.
 fn send_and_check_forwarded(client: &mut RawTcpClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
     set_previous_server(&mut frame, identification);
@@ -219,7 +220,7 @@ fn send_and_check_forwarded(client: &mut RawTcpClient<'_>, frame: &[u8], identif
     true
 }
 
-/// Sends `frame` with `identification` as the id of its previous server. Returns whether the client got an RST.
+/// Sends `frame` with the previous server's id in `identification`. Returns whether the client received a reply.
 fn send_and_check_reply(client: &mut RawTcpClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
     set_previous_server(&mut frame, identification);
@@ -239,7 +240,8 @@ fn packet_without_a_socket_is_forwarded_to_the_previous_server() {
     Family::BOTH.into_iter().for_each(expect_forwarded_to_previous_server);
 }
 
-/// Packets are no longer forwarded once the handshake has ended, with or without a SYN cookie.
+/// Asserts that a server keeps the packets of a connection after the handshake, although they name a previous server.
+/// `syn_cookies` is the value of the sysctl tcp_syncookies.
 fn expect_unforwarded_after_handshake(env: &TestEnv, listener: &TcpListener, port: u16, syn_cookies: &str) {
     env.veth_pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
     let mut client = RawTcpClient::new(env, port, false);
@@ -253,8 +255,8 @@ fn expect_unforwarded_after_handshake(env: &TestEnv, listener: &TcpListener, por
 }
 
 fn expect_forwarded_to_previous_server(family: Family) {
-    let mut env = TestEnv::of(family, ServiceSettings::default());
-    env.programs.set_server_mac(previous_server_id(), Some(PREVIOUS_SERVER_MAC));
+    let mut env = TestEnv::start_for_family(family, ServiceSettings::default());
+    env.programs.set_other_server_mac(previous_server_id(), Some(PREVIOUS_SERVER_MAC));
     let env = env;
     let listener = env.listen_at_vip();
     let mut client = RawTcpClient::new(&env, 4006, false);
@@ -274,7 +276,7 @@ fn expect_forwarded_to_previous_server(family: Family) {
         "an unknown connection is refused"
     );
     assert!(!send_and_check_forwarded(&mut client, &syn_frame, PREVIOUS_SERVER_ID), "a connection begins here");
-    // With timestamps, the cookie names this server.
+    // The cookie in a timestamp names this server.
     let mut timestamp_client = RawTcpClient::new(&env, 4007, true);
     let frame = timestamp_client.next_frame(ACK, 5, b"stray");
     assert!(!send_and_check_forwarded(&mut timestamp_client, &frame, PREVIOUS_SERVER_ID));
@@ -298,8 +300,8 @@ fn expect_all_packets_forwarded(family: Family) {
         (timestamps_off_mode, true),
         (ServiceSettings { consistency: Consistency::HashTable, ..timestamps_off_mode }, false),
     ] {
-        let mut env = TestEnv::of(family, mode);
-        env.programs.set_server_mac(previous_server_id(), Some(PREVIOUS_SERVER_MAC));
+        let mut env = TestEnv::start_for_family(family, mode);
+        env.programs.set_other_server_mac(previous_server_id(), Some(PREVIOUS_SERVER_MAC));
         let env = env;
         let listener = env.listen_at_vip();
         let mut client = RawTcpClient::new(&env, 4008, true);
@@ -316,7 +318,8 @@ fn expect_all_packets_forwarded(family: Family) {
     }
 }
 
-/// Returns a broadcast ICMP error, "fragmentation needed" or "packet too big", about a packet between these addresses.
+/// Returns a broadcast ICMP error ("fragmentation needed" or "packet too big") that quotes a packet from
+/// `quoted_source` to `quoted_destination`.
 fn broadcast_icmp_error(
     client: &RawTcpClient<'_>,
     quoted_source: SocketAddr,
@@ -340,7 +343,8 @@ fn broadcast_icmp_error(
     frame
 }
 
-/// Replaces the frame's TCP segment by a "packet too big" (RFC 4443, Sect. 3.2) with an MTU of 1,280 bytes.
+/// Replaces the frame's TCP segment by the ICMPv6 error "packet too big" (RFC 4443, Sect. 3.2), which quotes
+/// `quoted_packet` and reports an MTU of 1,280 bytes.
 fn replace_by_icmpv6_error(frame: &mut Vec<u8>, quoted_packet: &[u8]) {
     frame.truncate(14 + 40);
     frame.extend([2, 0, 0, 0, 0, 0, 5, 0]);
@@ -356,11 +360,11 @@ fn replace_by_icmpv6_error(frame: &mut Vec<u8>, quoted_packet: &[u8]) {
 #[test]
 fn broadcast_icmp_error_is_accepted_by_the_connections_server() {
     skip_if!(missing_bpf_rights());
-    Family::BOTH.into_iter().for_each(expect_broadcast_errors_at_connection);
+    Family::BOTH.into_iter().for_each(expect_broadcast_errors_accepted_by_connection);
 }
 
-fn expect_broadcast_errors_at_connection(family: Family) {
-    let env = TestEnv::of(family, ServiceSettings::default());
+fn expect_broadcast_errors_accepted_by_connection(family: Family) {
+    let env = TestEnv::start_for_family(family, ServiceSettings::default());
     let listener = env.listen_at_vip();
     let (stream, _server) = env.open_connection(&listener);
     let client_port = stream.local_addr().unwrap().port();
@@ -399,7 +403,7 @@ fn expect_broadcast_errors_at_connection(family: Family) {
 }
 
 #[test]
-fn stalled_handshakes_and_connections_are_counted_once() {
+fn each_stalled_handshake_or_connection_is_counted_once() {
     skip_if!(missing_bpf_rights());
     let env = TestEnv::new();
     let listener = env.listen_at_vip();
@@ -431,10 +435,10 @@ fn stalled_handshakes_and_connections_are_counted_once() {
 fn sockets_of_open_connections_are_found() {
     skip_if!(missing_bpf_rights());
     for family in Family::BOTH {
-        let env = TestEnv::of(family, ServiceSettings::default());
+        let env = TestEnv::start_for_family(family, ServiceSettings::default());
         expect_sockets_of_connections(&env, &env.listen_at_vip());
         // IPv4 connections of a dual-stack socket have IPv4-mapped addresses.
-        let env = TestEnv::of(family, ServiceSettings::default());
+        let env = TestEnv::start_for_family(family, ServiceSettings::default());
         let dual_stack_listener =
             env.veth_pair.server.run_inside(|| TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT)).unwrap());
         expect_sockets_of_connections(&env, &dual_stack_listener);
@@ -457,12 +461,13 @@ fn expect_sockets_of_connections(env: &TestEnv, listener: &TcpListener) {
         expected_sockets.push((four_tuple(client, (service_address.ip(), PORT + 1).into()), false));
     }
     let tuples: Vec<FourTuple> = expected_sockets.iter().map(|(tuple, _)| *tuple).collect();
-    let found_sockets = env.veth_pair.server.run_inside(|| have_open_sockets(&tuples).unwrap());
-    for ((tuple, expected), has_socket) in expected_sockets.iter().zip(found_sockets) {
+    let open_socket_flags = env.veth_pair.server.run_inside(|| query_open_sockets(&tuples).unwrap());
+    for ((tuple, expected), has_socket) in expected_sockets.iter().zip(open_socket_flags) {
         assert_eq!(has_socket, *expected, "{tuple:?}");
     }
-    assert_eq!(env.veth_pair.server.run_inside(|| have_open_sockets(&[]).unwrap()), [] as [bool; 0]);
+    assert_eq!(env.veth_pair.server.run_inside(|| query_open_sockets(&[]).unwrap()), [] as [bool; 0]);
     let other_family_vip = vip_address(if env.family == Family::Ipv4 { Family::Ipv6 } else { Family::Ipv4 });
-    let counts = env.veth_pair.server.run_inside(|| connection_counts(&[service_address, other_family_vip]).unwrap());
-    assert_eq!(counts, [101, 0]);
+    let connection_counts_by_vip =
+        env.veth_pair.server.run_inside(|| count_connections(&[service_address, other_family_vip]).unwrap());
+    assert_eq!(connection_counts_by_vip, [101, 0]);
 }

@@ -12,21 +12,21 @@ use nix::sys::socket::{getsockopt, sockopt};
 use crate::support::server_env::{TestEnv, set_services};
 use crate::support::{Family, missing_bpf_rights, skip_if};
 
-/// Returns the longest segment in bytes, which is Ethernet's MTU less the IP and TCP headers and the padded timestamp
-/// option.
+/// Returns the maximum segment size in bytes: Ethernet's MTU less the IP header, the TCP header and the padded
+/// timestamp option.
 fn max_segment_size(family: Family) -> u32 {
     let ip_header_bytes = if family == Family::Ipv4 { 20 } else { 40 };
     1500 - ip_header_bytes - 20 - 12
 }
 
-/// Addresses of servers, each with the length in bytes of the GUE outer headers to it (IP-in-IP needs less).
+/// Server addresses, each with the length in bytes of the GUE outer headers of a packet to it (IP-in-IP needs less).
 const OUTER_HEADER_BYTES_BY_ADDRESS: [(IpAddr, u32); 2] =
     [(IpAddr::V4(Ipv4Addr::new(10, 9, 0, 1)), 28), (IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, 1)), 48)];
 
-/// Connects and sends a request. Returns the client's maximum segment size and the number of clamped SYN-ACKs. `server`
-/// is the server's address in outer headers.
+/// Opens a connection and sends a request. Returns the client's maximum segment size in bytes and the number of
+/// SYN-ACKs whose MSS was reduced. `server` is the server's address in outer headers.
 fn connect_and_get_segment_size(family: Family, mode: ServiceSettings, server: IpAddr) -> (u32, u64) {
-    let mut env = TestEnv::of(family, mode);
+    let mut env = TestEnv::start_for_family(family, mode);
     env.programs.set_outer_address_family(server);
     set_services(&mut env.programs, mode);
     let listener = env.listen_at_vip();

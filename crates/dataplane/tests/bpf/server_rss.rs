@@ -18,23 +18,26 @@ use crate::support::{Family, missing_bpf_rights, skip_if};
 const QUEUE_COUNT: u16 = 4;
 const CONNECTION_COUNT: usize = 32;
 
-fn rss_config(input: InputTransform) -> RssConfig {
+fn rss_config(hash_input_transform: InputTransform) -> RssConfig {
     let indirection_table = IndirectionTable::balanced(1, 128, QUEUE_COUNT).unwrap();
-    RssConfig { key: RssKey::microsoft().with_input_transform(input), indirection_table }
+    RssConfig {
+        key: RssKey::microsoft_verification_key().with_input_transform(hash_input_transform),
+        indirection_table,
+    }
 }
 
 fn start_test_envs() -> impl Iterator<Item = (TestEnv, RssConfig)> {
     let families_and_transforms =
         Family::BOTH.into_iter().flat_map(|family| InputTransform::ALL.map(|input| (family, input)));
     families_and_transforms.map(|(family, input)| {
-        let (mut env, rss) = (TestEnv::of(family, ServiceSettings::default()), rss_config(input));
+        let (mut env, rss) = (TestEnv::start_for_family(family, ServiceSettings::default()), rss_config(input));
         env.programs.set_rss_config(Some(&rss), 1);
         (env, rss)
     })
 }
 
 #[test]
-fn predicted_queues_of_syn_samples_equal_the_model() {
+fn syn_samples_predict_the_same_queue_as_the_model() {
     skip_if!(missing_bpf_rights());
     for (env, rss) in start_test_envs() {
         let listener = env.listen_at_vip();
@@ -42,7 +45,7 @@ fn predicted_queues_of_syn_samples_equal_the_model() {
         let client_addresses: BTreeSet<SocketAddr> =
             connections.iter().map(|(client, _)| client.local_addr().unwrap()).collect();
         // The client's device has several queues. The kernel records no queue for SYNs from the first queue.
-        let syn_samples = env.programs.samples_after(0);
+        let syn_samples = env.programs.syn_samples_after(0);
         assert!(syn_samples.len() >= CONNECTION_COUNT / 4, "{} samples", syn_samples.len());
         for sample in &syn_samples {
             let socket_address = |address, port| SocketAddr::new(address_from_words(address), u16::from_be(port));
@@ -54,7 +57,7 @@ fn predicted_queues_of_syn_samples_equal_the_model() {
             let hash_and_queue = (sample.hash, sample.predicted_queue);
             assert_eq!(
                 hash_and_queue,
-                (expected_hash, rss.indirection_table.queue_of_hash(expected_hash)),
+                (expected_hash, rss.indirection_table.queue_for_hash(expected_hash)),
                 "{client} {:?}",
                 rss.key.input_transform()
             );
@@ -84,15 +87,16 @@ fn connections_reach_the_socket_of_their_receive_queue() {
     for (env, rss) in start_test_envs() {
         let listeners = reuseport_listeners(&env);
         let steer_program = SteerProgram::load(&env.pins.path(), "service", env.programs.rss_map()).unwrap();
-        let slots: Vec<_> = listeners.iter().map(|socket| steer_program.add_socket(socket.as_fd()).ok()).collect();
-        steer_program.set_slots_of_queues(&slots);
-        steer_program.attach(listeners[0].as_fd()).unwrap();
+        let slots: Vec<_> =
+            listeners.iter().map(|socket| steer_program.add_listening_socket(socket.as_fd()).ok()).collect();
+        steer_program.set_slots_by_queue(&slots);
+        steer_program.attach_to_socket_group(listeners[0].as_fd()).unwrap();
         for _ in 0..CONNECTION_COUNT {
             let client = env.connect_client();
             let client_address = client.local_addr().unwrap();
             let expected_hash =
                 rss.key.toeplitz_hash(&FourTuple::new(client_address, vip_address(env.family)).unwrap().bytes());
-            let expected_queue = usize::from(rss.indirection_table.queue_of_hash(expected_hash));
+            let expected_queue = usize::from(rss.indirection_table.queue_for_hash(expected_hash));
             assert_eq!(listeners[expected_queue].accept().unwrap().1, client_address);
         }
         assert_eq!(steer_program.counters()[intf::STEER_COUNTER_STEERED as usize], CONNECTION_COUNT as u64);

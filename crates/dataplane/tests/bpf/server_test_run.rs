@@ -19,7 +19,7 @@ use crate::support::{
     tcp_segment_sum, timestamp_option, tsval_clock_ms, tsval_offset,
 };
 
-/// Return values of tc programs (linux/pkt_cls.h).
+/// Verdict of a tc program that leaves the decision to the next program (linux/pkt_cls.h).
 const TC_ACT_UNSPEC: i32 = -1;
 const TC_ACT_SHOT: i32 = 2;
 
@@ -50,7 +50,7 @@ fn family_of(address: SocketAddr) -> Family {
 struct TestServer {
     programs: ServerPrograms,
     keys: FleetCookieKeys,
-    /// TSval from which packets are stamped with the current key.
+    /// TSval of the kernel's clock (in ms) from which on packets are stamped with the current key.
     key_switch_ms: u32,
     id: ServerId,
 }
@@ -62,11 +62,11 @@ impl TestServer {
         let current_key = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
         let mut server = Self {
             programs: ServerPrograms::load_unattached(false).unwrap(),
-            keys: FleetCookieKeys { keys, current: current_key },
+            keys: FleetCookieKeys { keys, current_key_index: current_key },
             key_switch_ms: tsval_clock_ms() - 500,
             id: ServerId::try_from(u64::from(rng.next_u32() & intf::COOKIE_ID_MASK)).unwrap(),
         };
-        server.programs.set_keys(&server.keys, server.key_switch_ms);
+        server.programs.set_cookie_keys(&server.keys, server.key_switch_ms);
         server.set_dual_stack_services();
         server
     }
@@ -77,14 +77,14 @@ impl TestServer {
         self.programs.set_services(&services).unwrap();
     }
 
-    /// Returns the TSval that the program must send if the server's own TSval is `milliseconds`.
-    fn expected_tsval(&self, tuple: &FourTuple, cookie: Cookie, milliseconds: u32) -> u32 {
-        let keys_at_time = self.keys.keys_for_tsval(milliseconds, self.key_switch_ms);
-        cookie::stamp_tsval(&keys_at_time, &self.programs.time_key(), tuple, cookie, milliseconds)
+    /// Returns the TSval that the program must send if the TSval of the server's kernel is `own_tsval`.
+    fn expected_tsval(&self, tuple: &FourTuple, cookie: Cookie, own_tsval: u32) -> u32 {
+        let keys_at_time = self.keys.keys_for_tsval(own_tsval, self.key_switch_ms);
+        cookie::stamp_tsval(&keys_at_time, &self.programs.time_key(), tuple, cookie, own_tsval)
     }
 
     fn run_program(&self, direction: Direction, frame: &[u8]) -> (i32, Vec<u8>) {
-        let outcome = test_run::run(self.programs.program(direction), frame, 1).unwrap();
+        let outcome = test_run::run(self.programs.program_for_direction(direction), frame, 1).unwrap();
         (outcome.verdict, outcome.packet)
     }
 
@@ -153,7 +153,7 @@ fn egress_stamping_equals_the_reference_model() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(1, 0);
     let server = TestServer::new(&mut rng);
-    let mut late_count = 0;
+    let mut late_run_count = 0;
     for family in (0..3000).map(|round| Family::BOTH[round % 2]) {
         let client = random_client(family, &mut rng);
         let own_tsval = tsval_clock_ms() - uniform_below(&mut rng, 900);
@@ -169,13 +169,13 @@ fn egress_stamping_equals_the_reference_model() {
         assert_eq!(tc_action, TC_ACT_UNSPEC);
         if tsval_clock_ms() - own_tsval > 950 {
             // On a slow machine, the program may have taken the late TSval for that of another clock.
-            late_count += 1;
+            late_run_count += 1;
             continue;
         }
         assert_eq!(stamped_frame, replace_word_and_checksum(&frame, timestamp_offset, expected_tsval), "{packet:?}");
     }
-    assert!(late_count < 300, "{late_count} of 3000 were run late");
-    assert!(server.programs.counter(intf::SERVER_COUNTER_STAMPED) >= 3000 - late_count);
+    assert!(late_run_count < 300, "{late_run_count} of 3000 were run late");
+    assert!(server.programs.counter(intf::SERVER_COUNTER_STAMPED) >= 3000 - late_run_count);
 }
 
 #[test]
@@ -188,7 +188,7 @@ fn tsecr_of_client_packets_is_restored() {
         let tuple = tuple_to_vip(client);
         // A TSecr may be stamped with the former key, be up to a minute old, or be a little ahead of the clock.
         let current_key = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
-        let keys = FleetCookieKeys { current: current_key, ..server.keys };
+        let keys = FleetCookieKeys { current_key_index: current_key, ..server.keys };
         let original_tsval = tsval_clock_ms().wrapping_sub(uniform_below(&mut rng, 60_000)).wrapping_add(10);
         let tsecr =
             cookie::stamp_tsval(&keys, &server.programs.time_key(), &tuple, Cookie::Server(server.id), original_tsval);
@@ -214,37 +214,38 @@ fn tsval_zero_is_never_sent() {
 fn expect_no_zero_tsval(family: Family) {
     let mut rng = seeded_rng(3, 0);
     let mut server = TestServer::new(&mut rng);
-    server.keys.current = KeyIndex::First;
+    server.keys.current_key_index = KeyIndex::First;
     server.key_switch_ms = tsval_clock_ms() - 1000;
-    server.programs.set_keys(&server.keys, server.key_switch_ms);
+    server.programs.set_cookie_keys(&server.keys, server.key_switch_ms);
     // Searches for a client for which the stamp with a server's id and a time in this second is 0.
-    let (client, milliseconds) = loop {
+    let (client, own_tsval) = loop {
         let client = random_client(family, &mut rng);
         let tuple = tuple_to_vip(client);
-        let time_mask = cookie::time_part_addend(&server.programs.time_key(), &tuple);
+        let time_addend = cookie::time_part_addend(&server.programs.time_key(), &tuple);
         let now_ms = tsval_clock_ms();
-        let ms_until_zero = (now_ms as u16).wrapping_sub(time_mask.wrapping_neg());
-        if let (Cookie::Server(id), true) = (cookie::decode_cookie(&server.keys, &tuple, 0), ms_until_zero < 500) {
+        let ms_since_zero_tsval = (now_ms as u16).wrapping_sub(time_addend.wrapping_neg());
+        if let (Cookie::Server(id), true) = (cookie::decode_cookie(&server.keys, &tuple, 0), ms_since_zero_tsval < 500)
+        {
             server.id = id;
-            break (client, now_ms - u32::from(ms_until_zero));
+            break (client, now_ms - u32::from(ms_since_zero_tsval));
         }
     };
     server.set_dual_stack_services();
     let mut packet = TcpPacket::between(vip_of_family(family), client);
-    packet.tcp_options = aligned_timestamp_option(milliseconds, 0);
+    packet.tcp_options = aligned_timestamp_option(own_tsval, 0);
     let frame = packet.frame();
     let (_, stamped_frame) = server.run_program(Direction::Egress, &frame);
     assert_eq!(read_u32(&stamped_frame, tsval_offset(&frame).unwrap()), 1 << 16);
 }
 
 #[test]
-fn foreign_packet_is_unchanged() {
+fn packets_not_to_be_stamped_or_restored_are_unchanged() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(4, 0);
     let server = TestServer::new(&mut rng);
     for family in Family::BOTH {
-        expect_foreign_egress_packets_unchanged(&server, family);
-        expect_foreign_ingress_packets_unchanged(&server, family);
+        expect_unstamped_egress_packets_unchanged(&server, family);
+        expect_unrestored_ingress_packets_unchanged(&server, family);
     }
 }
 
@@ -258,7 +259,7 @@ fn expect_unchanged(server: &TestServer, direction: Direction, packet: &TcpPacke
     );
 }
 
-fn expect_foreign_egress_packets_unchanged(server: &TestServer, family: Family) {
+fn expect_unstamped_egress_packets_unchanged(server: &TestServer, family: Family) {
     let (client, vip) = (fixed_client(family), vip_of_family(family));
     let egress_packet = |change: fn(&mut TcpPacket)| {
         let mut packet = TcpPacket::between(vip, client);
@@ -287,7 +288,7 @@ fn expect_foreign_egress_packets_unchanged(server: &TestServer, family: Family) 
     );
 }
 
-fn expect_foreign_ingress_packets_unchanged(server: &TestServer, family: Family) {
+fn expect_unrestored_ingress_packets_unchanged(server: &TestServer, family: Family) {
     let (client, vip) = (fixed_client(family), vip_of_family(family));
     let expect_unchanged_ingress =
         |packet: &TcpPacket, counters: &[&str]| expect_unchanged(server, Direction::Ingress, packet, counters);
@@ -300,11 +301,14 @@ fn expect_foreign_ingress_packets_unchanged(server: &TestServer, family: Family)
         packet.flags = flags;
         packet
     };
-    let other_cookie_counters = ["ingress_other_cookie", "ingress_established"];
-    expect_unchanged_ingress(&ingress_packet(stamped_tsval(Cookie::Server(other_id)), ACK), &other_cookie_counters);
+    let other_cookie_counter_names = ["ingress_other_cookie", "ingress_established"];
+    expect_unchanged_ingress(
+        &ingress_packet(stamped_tsval(Cookie::Server(other_id)), ACK),
+        &other_cookie_counter_names,
+    );
     expect_unchanged_ingress(
         &ingress_packet(stamped_tsval(Cookie::TableIndex(server.id.get())), ACK),
-        &other_cookie_counters,
+        &other_cookie_counter_names,
     );
     expect_unchanged_ingress(&ingress_packet(0, ACK), &["ingress_without_tsecr", "ingress_established"]);
     // Test runs record no receive queue, so the prediction cannot be compared.
@@ -315,7 +319,7 @@ fn expect_foreign_ingress_packets_unchanged(server: &TestServer, family: Family)
 }
 
 #[test]
-fn broadcast_without_a_socket_is_dropped() {
+fn broadcast_packet_without_a_socket_is_dropped() {
     skip_if!(missing_bpf_rights());
     let server = TestServer::new(&mut seeded_rng(5, 0));
     for family in Family::BOTH {
@@ -328,7 +332,7 @@ fn broadcast_without_a_socket_is_dropped() {
 }
 
 #[test]
-fn ipv6_fragment_and_long_extension_headers_pass_unchanged() {
+fn ipv6_packets_with_fragment_or_long_headers_pass_unchanged() {
     skip_if!(missing_bpf_rights());
     let server = TestServer::new(&mut seeded_rng(7, 0));
     let client = fixed_client(Family::Ipv6);
@@ -368,7 +372,7 @@ fn damage_frame(rng: &mut Xoshiro256PlusPlus, frame: &mut Vec<u8>) {
     }
 }
 
-/// The program has found a timestamp, and may have changed only the timestamp and the checksum.
+/// Asserts that `output_frame` differs from `frame` at most in the stamped part of its timestamp and in its checksum.
 fn expect_only_timestamp_changed(direction: Direction, frame: &[u8], output_frame: &[u8]) {
     let changed_offset = tsval_offset(frame).unwrap() + if direction == Direction::Egress { 0 } else { 4 };
     let checksum_offset = support::tcp_offset(frame) + 16;
@@ -381,7 +385,7 @@ fn expect_only_timestamp_changed(direction: Direction, frame: &[u8], output_fram
 }
 
 #[test]
-fn malformed_packets_pass_unchanged_or_are_dropped_and_counted() {
+fn malformed_packets_change_only_in_timestamp_and_checksum() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(6, 0);
     let server = TestServer::new(&mut rng);
@@ -397,7 +401,7 @@ fn malformed_packets_pass_unchanged_or_are_dropped_and_counted() {
         add_skippable_headers(&mut packet, &mut rng);
         let mut frame = packet.frame();
         damage_frame(&mut rng, &mut frame);
-        let Ok(outcome) = test_run::run(server.programs.program(direction), &frame, 1) else {
+        let Ok(outcome) = test_run::run(server.programs.program_for_direction(direction), &frame, 1) else {
             assert!(frame.len() < 14 + 40, "the kernel refuses to run {frame:02x?}");
             continue;
         };

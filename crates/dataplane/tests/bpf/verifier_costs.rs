@@ -3,11 +3,12 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-use coreward_dataplane::check::{VerifierCost, verifier_costs};
+use coreward_dataplane::check::{VerifierCost, measure_verifier_costs};
 
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 
-/// Factor by which a cost may exceed the recorded one. For larger costs, a new table must be written on purpose.
+/// Largest allowed ratio of a program's verifier cost to its recorded cost. Larger costs need a new table of recorded
+/// costs.
 const MAX_COST_FACTOR: f64 = 1.1;
 const KERNEL_LINE_PREFIX: &str = "kernel ";
 
@@ -25,12 +26,14 @@ fn format_costs(costs: &[VerifierCost]) -> String {
     table_text
 }
 
-/// `COREWARD_WRITE_VERIFIER_COSTS=1` writes the table. On kernels other than the table's, the programs must only load.
+/// Asserts that no program's verifier cost exceeds the recorded one by more than [`MAX_COST_FACTOR`]. With
+/// `COREWARD_WRITE_VERIFIER_COSTS=1`, the test first writes the table. On kernels other than the table's, it checks
+/// only that the programs load.
 #[test]
 fn verifier_costs_do_not_grow() {
     skip_if!(missing_bpf_rights());
     let table_path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../bpf/verifier_costs.tsv");
-    let current_costs = verifier_costs().unwrap();
+    let current_costs = measure_verifier_costs().unwrap();
     if std::env::var_os("COREWARD_WRITE_VERIFIER_COSTS").is_some() {
         std::fs::write(&table_path, format_costs(&current_costs)).unwrap();
     }

@@ -26,12 +26,12 @@ type ResponseAndStallTimeouts = [Duration; 2];
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 const WORKER_ENV_VARIABLE: &str = "COREWARD_TEST_WORKER";
 
-/// Type of a request in its first byte, which is followed by four bytes with the request id.
+/// First byte of a request that the worker answers with one copy of it. Four bytes with the request id follow.
 const ECHO_REQUEST: u8 = 0;
 const THREE_DATAGRAMS_REQUEST: u8 = 1;
 const NO_RESPONSE_REQUEST: u8 = 2;
 
-/// Body of a worker process rather than a test. It is the loop of a simple UDP server without epoll.
+/// Runs a worker process, which is a simple UDP server without epoll. It is started by the tests and is no test itself.
 #[test]
 #[ignore = "started by the other tests"]
 fn worker_process() {
@@ -103,7 +103,7 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    fn start(policy: Policy, workers: usize, timeouts: ResponseAndStallTimeouts) -> Self {
+    fn start(policy: Policy, worker_count: usize, timeouts: ResponseAndStallTimeouts) -> Self {
         static INSTANCE_COUNT: AtomicU32 = AtomicU32::new(0);
         let instance_number = INSTANCE_COUNT.fetch_add(1, Ordering::Relaxed);
         let mut service_config = config::Service::new(SERVICE_ADDRESS, policy);
@@ -116,7 +116,7 @@ impl TestEnv {
             socket
         };
         let mut env = Self {
-            worker_processes: (0..workers).map(|_| WorkerProcess::start()).collect(),
+            worker_processes: (0..worker_count).map(|_| WorkerProcess::start()).collect(),
             service: None,
             service_config,
             pin_directory: format!("/sys/fs/bpf/coreward-processes-test-{}-{instance_number}", std::process::id())
@@ -128,7 +128,7 @@ impl TestEnv {
         };
         env.set_timeouts(timeouts);
         env.attach_dispatch();
-        env.wait_until("all workers are found", |env| env.eligible_worker_count() == workers);
+        env.wait_until("all workers are found", |env| env.eligible_worker_count() == worker_count);
         env
     }
 
@@ -160,19 +160,19 @@ impl TestEnv {
         self.worker_counts().iter().filter(|worker| worker.is_eligible).count()
     }
 
-    /// Sends one request, reads the responses that have arrived, and polls the service if a poll is due.
-    fn send_request(&mut self, kind: u8) {
+    /// Sends one request, reads the responses that have arrived, and polls the service if this is due.
+    fn send_request(&mut self, request_type: u8) {
         let id = self.sent_request_count;
         self.sent_request_count += 1;
         let client = &self.clients[id as usize % self.clients.len()];
         // A closed socket is answered with ICMP, and the client's next call returns that error.
-        if client.send(&[&[kind][..], &id.to_le_bytes()].concat()).is_err() {
-            client.send(&[&[kind][..], &id.to_le_bytes()].concat()).unwrap();
+        if client.send(&[&[request_type][..], &id.to_le_bytes()].concat()).is_err() {
+            client.send(&[&[request_type][..], &id.to_le_bytes()].concat()).unwrap();
         }
-        self.poll_for(Duration::from_micros(300));
+        self.poll_service_for(Duration::from_micros(300));
     }
 
-    fn poll_for(&mut self, time: Duration) {
+    fn poll_service_for(&mut self, time: Duration) {
         std::thread::sleep(time);
         let mut response_bytes = [0; 64];
         for client in &self.clients {
@@ -198,12 +198,12 @@ impl TestEnv {
                 "{condition_name}: not within {WAIT_TIMEOUT:?}; {:?}",
                 self.worker_counts()
             );
-            self.poll_for(Duration::from_millis(5));
+            self.poll_service_for(Duration::from_millis(5));
         }
     }
 
     /// Waits until every request is completed or given up. Returns the workers' counts.
-    fn wait_until_settled(&mut self) -> Vec<WorkerCounts> {
+    fn wait_until_all_requests_end(&mut self) -> Vec<WorkerCounts> {
         self.wait_until("nothing is outstanding", |env| {
             env.worker_counts().iter().all(|worker| worker.outstanding_requests == 0)
         });
@@ -248,7 +248,7 @@ fn request_counts_are_exact_with_any_number_of_response_datagrams() {
             // The remaining requests are never answered, and from now on they are given up soon.
             env.set_timeouts(STALL_TIMEOUTS);
             env.attach_dispatch();
-            let worker_counts = env.wait_until_settled();
+            let worker_counts = env.wait_until_all_requests_end();
             assert_eq!(
                 sum_of_counts(&worker_counts, |worker| worker.dispatched_requests),
                 600,
@@ -311,10 +311,10 @@ fn request_counts_stay_exact_while_workers_die_or_stop() {
         );
         env.worker_processes[0].send_signal(Signal::SIGCONT);
         env.worker_processes.push(WorkerProcess::start());
-        let are_all_eligible = |env: &TestEnv| env.eligible_worker_count() == 4;
-        env.wait_until("all workers are back", are_all_eligible);
+        let are_all_workers_eligible = |env: &TestEnv| env.eligible_worker_count() == 4;
+        env.wait_until("all workers are back", are_all_workers_eligible);
         (0..300).for_each(|_| env.send_request(ECHO_REQUEST));
-        let worker_counts = env.wait_until_settled();
+        let worker_counts = env.wait_until_all_requests_end();
         assert_eq!(
             sum_of_counts(&worker_counts, |worker| worker.dispatched_requests),
             u64::from(env.sent_request_count),
@@ -348,7 +348,7 @@ fn detach_and_attach_under_load_lose_no_request() {
             (0..60).for_each(|_| env.send_request(ECHO_REQUEST));
             env.attach_dispatch();
         }
-        let worker_counts = env.wait_until_settled();
+        let worker_counts = env.wait_until_all_requests_end();
         assert!(sum_of_counts(&worker_counts, |worker| worker.dispatched_requests) >= 60, "{worker_counts:?}");
         env.wait_until("all responses are there", |env| {
             env.responses_by_request_id.len() == env.sent_request_count as usize

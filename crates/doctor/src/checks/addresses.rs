@@ -82,7 +82,7 @@ pub fn check_segment_addresses(facts: &Facts) -> Vec<Finding> {
         return vec![Finding::unknown("no server is known: the controller returned none")];
     }
     let interface_addresses: Vec<&Address> =
-        facts.addresses.iter().filter(|device_address| device_address.device == facts.interface()).collect();
+        facts.addresses.iter().filter(|device_address| device_address.device == facts.interface_name()).collect();
     let segment_servers = facts.servers_by_name.iter().filter(|(_, server)| server.is_on_segment);
     let unreachable_servers: Vec<String> = segment_servers
         .clone()
@@ -99,29 +99,30 @@ pub fn check_segment_addresses(facts: &Facts) -> Vec<Finding> {
         };
         return vec![Finding::ok(format!(
             "all {segment_server_count} servers of the segment are in the network of {}{other_servers_note}",
-            facts.interface()
+            facts.interface_name()
         ))];
     }
     let consequence = "packets are forwarded by MAC address: ARP finds no server outside the device's networks";
     vec![
         Finding::fault(
-            format!("not in a network of {}: {}", facts.interface(), unreachable_servers.join(", ")),
+            format!("not in a network of {}: {}", facts.interface_name(), unreachable_servers.join(", ")),
             consequence,
         )
         .with_remedy_step(format!(
             "ip address add ADDRESS/PREFIX dev {}  # in the servers' network",
-            facts.interface()
+            facts.interface_name()
         )),
     ]
 }
 
-/// Returns whether other devices have addresses for which ARP requests may arrive at the services' device.
+/// Returns whether devices other than the services' device have addresses, for which ARP requests may arrive on the
+/// latter.
 fn other_devices_have_addresses(facts: &Facts) -> bool {
     let vips = facts.vips();
     facts
         .addresses
         .iter()
-        .filter(|device_address| device_address.address.is_ipv4() && device_address.device != facts.interface())
+        .filter(|device_address| device_address.address.is_ipv4() && device_address.device != facts.interface_name())
         .any(|device_address| !device_address.address.is_loopback() && !vips.contains(&device_address.address))
 }
 
@@ -140,7 +141,7 @@ fn check_arp_sysctl(
     facts: &Facts,
     name: &str,
     accepted_values: std::ops::RangeInclusive<u32>,
-    value: &'static str,
+    fixed_value: &'static str,
     consequence: &str,
 ) -> Vec<Finding> {
     let vips = facts.vips();
@@ -149,28 +150,28 @@ fn check_arp_sysctl(
     }
     // The larger of the two values applies (IN_DEV_MAXCONF() in include/linux/inetdevice.h).
     let Some((all_value, device_value)) = facts.all_and_device_sysctl_values(name) else { return vec![] };
-    let (in_force, device) = (all_value.max(device_value), facts.interface());
+    let (in_force, device) = (all_value.max(device_value), facts.interface_name());
     if accepted_values.contains(&in_force) {
         return vec![Finding::ok(format!("{in_force} in force at {device}"))];
     }
     let observation =
-        format!("net.ipv4.conf.{{all,{device}}}.{name} are {all_value} and {device_value}: expected {value}");
+        format!("net.ipv4.conf.{{all,{device}}}.{name} are {all_value} and {device_value}: expected {fixed_value}");
     // Other machines may need these answers for other devices' addresses, so an operator must decide.
     let is_safe_to_fix = in_force < *accepted_values.start() && !other_devices_have_addresses(facts);
     vec![Finding::fault(observation, consequence).with_sysctl_remedy(
         device_sysctl_path(device, name),
-        value,
+        fixed_value,
         is_safe_to_fix,
     )]
 }
 
-/// Checks that IPv6 is enabled on the device that receives packets to an IPv6 VIP, and on `lo`, which has the VIP.
+/// Checks that IPv6 is enabled on the device that receives packets to IPv6 VIPs, and on `lo`, which has the VIPs.
 pub fn check_ipv6(facts: &Facts) -> Vec<Finding> {
     if !facts.vips().iter().any(IpAddr::is_ipv6) {
         return vec![];
     }
     let consequence = "the kernel does not accept packets to an IPv6 VIP: no connection is established";
-    let check_device = |device: &str| match facts.sysctl(&disable_ipv6_sysctl_path(device)) {
+    let check_device = |device: &str| match facts.sysctl_value(&disable_ipv6_sysctl_path(device)) {
         Some(0) => Finding::ok(format!("IPv6 is enabled at {device}")),
         None => Finding::fault(format!("the kernel has no IPv6 at {device}: expected it"), consequence)
             .with_remedy_step("boot without `ipv6.disable=1` on the kernel's command line"),
@@ -180,5 +181,5 @@ pub fn check_ipv6(facts: &Facts) -> Vec<Finding> {
                 .with_sysctl_remedy(disable_ipv6_sysctl_path(device), "0", false)
         }
     };
-    [LOOPBACK_DEVICE, facts.interface()].map(check_device).into()
+    [LOOPBACK_DEVICE, facts.interface_name()].map(check_device).into()
 }

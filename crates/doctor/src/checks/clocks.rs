@@ -6,7 +6,7 @@ use crate::finding::Finding;
 const TCP_TIMESTAMPS_SYSCTL: &str = "net/ipv4/tcp_timestamps";
 
 pub fn check_tcp_timestamps(facts: &Facts) -> Vec<Finding> {
-    let Some(value) = facts.sysctl(TCP_TIMESTAMPS_SYSCTL) else { return vec![] };
+    let Some(value) = facts.sysctl_value(TCP_TIMESTAMPS_SYSCTL) else { return vec![] };
     let has_stamped_services = facts.services.is_empty() || facts.services.iter().any(|service| service.is_stamped);
     // The agent sets the sysctl once a service is stamped at the server.
     let is_stamped_at_server = facts.services.iter().any(|service| service.is_stamped && !service.is_stamped_by_lb);
@@ -29,7 +29,7 @@ pub fn check_tcp_timestamps(facts: &Facts) -> Vec<Finding> {
     )]
 }
 
-/// Clock sources that are slow, because each reading accesses a device.
+/// Slow clock sources, because each reading accesses a device.
 const SLOW_CLOCK_SOURCES: [&str; 4] = ["hpet", "acpi_pm", "jiffies", "refined-jiffies"];
 
 pub fn check_clock_source(facts: &Facts) -> Vec<Finding> {
@@ -50,7 +50,7 @@ pub fn check_clock_source(facts: &Facts) -> Vec<Finding> {
     ]
 }
 
-/// Checks whether the wall clock is synchronised (the check `clock-sync`).
+/// Checks that the wall clock is synchronized (the check `clock-sync`).
 pub fn check_clock_sync(facts: &Facts) -> Vec<Finding> {
     let future_dated_report_count = facts.future_dated_report_count;
     if future_dated_report_count > 0 {

@@ -18,7 +18,7 @@ pub fn check_controller_connection(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// Checks that a controller can use its listening address.
+/// Checks that the controller can listen at its configured address.
 pub fn check_listen_address(facts: &Facts) -> Vec<Finding> {
     let Some(controller) = &facts.controller_facts else {
         return vec![Finding::unknown("no file is named: --config FILE")];
@@ -46,7 +46,7 @@ pub fn check_store(facts: &Facts) -> Vec<Finding> {
         return vec![Finding::unknown("no file is named: --config FILE")];
     };
     let (path, problem, mode) = match &controller.store {
-        StoreFacts::File { path, problem, mode } => (path, problem, mode),
+        StoreFacts::File { path, problem, permission_bits: mode } => (path, problem, mode),
         StoreFacts::Etcd { endpoints, leader } => return vec![check_etcd(endpoints, leader)],
     };
     let store_path = path.display();
@@ -65,7 +65,7 @@ pub fn check_store(facts: &Facts) -> Vec<Finding> {
             let consequence = "it contains the cookie keys: users who can read it can forge cookies";
             vec![
                 Finding::fault(format!("{store_path}: mode {mode:o}, expected 600"), consequence)
-                    .with_fix(Fix::RestrictToOwner(path.clone())),
+                    .with_automatic_fix(Fix::RestrictToOwner(path.clone())),
             ]
         }
         Some(_) => vec![Finding::ok(format!("{store_path}: only its owner reads it"))],

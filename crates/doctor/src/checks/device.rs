@@ -7,7 +7,7 @@ use coreward_dataplane::lb::XdpMode;
 use crate::facts::{Device, Facts, Role, Server};
 use crate::finding::Finding;
 
-/// Runs a check of the services' device. Without a device it finds nothing, because the check `interface` reports that.
+/// Runs a check of the services' device. Returns no findings without a device, which the check `interface` reports.
 fn with_device(facts: &Facts, check: impl FnOnce(&Device) -> Vec<Finding>) -> Vec<Finding> {
     facts.device.as_ref().map_or_else(Vec::new, check)
 }
@@ -44,10 +44,10 @@ pub fn check_interface(facts: &Facts) -> Vec<Finding> {
 
 pub fn check_xdp(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
-        let interface_name = facts.interface();
-        let mut findings = foreign_program_findings(device, interface_name);
-        findings.extend(queue_limit_finding(facts, device));
-        findings.extend(missing_native_xdp_finding(facts, device));
+        let interface_name = facts.interface_name();
+        let mut findings = report_foreign_programs(device, interface_name);
+        findings.extend(report_queue_limit(facts, device));
+        findings.extend(report_missing_native_xdp(facts, device));
         if findings.is_empty() {
             findings.push(match (device.own_program_id, device.xdp.supports_native) {
                 (Some(id), _) => Finding::ok(format!("coreward's own program (id {id}) is at {interface_name}")),
@@ -62,7 +62,7 @@ pub fn check_xdp(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-fn foreign_program_findings(device: &Device, interface_name: &str) -> Vec<Finding> {
+fn report_foreign_programs(device: &Device, interface_name: &str) -> Vec<Finding> {
     let attached_program_ids = [device.xdp.native_program_id, device.xdp.generic_program_id];
     let foreign_program_ids =
         attached_program_ids.into_iter().flatten().filter(|id| Some(*id) != device.own_program_id);
@@ -75,16 +75,16 @@ fn foreign_program_findings(device: &Device, interface_name: &str) -> Vec<Findin
     foreign_program_ids.map(to_finding).collect()
 }
 
-fn queue_limit_finding(facts: &Facts, device: &Device) -> Option<Finding> {
-    let problem = queue_limit_problem(device)?;
+fn report_queue_limit(facts: &Facts, device: &Device) -> Option<Finding> {
+    let problem = find_queue_limit_problem(device)?;
     let consequence = "each queue needs another one to send frames";
-    let max_queues_with_xdp = device.channels.map_or(1, |channels| channels.max_receive_queues / 2).max(1);
+    let max_queues_with_xdp = device.queue_counts.map_or(1, |channels| channels.max_receive_queues / 2).max(1);
     let requires_native_xdp = facts.settings.xdp_mode == XdpMode::Native;
-    let remedy_step = format!("ethtool -L {} combined {max_queues_with_xdp}", facts.interface());
+    let remedy_step = format!("ethtool -L {} combined {max_queues_with_xdp}", facts.interface_name());
     Some(Finding::fault_or_warning(requires_native_xdp, problem, consequence).with_remedy_step(remedy_step))
 }
 
-fn missing_native_xdp_finding(facts: &Facts, device: &Device) -> Option<Finding> {
+fn report_missing_native_xdp(facts: &Facts, device: &Device) -> Option<Finding> {
     if device.xdp.supports_native != Some(false) || facts.settings.xdp_mode == XdpMode::Generic {
         return None;
     }
@@ -99,7 +99,7 @@ fn missing_native_xdp_finding(facts: &Facts, device: &Device) -> Option<Finding>
 
 pub fn check_xdp_send(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
-        let interface_name = facts.interface();
+        let interface_name = facts.interface_name();
         let consequence = "packets that coreward forwards are lost";
         let is_native_program =
             device.own_program_id.is_some() && device.xdp.native_program_id == device.own_program_id;
@@ -108,7 +108,7 @@ pub fn check_xdp_send(facts: &Facts) -> Vec<Finding> {
                 "the other end of the veth {interface_name} has no XDP program: frames that XDP sends are dropped, or \
                  with GRO there wait until this machine sends something itself"
             );
-            return vec![with_veth_remedy(Finding::fault(observation, consequence))];
+            return vec![add_veth_remedy(Finding::fault(observation, consequence))];
         }
         if device.xdp_send_errors.is_empty() {
             return vec![Finding::ok(format!(
@@ -120,14 +120,14 @@ pub fn check_xdp_send(facts: &Facts) -> Vec<Finding> {
         let observation = format!("{interface_name} dropped frames that XDP sent: {}", counter_texts.join(", "));
         let finding = Finding::fault(observation, consequence);
         vec![match device.driver.as_str() {
-            "veth" => with_veth_remedy(finding),
+            "veth" => add_veth_remedy(finding),
             _ => finding.with_remedy_step(format!("ethtool -G {interface_name} tx NUMBER  # a longer transmit ring")),
         }]
     })
 }
 
-/// Adds the remedy for a veth device, whose peer must have an XDP program (veth_xdp_flush() in drivers/net/veth.c).
-fn with_veth_remedy(finding: Finding) -> Finding {
+/// Adds the remedy for a veth device: its peer must have an XDP program (veth_xdp_flush() in drivers/net/veth.c).
+fn add_veth_remedy(finding: Finding) -> Finding {
     finding
         .with_remedy_step(
             "ip link set dev PEER xdp object FILE  # at the other end, in its namespace; one that returns XDP_PASS",
@@ -137,10 +137,10 @@ fn with_veth_remedy(finding: Finding) -> Finding {
         )
 }
 
-/// Returns a problem if the NIC uses too many queues for XDP. The driver ena allows half of its queues
-/// (ena_xdp_legal_queue_count()).
-fn queue_limit_problem(device: &Device) -> Option<String> {
-    let channels = device.channels?;
+/// Returns a description of the problem if the NIC uses too many queues for XDP. The driver ena allows half of its
+/// queues (ena_xdp_legal_queue_count()).
+fn find_queue_limit_problem(device: &Device) -> Option<String> {
+    let channels = device.queue_counts?;
     (device.driver == "ena" && channels.receive_queues * 2 > channels.max_receive_queues).then(|| {
         format!(
             "{} of {} queues in use: the driver ena takes XDP with half of them",
@@ -149,13 +149,13 @@ fn queue_limit_problem(device: &Device) -> Option<String> {
     })
 }
 
-/// Maximum MTU for native XDP, in bytes. It is a page minus the space that XDP and the kernel need around a frame
+/// Maximum MTU for native XDP, in bytes: a page minus the space that XDP and the kernel need around a frame
 /// (docs/limits.md). veth_xdp_set() in drivers/net/veth.c allows 3,504, and drivers/net/virtio_net.c 3,506.
 const MAX_MTU: u32 = 3_498;
 
 pub fn check_mtu(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
-        let interface_name = facts.interface();
+        let interface_name = facts.interface_name();
         let is_native_program =
             device.own_program_id.is_some() && device.xdp.native_program_id == device.own_program_id;
         if device.mtu <= MAX_MTU || is_native_program || facts.settings.xdp_mode == XdpMode::Generic {
@@ -193,7 +193,7 @@ pub fn check_outer_header_room(facts: &Facts) -> Vec<Finding> {
         if device.mtu as usize >= required_mtu {
             return vec![Finding::ok(format!("{} bytes, needed: {required_mtu}", device.mtu))];
         }
-        let interface_name = facts.interface();
+        let interface_name = facts.interface_name();
         let observation = format!("the MTU of {interface_name} is {}: expected at least {required_mtu}", device.mtu);
         let consequence =
             "packets of up to 1280 bytes get no \"packet too big\", because hosts ignore a smaller MTU: they are lost";
@@ -207,7 +207,7 @@ pub fn check_lro(facts: &Facts) -> Vec<Finding> {
         if !device.is_lro_enabled {
             return vec![Finding::ok("off")];
         }
-        let interface_name = facts.interface();
+        let interface_name = facts.interface_name();
         let consequence = "packets that the NIC has merged cannot be forwarded unchanged; drivers reject XDP with LRO";
         vec![
             Finding::fault(format!("LRO is on at {interface_name}"), consequence)
@@ -218,7 +218,7 @@ pub fn check_lro(facts: &Facts) -> Vec<Finding> {
 
 pub fn check_vlan_tags(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
-        let interface_name = facts.interface();
+        let interface_name = facts.interface_name();
         match (device.strips_vlan_tags, device.vlan_devices.as_slice()) {
             (false, _) => vec![Finding::ok("frames keep their VLAN tags")],
             (true, []) => vec![Finding::ok(format!(
@@ -240,20 +240,20 @@ pub fn check_vlan_tags(facts: &Facts) -> Vec<Finding> {
 
 pub fn check_queue_count(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
-        let Some(channels) = device.channels else {
+        let Some(channels) = device.queue_counts else {
             return vec![Finding::unknown("the driver does not report its queues")];
         };
-        let (name, cpus, queues) = (facts.interface(), facts.cpu_count, usize::from(channels.receive_queues));
+        let (name, cpus, queues) = (facts.interface_name(), facts.cpu_count, usize::from(channels.receive_queues));
         let observation = format!("receive queues: {queues} (at most {}), CPUs: {cpus}", channels.max_receive_queues);
-        let useful_queue_count = usize::from(channels.max_receive_queues).min(cpus);
+        let max_useful_queue_count = usize::from(channels.max_receive_queues).min(cpus);
         let channels_command =
-            format!("ethtool -L {name} combined {useful_queue_count}  # the link may go down for a moment");
+            format!("ethtool -L {name} combined {max_useful_queue_count}  # the link may go down for a moment");
         match facts.role {
             Role::Server if queues > cpus => {
                 let consequence = "several queues share a CPU, but each of them is reported as a core";
                 vec![Finding::warning(observation, consequence).with_remedy_step(channels_command)]
             }
-            _ if queues < useful_queue_count => {
+            _ if queues < max_useful_queue_count => {
                 let consequence = "packets use fewer CPUs than there are";
                 vec![Finding::warning(observation, consequence).with_remedy_step(channels_command)]
             }
@@ -269,7 +269,7 @@ pub fn check_queue_count(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Returns the receive queues whose interrupts each CPU handles. Interrupts on unknown CPUs are left out.
+/// Returns the receive queues whose interrupts each CPU handles. Omits interrupts whose CPU is unknown.
 fn queues_by_cpu(device: &Device) -> BTreeMap<usize, Vec<u16>> {
     let mut queues_by_cpu: BTreeMap<usize, Vec<u16>> = BTreeMap::new();
     for (queue, interrupt) in &device.interrupts_by_queue {
@@ -280,8 +280,8 @@ fn queues_by_cpu(device: &Device) -> BTreeMap<usize, Vec<u16>> {
     queues_by_cpu
 }
 
-/// Returns the commands that spread the device's interrupts over the CPUs.
-fn affinity_commands(device: &Device, cpu_count: usize) -> impl Iterator<Item = String> {
+/// Returns the commands that distribute the device's interrupts over the CPUs.
+fn interrupt_affinity_commands(device: &Device, cpu_count: usize) -> impl Iterator<Item = String> {
     device.interrupts_by_queue.iter().map(move |(queue, interrupt)| {
         format!("echo {} > /proc/irq/{}/smp_affinity_list", usize::from(*queue) % cpu_count, interrupt.irq_number)
     })
@@ -293,7 +293,7 @@ pub fn check_interrupts(facts: &Facts) -> Vec<Finding> {
         if queues_of_cpu.is_empty() {
             return vec![Finding::unknown(format!(
                 "no interrupts of {} are found (a virtual device has none)",
-                facts.interface()
+                facts.interface_name()
             ))];
         }
         let shared_cpus: Vec<_> = queues_of_cpu.iter().filter(|(_, queues)| queues.len() > 1).collect();
@@ -314,7 +314,7 @@ pub fn check_interrupts(facts: &Facts) -> Vec<Finding> {
             .collect();
         let consequence = "cores share a CPU: one that is reported idle may have a busy CPU";
         vec![
-            affinity_commands(device, facts.cpu_count)
+            interrupt_affinity_commands(device, facts.cpu_count)
                 .fold(Finding::warning(shared_cpu_texts.join("; "), consequence), Finding::with_remedy_step),
         ]
     })

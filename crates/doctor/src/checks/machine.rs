@@ -3,10 +3,10 @@
 use crate::facts::{Facts, Role};
 use crate::finding::{Finding, Fix};
 
-/// Major and minor version of the oldest supported kernel (docs/limits.md).
+/// Major and minor version number of the oldest supported kernel (docs/limits.md).
 const MIN_KERNEL_VERSION: (u32, u32) = (6, 1);
 
-/// Parses the major and minor version of a kernel release, as `uname -r` prints it.
+/// Returns the major and minor version in a kernel release, which has the form that `uname -r` prints.
 pub(super) fn parse_kernel_version(release: &str) -> (u32, u32) {
     let mut version_numbers = release.split(['.', '-']).map_while(|number_text| number_text.parse::<u32>().ok());
     (version_numbers.next().unwrap_or(0), version_numbers.next().unwrap_or(0))
@@ -57,8 +57,8 @@ pub fn check_programs(facts: &Facts) -> Vec<Finding> {
         return vec![Finding::ok(format!("taken: {}", program_names.join(", ")))];
     }
     let consequence = "the daemon does not start";
-    let to_finding = |(name, answer): (&&str, &Result<(), String>)| {
-        let rejection_reason = answer.as_ref().err().map_or("", String::as_str);
+    let to_finding = |(name, load_result): (&&str, &Result<(), String>)| {
+        let rejection_reason = load_result.as_ref().err().map_or("", String::as_str);
         Finding::fault(format!("the kernel rejects {name}: {rejection_reason}"), consequence).with_remedy_step(
             "coreward check-kernel  # the whole error; required: CONFIG_BPF_SYSCALL, CONFIG_NET_CLS_BPF, \
                       CONFIG_XDP_SOCKETS, as in Debian's kernels",
@@ -69,7 +69,7 @@ pub fn check_programs(facts: &Facts) -> Vec<Finding> {
 
 pub fn check_jit(facts: &Facts) -> Vec<Finding> {
     let jit_sysctl = "net/core/bpf_jit_enable";
-    match facts.sysctl(jit_sysctl) {
+    match facts.sysctl_value(jit_sysctl) {
         // The sysctl exists only in the initial network namespace.
         None => vec![Finding::unknown("net.core.bpf_jit_enable is not visible here")],
         Some(0) => {
@@ -95,7 +95,7 @@ pub fn check_bpf_file_system(facts: &Facts) -> Vec<Finding> {
     let is_below_default_mount =
         facts.settings.pin_directory.as_ref().is_none_or(|pins| pins.starts_with("/sys/fs/bpf"));
     vec![if is_below_default_mount {
-        finding.with_fix(Fix::MountBpf)
+        finding.with_automatic_fix(Fix::MountBpf)
     } else {
         finding.with_remedy_step("name a `pin_directory` below /sys/fs/bpf")
     }]
@@ -113,7 +113,8 @@ pub fn check_pins(facts: &Facts) -> Vec<Finding> {
     vec![Finding::fault(problem.clone(), consequence).with_remedy_step(remedy)]
 }
 
-/// Minimum limit of open files for pins, maps, sockets, links and /proc. A controller also needs one file per peer.
+/// Minimum limit of open files of a daemon: for pins, maps, sockets, links and /proc. A controller also needs one file
+/// per peer.
 const MIN_DAEMON_OPEN_FILES: u64 = 1024;
 const MIN_CONTROLLER_OPEN_FILES: u64 = 4096;
 

@@ -21,9 +21,9 @@ pub struct Check {
     pub name: &'static str,
     pub roles: &'static [Role],
     pub expectation: &'static str,
-    /// Whether `--fix` can execute a remedy for some of this check's findings.
+    /// Whether `--fix` can execute a remedy for some of the findings of this check.
     pub is_fixable: bool,
-    /// Function that runs the check and returns its findings. It returns none if the check does not apply.
+    /// Function that runs the check and returns its findings. Returns no findings if the check does not apply.
     pub run_check: fn(&Facts) -> Vec<Finding>,
 }
 

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use crate::facts::{Facts, Role, Service};
 use crate::finding::Finding;
-use crate::nat_rules::{NetfilterChain, translating_chains};
+use crate::nat_rules::{NetfilterChain, find_translating_chains};
 
-fn with_chains(facts: &Facts, check: impl FnOnce(&[NetfilterChain]) -> Vec<Finding>) -> Vec<Finding> {
+fn run_with_chains(facts: &Facts, check: impl FnOnce(&[NetfilterChain]) -> Vec<Finding>) -> Vec<Finding> {
     if !facts.netfilter.legacy_tables.is_empty() {
         let legacy_table_names = facts.netfilter.legacy_tables.join(", ");
         return vec![Finding::unknown(format!(
@@ -20,7 +20,7 @@ fn with_chains(facts: &Facts, check: impl FnOnce(&[NetfilterChain]) -> Vec<Findi
 }
 
 pub fn check_conntrack(facts: &Facts) -> Vec<Finding> {
-    with_chains(facts, |chains| {
+    run_with_chains(facts, |chains| {
         let tracking_chains: Vec<&str> =
             chains.iter().filter(|chain| chain.tracks_connections).map(|chain| chain.qualified_name.as_str()).collect();
         if tracking_chains.is_empty() {
@@ -45,16 +45,16 @@ pub fn check_conntrack(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Describes each chain that can change the destination of services' packets. If no service is known, it describes
-/// every chain with such rules.
+/// Returns a description of each chain that can change the destination of services' packets. If no service is known,
+/// includes every chain with such rules.
 fn describe_translating_chains(chains: &[NetfilterChain], services: &[Service]) -> Vec<String> {
     if services.is_empty() {
-        let translates = |chain: &&NetfilterChain| chain.rules.iter().any(|rule| rule.changes_destination);
-        return chains.iter().filter(translates).map(|chain| chain.qualified_name.clone()).collect();
+        let changes_destinations = |chain: &&NetfilterChain| chain.rules.iter().any(|rule| rule.changes_destination);
+        return chains.iter().filter(changes_destinations).map(|chain| chain.qualified_name.clone()).collect();
     }
     let mut services_by_chain: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for service in services {
-        for chain in translating_chains(chains, &service.address) {
+        for chain in find_translating_chains(chains, &service.address) {
             services_by_chain.entry(chain).or_default().push(&service.name);
         }
     }
@@ -62,7 +62,7 @@ fn describe_translating_chains(chains: &[NetfilterChain], services: &[Service]) 
 }
 
 pub fn check_dnat(facts: &Facts) -> Vec<Finding> {
-    with_chains(facts, |chains| {
+    run_with_chains(facts, |chains| {
         let translating_chains = describe_translating_chains(chains, &facts.services);
         if translating_chains.is_empty() {
             return vec![Finding::ok("no rule changes the destinations of services")];
@@ -90,7 +90,7 @@ pub fn check_firewall(facts: &Facts) -> Vec<Finding> {
         // Reports and placement tables are answers within a connection, which a stateful rule accepts.
         _ => false,
     };
-    with_chains(facts, |chains| {
+    run_with_chains(facts, |chains| {
         let dropping_chains: Vec<&NetfilterChain> =
             chains.iter().filter(|chain| chain.drops_by_default && is_on_packet_path(&chain.hook_name)).collect();
         if dropping_chains.is_empty() {

@@ -3,7 +3,7 @@
 use crate::facts::{Facts, IPV6_FORWARDING_SYSCTL, Role, device_sysctl_path};
 use crate::finding::Finding;
 
-/// Returns whether this machine stamps replies for a service with an IPv4 VIP.
+/// Returns whether this machine stamps the replies of a service with an IPv4 VIP.
 fn stamps_ipv4_replies(facts: &Facts) -> bool {
     facts.services.iter().any(|service| service.is_stamped_by_lb && service.vip().is_ipv4())
 }
@@ -14,7 +14,7 @@ const RP_FILTER_STRICT: u32 = 1;
 pub fn check_rp_filter(facts: &Facts) -> Vec<Finding> {
     // The larger of the two values applies (IN_DEV_RPFILTER() in include/linux/inetdevice.h).
     let Some((all_value, device_value)) = facts.all_and_device_sysctl_values("rp_filter") else { return vec![] };
-    let (in_force, device) = (all_value.max(device_value), facts.interface());
+    let (in_force, device) = (all_value.max(device_value), facts.interface_name());
     if in_force != RP_FILTER_STRICT {
         return vec![Finding::ok(format!("{in_force} in force at {device}"))];
     }
@@ -53,7 +53,7 @@ pub fn check_forwarding(facts: &Facts) -> Vec<Finding> {
 
 fn check_ipv6_forwarding(facts: &Facts) -> Option<Finding> {
     facts.services.iter().find(|service| service.is_stamped_by_lb && service.vip().is_ipv6())?;
-    if facts.sysctl(IPV6_FORWARDING_SYSCTL)? != 0 {
+    if facts.sysctl_value(IPV6_FORWARDING_SYSCTL)? != 0 {
         return Some(Finding::ok("on for IPv6"));
     }
     let consequence = "this machine must route servers' replies: none reaches a client";
@@ -67,9 +67,9 @@ fn check_ipv4_forwarding(facts: &Facts) -> Vec<Finding> {
     }
     let Some((_, device_value)) = facts.all_and_device_sysctl_values("forwarding") else { return vec![] };
     if device_value != 0 {
-        return vec![Finding::ok(format!("on at {}", facts.interface()))];
+        return vec![Finding::ok(format!("on at {}", facts.interface_name()))];
     }
-    let interface_name = facts.interface();
+    let interface_name = facts.interface_name();
     let consequence = "this machine must route servers' replies: none reaches a client";
     // `--fix` does not do this, because the machine would then also route other machines' packets.
     vec![
@@ -87,14 +87,14 @@ pub fn check_send_redirects(facts: &Facts) -> Vec<Finding> {
     if all_value == 0 && device_value == 0 {
         return vec![Finding::ok("off")];
     }
-    let interface_name = facts.interface();
+    let interface_name = facts.interface_name();
     let consequence =
         "the kernel redirects servers to a route past this load balancer: their replies are then not stamped";
     let observation =
         format!("net.ipv4.conf.{{all,{interface_name}}}.send_redirects are {all_value} and {device_value}: expected 0");
-    let nonzero_sysctls =
+    let nonzero_redirect_sysctls =
         ["all", interface_name].into_iter().zip([all_value, device_value]).filter(|(_, value)| *value != 0);
-    vec![nonzero_sysctls.fold(Finding::fault(observation, consequence), |finding, (device, _)| {
+    vec![nonzero_redirect_sysctls.fold(Finding::fault(observation, consequence), |finding, (device, _)| {
         finding.with_sysctl_remedy(device_sysctl_path(device, "send_redirects"), "0", true)
     })]
 }

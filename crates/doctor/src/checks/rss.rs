@@ -17,7 +17,7 @@ pub fn check_rss(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     match &device.rss_entries_and_transform {
         Ok((_, InputTransform::None)) if may_hide_input_transform(facts, device) => {
-            let interface_name = facts.interface();
+            let interface_name = facts.interface_name();
             let observation = format!(
                 "{interface_name}: the driver mlx5_core hashes symmetrically by default, and reports it from Linux \
                  6.15 on only; the agent detects it by the queues of SYNs (`coreward status`: input_transform)"
@@ -35,7 +35,7 @@ pub fn check_rss(facts: &Facts) -> Vec<Finding> {
             vec![Finding::ok(format!(
                 "a key and a table of {entries} entries{symmetric_note}; `coreward agent rss --interface {}` shows if \
                  they are in force",
-                facts.interface()
+                facts.interface_name()
             ))]
         }
         Err(RssProblem::NoIndirectionTable(words)) => {
@@ -45,7 +45,7 @@ pub fn check_rss(facts: &Facts) -> Vec<Finding> {
             ]
         }
         Err(RssProblem::UnsupportedHash(words)) => {
-            let interface_name = facts.interface();
+            let interface_name = facts.interface_name();
             let remedy = format!(
                 "ethtool -X {interface_name} hfunc toeplitz; ethtool -N {interface_name} rx-flow-hash tcp4 sdfn"
             );
@@ -54,15 +54,15 @@ pub fn check_rss(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// Returns whether the driver may hide the input transform of the RSS hash. mlx5e_get_rxfh() reports it since Linux
-/// 6.15.
+/// Returns whether the driver may use an input transform of the RSS hash without reporting it. mlx5e_get_rxfh() reports
+/// the transform since Linux 6.15.
 fn may_hide_input_transform(facts: &Facts, device: &Device) -> bool {
     device.driver == "mlx5_core" && super::machine::parse_kernel_version(&facts.kernel.release) < (6, 15)
 }
 
 pub fn check_flow_director(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
-    let (driver, name) = (&device.driver, facts.interface());
+    let (driver, name) = (&device.driver, facts.interface_name());
     match device.moves_open_connections {
         None => vec![Finding::ok("the driver has no flow director")],
         Some(false) => vec![Finding::ok(format!("{driver} moves no connections"))],
@@ -77,7 +77,7 @@ pub fn check_flow_director(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// Checks that the NIC includes ports in its hash. The check [`check_rss`] covers TCP over IPv4.
+/// Checks that the NIC includes the ports in its hash. TCP over IPv4 is covered by [`check_rss`].
 pub fn check_port_hashing(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let flow_types = facts.services.iter().map(|service| FlowType::new(service.address.protocol, service.vip()));
@@ -86,7 +86,7 @@ pub fn check_port_hashing(facts: &Facts) -> Vec<Finding> {
 }
 
 fn check_flow_type_port_hashing(facts: &Facts, device: &Device, flow_type: FlowType) -> Finding {
-    let (interface, name) = (facts.interface(), flow_type.ethtool_name());
+    let (interface, name) = (facts.interface_name(), flow_type.ethtool_name());
     match device.port_hashing_by_flow_type.get(&flow_type) {
         None => Finding::unknown(format!("the driver does not report how it hashes {name}")),
         Some(true) => Finding::ok(format!("{name} is hashed by addresses and ports")),
@@ -111,11 +111,14 @@ pub fn check_irqbalance(facts: &Facts) -> Vec<Finding> {
     vec![Finding::ok("does not run")]
 }
 
-/// Adds a fix that writes zero to a sysfs attribute of these queues. It is effective until the next boot.
-fn with_zeroing_fix(facts: &Facts, finding: Finding, queues: &[String], attribute: &str) -> Finding {
-    let queues_directory = format!("/sys/class/net/{}/queues", facts.interface());
+/// Adds a fix that writes zero to a sysfs attribute of these queues. The fix lasts until the next boot.
+fn add_zeroing_fix(facts: &Facts, finding: Finding, queues: &[String], attribute: &str) -> Finding {
+    let queues_directory = format!("/sys/class/net/{}/queues", facts.interface_name());
     queues.iter().fold(finding, |finding, queue| {
-        finding.with_fix(Fix::WriteFile { path: format!("{queues_directory}/{queue}/{attribute}").into(), value: "0" })
+        finding.with_automatic_fix(Fix::WriteFile {
+            path: format!("{queues_directory}/{queue}/{attribute}").into(),
+            value: "0",
+        })
     })
 }
 
@@ -129,24 +132,24 @@ pub fn check_rps(facts: &Facts) -> Vec<Finding> {
     if rps_queues.is_empty() {
         return missing_sysfs_findings(device).unwrap_or_else(|| vec![Finding::ok("off")]);
     }
-    let observation = format!("RPS is on for {} ({})", facts.interface(), rps_queues.join(", "));
-    vec![with_zeroing_fix(facts, Finding::warning(observation, WRONG_CORE_CONSEQUENCE), rps_queues, "rps_cpus")]
+    let observation = format!("RPS is on for {} ({})", facts.interface_name(), rps_queues.join(", "));
+    vec![add_zeroing_fix(facts, Finding::warning(observation, WRONG_CORE_CONSEQUENCE), rps_queues, "rps_cpus")]
 }
 
 pub fn check_rfs(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let rss_conflicts = &device.rss_conflicts;
-    if !rss_conflicts.has_rfs() {
+    if !rss_conflicts.is_rfs_active() {
         return missing_sysfs_findings(device).unwrap_or_else(|| vec![Finding::ok("off")]);
     }
     let observation = format!(
         "{} is on for {} (net.core.rps_sock_flow_entries {}, {})",
         rss_conflicts.flow_steering_name(),
-        facts.interface(),
+        facts.interface_name(),
         rss_conflicts.rps_sock_flow_entries,
         rss_conflicts.rfs_queues.join(", ")
     );
-    vec![with_zeroing_fix(
+    vec![add_zeroing_fix(
         facts,
         Finding::warning(observation, WRONG_CORE_CONSEQUENCE),
         &rss_conflicts.rfs_queues,
@@ -156,7 +159,7 @@ pub fn check_rfs(facts: &Facts) -> Vec<Finding> {
 
 pub fn check_flow_rules(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
-    let (rules, name) = (device.rss_conflicts.flow_rule_count, facts.interface());
+    let (rules, name) = (device.rss_conflicts.flow_rule_count, facts.interface_name());
     if rules == 0 {
         return vec![Finding::ok("none")];
     }

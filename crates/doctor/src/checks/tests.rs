@@ -25,7 +25,7 @@ use super::*;
 use crate::facts::*;
 use crate::finding::Severity;
 
-fn service_at(protocol: Protocol) -> Service {
+fn service_with_protocol(protocol: Protocol) -> Service {
     let worker_cpus = (0..4).map(|cpu| BTreeSet::from([cpu])).collect();
     Service {
         name: "web".to_owned(),
@@ -41,8 +41,8 @@ fn servers_with_address(address: &str, is_on_segment: bool) -> BTreeMap<String, 
     BTreeMap::from([("s1".to_owned(), Server { address: address.parse().unwrap(), is_on_segment })])
 }
 
-/// Returns facts about a server or load balancer for which no check reports a problem.
-fn passing_facts(role: Role) -> Facts {
+/// Returns facts about a machine with this role for which no check reports a problem.
+fn facts_without_problems(role: Role) -> Facts {
     let sysctl_values = [
         ("net/core/bpf_jit_enable", "1"),
         ("net/ipv4/tcp_timestamps", "2"),
@@ -94,7 +94,7 @@ fn passing_facts(role: Role) -> Facts {
             is_ethernet: true,
             mtu: 1500,
             driver: "igb".to_owned(),
-            channels: Some(QueueCounts { receive_queues: 4, max_receive_queues: 8, transmit_queues: 4 }),
+            queue_counts: Some(QueueCounts { receive_queues: 4, max_receive_queues: 8, transmit_queues: 4 }),
             is_lro_enabled: false,
             port_hashing_by_flow_type: FlowType::ALL.into_iter().map(|flow_type| (flow_type, true)).collect(),
             xdp: XdpState { native_program_id: Some(7), generic_program_id: None, supports_native: Some(true) },
@@ -117,7 +117,7 @@ fn passing_facts(role: Role) -> Facts {
         clock: Clock { clock_source: "tsc".to_owned(), is_synchronised: Some(true) },
         netfilter: Netfilter { chains: Ok(vec![]), legacy_tables: vec![] },
         controller_answer: Some(Ok("10.1.0.2:7400".parse().unwrap())),
-        services: vec![service_at(Protocol::Tcp)],
+        services: vec![service_with_protocol(Protocol::Tcp)],
         servers_by_name: servers_with_address("10.1.1.2", true),
         future_dated_report_count: 0,
         announcement: None,
@@ -125,14 +125,18 @@ fn passing_facts(role: Role) -> Facts {
             listen_address: "10.1.0.2:7400".parse().unwrap(),
             listen_problem: None,
             is_running: false,
-            store: StoreFacts::File { path: "/var/lib/coreward/store".into(), problem: None, mode: Some(0o600) },
+            store: StoreFacts::File {
+                path: "/var/lib/coreward/store".into(),
+                problem: None,
+                permission_bits: Some(0o600),
+            },
         }),
         polling_threads: vec![],
         certificates: vec![certificate_with_days_left(60)],
     }
 }
 
-/// Returns facts about a certificate that is valid for 90 days in total.
+/// Returns facts about a certificate that is valid for 90 days in total, of which `days_left` remain.
 fn certificate_with_days_left(days_left: u64) -> CertificateFacts {
     CertificateFacts {
         usage: "own",
@@ -144,7 +148,7 @@ fn certificate_with_days_left(days_left: u64) -> CertificateFacts {
 }
 
 #[test]
-fn certificate_expiry_and_key_owner_are_checked() {
+fn expiring_certificate_and_wrong_key_owner_are_reported() {
     for role in [Role::Lb, Role::Server, Role::Controller] {
         let certificate_problems =
             |change: fn(&mut CertificateFacts)| problems_after_change(role, |facts| change(&mut facts.certificates[0]));
@@ -160,9 +164,9 @@ fn certificate_expiry_and_key_owner_are_checked() {
     }
 }
 
-/// Returns the warnings and faults that all checks report after `change` has modified passing facts.
+/// Returns the warnings and faults that all checks report after `change` has modified facts without problems.
 fn problems_after_change(role: Role, change: impl FnOnce(&mut Facts)) -> Vec<(&'static str, Severity)> {
-    let mut facts = passing_facts(role);
+    let mut facts = facts_without_problems(role);
     change(&mut facts);
     let findings = run_all_checks(&facts).into_iter().filter(|(_, finding)| finding.severity >= Severity::Warning);
     findings
@@ -183,10 +187,10 @@ const WARNING: Severity = Severity::Warning;
 const FAULT: Severity = Severity::Fault;
 
 #[test]
-fn correct_machine_has_no_findings() {
+fn correctly_configured_machine_has_no_findings() {
     for role in [Role::Lb, Role::Server, Role::Controller] {
         assert_eq!(problems_after_change(role, |_| {}), []);
-        let unknown_checks: Vec<_> = run_all_checks(&passing_facts(role))
+        let unknown_checks: Vec<_> = run_all_checks(&facts_without_problems(role))
             .into_iter()
             .filter(|(_, finding)| finding.severity != Severity::Ok)
             .collect();
@@ -195,7 +199,7 @@ fn correct_machine_has_no_findings() {
 }
 
 #[test]
-fn kernel_version_programs_and_jit_are_checked() {
+fn old_kernel_rejected_programs_and_disabled_jit_are_reported() {
     let lb_problems = |change: fn(&mut Facts)| problems_after_change(Role::Lb, change);
     assert_eq!(lb_problems(|facts| facts.kernel.release = "5.15.0-1-amd64".to_owned()), [("kernel", FAULT)]);
     assert_eq!(lb_problems(|facts| facts.kernel.release = "6.0".to_owned()), [("kernel", FAULT)]);
@@ -209,7 +213,7 @@ fn kernel_version_programs_and_jit_are_checked() {
 }
 
 #[test]
-fn settings_that_override_rss_are_found() {
+fn settings_that_override_rss_are_reported() {
     let server_problems = |change: fn(&mut Facts)| problems_after_change(Role::Server, change);
     assert_eq!(
         server_problems(|facts| device_mut(facts).rss_conflicts.is_irqbalance_running = true),
@@ -222,7 +226,7 @@ fn settings_that_override_rss_are_found() {
     };
     // The kernel ignores the queues' tables unless the machine has socket flow entries.
     assert_eq!(server_problems(add_rfs_flow_tables), []);
-    let mut facts = passing_facts(Role::Server);
+    let mut facts = facts_without_problems(Role::Server);
     add_rfs_flow_tables(&mut facts);
     device_mut(&mut facts).rss_conflicts.rps_sock_flow_entries = 32_768;
     let finding = rss::check_rfs(&facts).remove(0);
@@ -234,7 +238,7 @@ fn settings_that_override_rss_are_found() {
 }
 
 #[test]
-fn rss_key_and_hashed_fields_are_checked() {
+fn wrong_rss_hash_or_hashed_fields_are_reported() {
     let server_problems = |change: fn(&mut Facts)| problems_after_change(Role::Server, change);
     let use_other_hash = |facts: &mut Facts| {
         device_mut(facts).rss_entries_and_transform = Err(RssProblem::UnsupportedHash("eth7 hashes by XOR".to_owned()))
@@ -252,13 +256,13 @@ fn rss_key_and_hashed_fields_are_checked() {
     assert_eq!(server_problems(hash_without_tcp_ports), []);
     let hash_without_udp_ports = |facts: &mut Facts| {
         device_mut(facts).port_hashing_by_flow_type.insert(FlowType::Udp4, false);
-        facts.services = vec![service_at(Protocol::Udp)];
+        facts.services = vec![service_with_protocol(Protocol::Udp)];
     };
     assert_eq!(server_problems(hash_without_udp_ports), [("rss-ports", WARNING)]);
 }
 
 #[test]
-fn ipv6_services_need_hashes_over_ports() {
+fn ipv6_services_require_hashing_of_ports() {
     let mut ipv6_facts = ipv6_server_facts("lo");
     assert_eq!(rss::check_port_hashing(&ipv6_facts)[0].severity, Severity::Ok);
     device_mut(&mut ipv6_facts).port_hashing_by_flow_type.insert(FlowType::Tcp6, false);
@@ -271,7 +275,7 @@ fn ipv6_services_need_hashes_over_ports() {
 
 #[test]
 fn symmetric_hash_is_unknown_if_the_driver_hides_it() {
-    let mut facts = passing_facts(Role::Server);
+    let mut facts = facts_without_problems(Role::Server);
     device_mut(&mut facts).rss_entries_and_transform = Ok((128, InputTransform::SymmetricOrXor));
     let finding = rss::check_rss(&facts).remove(0);
     assert_eq!(finding.severity, Severity::Ok);
@@ -291,7 +295,7 @@ fn symmetric_hash_is_unknown_if_the_driver_hides_it() {
 #[test]
 fn flow_director_is_reported_with_its_remedy() {
     let of = |driver: &str, moves| {
-        let mut facts = passing_facts(Role::Server);
+        let mut facts = facts_without_problems(Role::Server);
         device_mut(&mut facts).driver = driver.to_owned();
         device_mut(&mut facts).moves_open_connections = moves;
         rss::check_flow_director(&facts).remove(0)
@@ -306,7 +310,7 @@ fn flow_director_is_reported_with_its_remedy() {
 }
 
 #[test]
-fn vlan_tags_are_checked_only_with_vlans() {
+fn vlan_tag_stripping_is_reported_only_with_vlans() {
     let add_vlan = |facts: &mut Facts| device_mut(facts).vlan_devices = vec!["eth7.5".to_owned()];
     assert_eq!(problems_after_change(Role::Lb, add_vlan), [("vlan-tags", FAULT)]);
     let keep_vlan_tags = |facts: &mut Facts| {
@@ -317,11 +321,11 @@ fn vlan_tags_are_checked_only_with_vlans() {
 }
 
 #[test]
-fn queue_counts_and_interrupts_are_checked() {
-    let set_channels = |receive, receive_max| {
+fn too_many_queues_and_shared_interrupt_cpus_are_reported() {
+    let set_channels = |receive_queues, receive_max| {
         move |facts: &mut Facts| {
-            device_mut(facts).channels =
-                Some(QueueCounts { receive_queues: receive, max_receive_queues: receive_max, transmit_queues: receive })
+            device_mut(facts).queue_counts =
+                Some(QueueCounts { receive_queues, max_receive_queues: receive_max, transmit_queues: receive_queues })
         }
     };
     assert_eq!(problems_after_change(Role::Server, set_channels(8, 8)), [("queues", WARNING), ("listeners", WARNING)]);
@@ -333,7 +337,7 @@ fn queue_counts_and_interrupts_are_checked() {
         device_mut(facts).interrupts_by_queue.insert(3, Interrupt { irq_number: 33, cpu: Some(0) });
     };
     assert_eq!(problems_after_change(Role::Server, share_cpus), [("interrupts", WARNING)]);
-    let mut facts = passing_facts(Role::Server);
+    let mut facts = facts_without_problems(Role::Server);
     share_cpus(&mut facts);
     let finding = super::device::check_interrupts(&facts).remove(0);
     assert_eq!(finding.observation, "CPU 0 serves queues 0, 3");
@@ -341,12 +345,12 @@ fn queue_counts_and_interrupts_are_checked() {
 }
 
 #[test]
-fn driver_drops_are_reported() {
+fn packets_dropped_by_the_driver_are_reported() {
     let count_drops = |facts: &mut Facts| {
         device_mut(facts).xdp_send_errors = vec![("rx_queue_0_xdp_tx_errors".to_owned(), 12)];
     };
     assert_eq!(problems_after_change(Role::Lb, count_drops), [("xdp-send", FAULT)]);
-    let mut facts = passing_facts(Role::Lb);
+    let mut facts = facts_without_problems(Role::Lb);
     count_drops(&mut facts);
     device_mut(&mut facts).driver = "veth".to_owned();
     let finding = super::device::check_xdp_send(&facts).remove(0);
@@ -370,7 +374,7 @@ fn veth_peer_without_a_program_is_reported() {
 }
 
 #[test]
-fn polling_threads_are_reported_only_if_cpu_time_is_the_load() {
+fn polling_threads_are_reported_only_if_load_is_cpu_time() {
     let add_polling_thread = |facts: &mut Facts| {
         facts.polling_threads = vec![PollingThread { thread_id: 41, name: "dpdk-worker".to_owned(), cpu: 2 }];
     };
@@ -383,7 +387,7 @@ fn polling_threads_are_reported_only_if_cpu_time_is_the_load() {
 }
 
 #[test]
-fn native_xdp_is_checked() {
+fn obstacles_to_native_xdp_are_reported() {
     let lb = |change: fn(&mut Facts)| problems_after_change(Role::Lb, change);
     assert_eq!(lb(|facts| device_mut(facts).is_lro_enabled = true), [("lro", FAULT)]);
     let remove_native_support =
@@ -401,7 +405,8 @@ fn native_xdp_is_checked() {
     assert_eq!(lb(use_generic_xdp), []);
     let exceed_ena_queue_limit = |facts: &mut Facts| {
         device_mut(facts).driver = "ena".to_owned();
-        device_mut(facts).channels = Some(QueueCounts { receive_queues: 4, max_receive_queues: 4, transmit_queues: 4 });
+        device_mut(facts).queue_counts =
+            Some(QueueCounts { receive_queues: 4, max_receive_queues: 4, transmit_queues: 4 });
     };
     assert_eq!(lb(exceed_ena_queue_limit), [("xdp", WARNING)]);
     // A program is running in native mode, so the frames evidently fit.
@@ -415,7 +420,7 @@ fn native_xdp_is_checked() {
 }
 
 #[test]
-fn servers_of_the_segment_need_an_address_in_its_network() {
+fn servers_on_the_segment_require_an_address_in_its_network() {
     let has_fault = |address: &str, is_on_segment: bool| {
         problems_after_change(Role::Lb, |facts| facts.servers_by_name = servers_with_address(address, is_on_segment))
             .contains(&("segment", FAULT))
@@ -426,13 +431,13 @@ fn servers_of_the_segment_need_an_address_in_its_network() {
 }
 
 #[test]
-fn mtu_has_room_for_outer_headers_of_ipv6_packets() {
-    let has_fault = |mtu: u32, vip: &str, server: &str| {
+fn mtu_without_room_for_outer_headers_is_reported() {
+    let has_fault = |mtu: u32, vip: &str, server_address: &str| {
         let findings = problems_after_change(Role::Lb, |facts| {
             device_mut(facts).mtu = mtu;
             facts.services[0].forwarding = Forwarding::Gue;
             facts.services[0].address.vip_and_port = vip.parse().unwrap();
-            facts.servers_by_name = servers_with_address(server, false);
+            facts.servers_by_name = servers_with_address(server_address, false);
         });
         findings.contains(&("outer-headers", FAULT))
     };
@@ -447,7 +452,7 @@ fn arp_sysctls_are_not_fixed_when_other_devices_have_addresses() {
     let has_fix = |facts: &mut Facts| {
         drop(facts.sysctl_values.insert("net/ipv4/conf/eth7/arp_ignore".to_owned(), "0".to_owned()))
     };
-    let mut facts = passing_facts(Role::Server);
+    let mut facts = facts_without_problems(Role::Server);
     has_fix(&mut facts);
     assert!(addresses::check_arp_ignore(&facts)[0].remedies[0].automatic_fix.is_some());
     let other_address =
@@ -462,7 +467,7 @@ fn arp_sysctls_are_not_fixed_when_other_devices_have_addresses() {
 }
 
 #[test]
-fn lb_stamping_requires_forwarding() {
+fn stamping_at_lb_requires_ip_forwarding() {
     let disable_forwarding = |facts: &mut Facts| {
         for (path, value) in [("forwarding", "0"), ("send_redirects", "1"), ("rp_filter", "1")] {
             facts.sysctl_values.insert(format!("net/ipv4/conf/eth7/{path}"), value.to_owned());
@@ -481,7 +486,7 @@ fn lb_stamping_requires_forwarding() {
 }
 
 #[test]
-fn ipv6_lb_stamping_requires_ipv6_forwarding_only() {
+fn stamping_ipv6_at_lb_requires_only_ipv6_forwarding() {
     let stamp_ipv6_at_lb = |forwarding: &'static str| {
         move |facts: &mut Facts| {
             facts.services[0].is_stamped_by_lb = true;
@@ -500,7 +505,7 @@ fn ipv6_lb_stamping_requires_ipv6_forwarding_only() {
 }
 
 #[test]
-fn slow_or_unsynchronised_clocks_are_found() {
+fn slow_or_unsynchronised_clocks_are_reported() {
     let server_problems = |change: fn(&mut Facts)| problems_after_change(Role::Server, change);
     assert_eq!(server_problems(|facts| facts.clock.clock_source = "hpet".to_owned()), [("clock-source", WARNING)]);
     assert_eq!(server_problems(|facts| facts.clock.is_synchronised = Some(false)), [("clock-sync", WARNING)]);

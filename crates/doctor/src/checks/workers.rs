@@ -19,7 +19,7 @@ pub fn check_listeners(facts: &Facts) -> Vec<Finding> {
     let receive_queue_count = facts
         .device
         .as_ref()
-        .and_then(|device| device.channels)
+        .and_then(|device| device.queue_counts)
         .map_or(1, |channels| usize::from(channels.receive_queues));
     let is_steering_on = facts.settings.steer != Steer::Off;
     services_with_sockets(facts)
@@ -30,8 +30,8 @@ pub fn check_listeners(facts: &Facts) -> Vec<Finding> {
 fn check_service_listeners(
     service: &Service,
     sockets: &Result<Sockets, String>,
-    queues: usize,
-    steers: bool,
+    receive_queue_count: usize,
+    is_steering_on: bool,
 ) -> Finding {
     let service_description = describe_service(service);
     let sockets = match sockets {
@@ -51,16 +51,16 @@ fn check_service_listeners(
         "one socket per worker with SO_REUSEPORT (nginx: `listen {} reuseport`), or `steer = \"off\"`",
         service.address.vip_and_port
     );
-    if steers && sockets.has_reuseport == Some(false) {
+    if is_steering_on && sockets.has_reuseport == Some(false) {
         return Finding::warning(
             format!("{service_description}: no SO_REUSEPORT (sockets: {socket_count})"),
             consequence,
         )
         .with_remedy_step(nginx_remedy);
     }
-    if steers && socket_count < queues {
+    if is_steering_on && socket_count < receive_queue_count {
         return Finding::warning(
-            format!("{service_description}: sockets: {socket_count}, receive queues: {queues}"),
+            format!("{service_description}: sockets: {socket_count}, receive queues: {receive_queue_count}"),
             consequence,
         )
         .with_remedy_step(nginx_remedy);

@@ -5,12 +5,12 @@ use coreward_tls::{CredentialFiles, Role as CertifiedRole, table};
 
 use crate::facts::{CertificateFacts, Role};
 
-/// Gathers facts about the daemon's certificates. `name` is the name under which the controller knows this machine.
-/// Fails if the files are unusable, so that the daemon could not start.
+/// Returns facts about the daemon's certificates, which should contain the controller's name of this machine. Fails if
+/// the certificate files are unusable, so that the daemon could not start.
 pub(super) fn gather_certificates(
     role: Role,
     files: Option<&CredentialFiles>,
-    name: Option<&str>,
+    machine_name: Option<&str>,
 ) -> anyhow::Result<Vec<CertificateFacts>> {
     let Some(tls) = table::load(files)? else { return Ok(Vec::new()) };
     let certified_role = match role {
@@ -19,14 +19,16 @@ pub(super) fn gather_certificates(
         Role::Controller => CertifiedRole::Controller,
     };
     let identity = tls.identity();
-    let is_own_identity = identity.role == certified_role && name.is_none_or(|name| name == identity.name.as_str());
-    let expected = name.map_or_else(|| certified_role.to_string(), |name| format!("{certified_role} {name}"));
+    let is_own_identity =
+        identity.role == certified_role && machine_name.is_none_or(|name| name == identity.name.as_str());
+    let expected_identity =
+        machine_name.map_or_else(|| certified_role.to_string(), |name| format!("{certified_role} {name}"));
     let now = unix_now();
-    let certificates = tls.certificates().into_iter().map(|(which, certificate)| CertificateFacts {
-        usage: which,
+    let certificates = tls.certificates().into_iter().map(|(usage, certificate)| CertificateFacts {
+        usage,
         remaining_validity: certificate.remaining_validity(now),
         is_renewal_due: certificate.is_renewal_due(now),
-        wrong_owner: (which == "own" && !is_own_identity).then(|| format!("{identity}: expected {expected}")),
+        wrong_owner: (usage == "own" && !is_own_identity).then(|| format!("{identity}: expected {expected_identity}")),
         subject: certificate.identity.as_ref().map_or(certificate.subject.clone(), ToString::to_string),
     });
     Ok(certificates.collect())

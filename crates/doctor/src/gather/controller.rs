@@ -21,7 +21,7 @@ use tonic::transport::Endpoint;
 use crate::facts::{Role, Server, Service};
 
 const CONTROLLER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum size of a reply, in bytes. 16,384 servers and 1,000 services take about 1 MB.
+/// Maximum size of the controller's reply, in bytes. 16,384 servers and 1,000 services take about 1 MB.
 const MAX_REPLY_BYTES: usize = 64 << 20;
 
 #[derive(Default)]
@@ -32,8 +32,8 @@ pub(super) struct FleetFacts {
     pub future_dated_report_count: u64,
 }
 
-/// Queries the controllers in order, and returns the facts from the first answer. `name` is the name under which the
-/// controller knows this machine. If it is `None`, all services are included. `tls` is the daemon's certificate.
+/// Queries the controllers in order, and returns the facts in the first answer. `name` is the controller's name of this
+/// machine. If it is `None`, all services are included. `tls` contains the daemon's certificate.
 pub(super) fn query_controllers(
     role: Role,
     controllers: &[SocketAddr],
@@ -44,13 +44,13 @@ pub(super) fn query_controllers(
     for controller in controllers.iter().filter(|_| role != Role::Controller) {
         match fetch_fleet(*controller, tls) {
             Err(error) => problems.push(format!("{error:#}")),
-            Ok(reply) => return fleet_from_reply(&reply, *controller, name.filter(|_| role == Role::Server)),
+            Ok(reply) => return to_fleet_facts(&reply, *controller, name.filter(|_| role == Role::Server)),
         }
     }
     FleetFacts { controller_answer: (!problems.is_empty()).then(|| Err(problems.join("; "))), ..FleetFacts::default() }
 }
 
-/// Requests the fleet from a controller by gRPC, as the daemon does.
+/// Requests the services and servers of the fleet from a controller by gRPC, as a daemon does.
 fn fetch_fleet(controller: SocketAddr, tls: Option<&CredentialFiles>) -> anyhow::Result<FleetReply> {
     let tls_config = coreward_tls::table::load(tls)?.map(|tls| (tls, &[CertifiedRole::Controller][..]));
     let unreachable_error = |reason: &dyn std::fmt::Display| {
@@ -69,8 +69,8 @@ fn fetch_fleet(controller: SocketAddr, tls: Option<&CredentialFiles>) -> anyhow:
     })
 }
 
-/// Returns whether a controller with this configuration runs on this host and answers at its API.
-pub(super) fn is_running(config: &ControllerConfig) -> bool {
+/// Returns whether a controller with this configuration is running on this host and answers at its HTTP API.
+pub(super) fn is_controller_running(config: &ControllerConfig) -> bool {
     let request_status = || -> anyhow::Result<()> {
         // If no process answers at the listening address, another controller owns the API's address.
         drop(std::net::TcpStream::connect_timeout(&config.listen_address, CONTROLLER_TIMEOUT)?);
@@ -88,11 +88,11 @@ pub(super) fn is_running(config: &ControllerConfig) -> bool {
     request_status().is_ok()
 }
 
-fn fleet_from_reply(reply: &FleetReply, controller: SocketAddr, server: Option<&str>) -> FleetFacts {
+fn to_fleet_facts(reply: &FleetReply, controller: SocketAddr, server_name: Option<&str>) -> FleetFacts {
     let own_services = reply
         .services
         .iter()
-        .filter(|service| server.is_none_or(|name| service.servers.iter().any(|server| server == name)));
+        .filter(|service| server_name.is_none_or(|name| service.servers.iter().any(|server| server == name)));
     let to_service = |service: &FleetService| {
         Some(Service {
             name: service.name.clone(),
@@ -103,7 +103,7 @@ fn fleet_from_reply(reply: &FleetReply, controller: SocketAddr, server: Option<&
             sockets: None,
         })
     };
-    let names_of_segment_servers: BTreeSet<&String> = own_services
+    let segment_server_names: BTreeSet<&String> = own_services
         .clone()
         .filter(|service| !service.forwarding.parse::<Forwarding>().unwrap_or_default().encapsulates())
         .flat_map(|service| &service.servers)
@@ -111,7 +111,7 @@ fn fleet_from_reply(reply: &FleetReply, controller: SocketAddr, server: Option<&
     let to_server = |server: &FleetServer| {
         let server_address =
             parse_address("address", &server.address).ok().filter(|address| !address.is_unspecified())?;
-        let is_on_segment = names_of_segment_servers.contains(&server.name) && server.vlan == 0;
+        let is_on_segment = segment_server_names.contains(&server.name) && server.vlan == 0;
         Some((server.name.clone(), Server { address: server_address, is_on_segment }))
     };
     FleetFacts {
@@ -144,7 +144,7 @@ mod tests {
             ],
             ..FleetReply::default()
         };
-        let fleet_facts = fleet_from_reply(&fleet_reply, "10.1.0.2:7400".parse().unwrap(), None);
+        let fleet_facts = to_fleet_facts(&fleet_reply, "10.1.0.2:7400".parse().unwrap(), None);
         let segment_servers = fleet_facts.servers_by_name.iter().filter(|(_, server)| server.is_on_segment);
         assert_eq!(segment_servers.map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["both", "near"]);
         assert_eq!(fleet_facts.servers_by_name.len(), 4);

@@ -11,25 +11,29 @@ use nix::net::if_::{InterfaceFlags, if_nametoindex};
 
 use crate::facts::{Device, RssProblem, Settings};
 
-/// Gathers facts about a network device, or returns `None` if the device does not exist.
-pub(super) fn gather_device(name: &str, settings: &Settings, rss: Option<Box<dyn RssDevice>>) -> Option<Device> {
+/// Returns facts about a network device, or `None` if the device does not exist.
+pub(super) fn gather_device(
+    name: &str,
+    settings: &Settings,
+    configured_rss_device: Option<Box<dyn RssDevice>>,
+) -> Option<Device> {
     let interface_index = if_nametoindex(name).ok()?;
     let interface_entries: Vec<_> =
         getifaddrs().into_iter().flatten().filter(|entry| entry.interface_name == name).collect();
     let up = InterfaceFlags::IFF_UP | InterfaceFlags::IFF_RUNNING;
     let mac_address = interface_entries.iter().find_map(|entry| entry.address.as_ref()?.as_link_addr()?.addr());
-    let rss_device = rss.unwrap_or_else(|| Box::new(EthtoolRss::new(name)));
+    let rss_device = configured_rss_device.unwrap_or_else(|| Box::new(EthtoolRss::new(name)));
     let driver_name = ethtool::driver_name(name).unwrap_or_default();
     let rss_conflicts = RssConflicts::gather(name);
     Some(Device {
         is_up: interface_entries.iter().any(|entry| entry.flags.contains(up)),
         is_ethernet: mac_address.is_some_and(|mac| mac != [0; 6]),
-        mtu: device::mtu(name).unwrap_or(0),
+        mtu: device::interface_mtu_bytes(name).unwrap_or(0),
         moves_open_connections: moves_open_connections(name, &driver_name, &rss_conflicts),
         strips_vlan_tags: ethtool::strips_vlan_tags(name).unwrap_or(false),
-        vlan_devices: vlan_devices_of(name),
+        vlan_devices: find_vlan_devices(name),
         driver: driver_name,
-        channels: coreward_dataplane::ethtool::queue_counts(name).ok(),
+        queue_counts: coreward_dataplane::ethtool::queue_counts(name).ok(),
         is_lro_enabled: ethtool::has_lro(name).unwrap_or(false),
         port_hashing_by_flow_type: FlowType::ALL
             .into_iter()
@@ -52,26 +56,33 @@ pub(super) fn gather_device(name: &str, settings: &Settings, rss: Option<Box<dyn
     })
 }
 
-/// Returns whether the driver moves open connections to other queues, or `None` if it cannot. ixgbe and txgbe do so
-/// while rules for single flows are disabled (NETIF_F_NTUPLE in ixgbe_set_features() and wx_set_features()). i40e has a
-/// private flag for it.
+/// Returns whether the driver currently moves open connections to other queues, or `None` if it never can. ixgbe and
+/// txgbe move them while rules for single flows are disabled (NETIF_F_NTUPLE in ixgbe_set_features() and
+/// wx_set_features()). i40e has a private flag for it.
 fn moves_open_connections(name: &str, driver: &str, rss_conflicts: &RssConflicts) -> Option<bool> {
     match driver {
         "ixgbe" | "txgbe" => Some(!rss_conflicts.accepts_flow_rules),
-        "i40e" => ethtool::private_flag(name, "flow-director-atr"),
+        "i40e" => ethtool::read_private_flag(name, "flow-director-atr"),
         _ => None,
     }
 }
 
-fn vlan_devices_of(name: &str) -> Vec<String> {
+fn find_vlan_devices(name: &str) -> Vec<String> {
     let Some(directory) = sysfs::device_directory(name) else { return vec![] };
-    let upper_device = |entry: std::fs::DirEntry| Some(entry.file_name().to_str()?.strip_prefix("upper_")?.to_owned());
-    let is_vlan = |upper: &String| {
-        let uevent_text = std::fs::read_to_string(format!("/sys/class/net/{upper}/uevent")).unwrap_or_default();
+    let upper_device_name =
+        |entry: std::fs::DirEntry| Some(entry.file_name().to_str()?.strip_prefix("upper_")?.to_owned());
+    let is_vlan = |upper_device_name: &String| {
+        let uevent_text =
+            std::fs::read_to_string(format!("/sys/class/net/{upper_device_name}/uevent")).unwrap_or_default();
         uevent_text.lines().any(|line| line == "DEVTYPE=vlan")
     };
-    let mut vlan_devices: Vec<String> =
-        std::fs::read_dir(directory).into_iter().flatten().flatten().filter_map(upper_device).filter(is_vlan).collect();
+    let mut vlan_devices: Vec<String> = std::fs::read_dir(directory)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(upper_device_name)
+        .filter(is_vlan)
+        .collect();
     vlan_devices.sort();
     vlan_devices
 }

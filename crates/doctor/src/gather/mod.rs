@@ -27,12 +27,12 @@ pub use settings::CliOptions;
 
 const DEFAULT_PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward";
 
-/// Gathers facts about this machine. Invisible properties are recorded as such. Fails if the file or the options are
-/// invalid.
+/// Returns facts about this machine. Facts that cannot be read are recorded as unknown. Fails if the configuration file
+/// or the options are invalid.
 pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
-    let options = options.gather_settings()?;
-    let (role, settings) = (options.role, options.settings);
-    let (tls_files, machine_name) = (options.tls_files.as_ref(), options.machine_name.as_deref());
+    let gathered_settings = options.gather_settings()?;
+    let (role, settings) = (gathered_settings.role, gathered_settings.settings);
+    let (tls_files, machine_name) = (gathered_settings.tls_files.as_ref(), gathered_settings.machine_name.as_deref());
     let fleet_facts = controller::query_controllers(role, &settings.controllers, tls_files, machine_name);
     let missing_capabilities = capabilities::missing_capabilities()?;
     let pin_directory = settings.pin_directory.as_deref().unwrap_or(Path::new(DEFAULT_PIN_DIRECTORY));
@@ -42,24 +42,24 @@ pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
         open_files_limit: getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(_, hard)| hard),
         sysctl_values: read_sysctls(settings.interface.as_deref()),
         bpf_file_system: find_bpf_file_system(pin_directory),
-        pins_problem: if missing_capabilities.is_empty() { pin_takeover_problem(role, &settings) } else { None },
+        pins_problem: if missing_capabilities.is_empty() { find_pin_takeover_problem(role, &settings) } else { None },
         device: settings
             .interface
             .as_deref()
-            .and_then(|name| device::gather_device(name, &settings, options.rss_device)),
+            .and_then(|name| device::gather_device(name, &settings, gathered_settings.rss_device)),
         addresses: gather_addresses(),
-        default_route_devices: default_route_devices(
+        default_route_devices: parse_default_route_devices(
             &fs::read_to_string("/proc/thread-self/net/route").unwrap_or_default(),
         ),
         cpu_count: std::thread::available_parallelism().map_or(1, usize::from),
         clock: gather_clock(),
         netfilter: netfilter::gather_netfilter(),
         controller_answer: fleet_facts.controller_answer,
-        services: gather_services(role, options.services, fleet_facts.services),
+        services: gather_services(role, gathered_settings.services, fleet_facts.services),
         servers_by_name: fleet_facts.servers_by_name,
         future_dated_report_count: fleet_facts.future_dated_report_count,
         announcement: settings.announcement_table.map(announcement::gather_announcement),
-        controller_facts: options.controller_facts,
+        controller_facts: gathered_settings.controller_facts,
         polling_threads: if role == Role::Server { polling::find_polling_threads() } else { Vec::new() },
         certificates: certificates::gather_certificates(role, tls_files, machine_name)?,
         settings,
@@ -67,7 +67,7 @@ pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
     })
 }
 
-/// Returns all services to check. On a server, they include its sockets.
+/// Returns all services to check. At a server, each contains its sockets.
 fn gather_services(role: Role, additional_services: Vec<Service>, fleet_services: Vec<Service>) -> Vec<Service> {
     let mut services = additional_services;
     services.extend(fleet_services);
@@ -112,16 +112,16 @@ fn read_sysctls(interface: Option<&str>) -> BTreeMap<String, String> {
     sysctl_paths.into_iter().filter_map(read_sysctl).collect()
 }
 
-fn find_bpf_file_system(pins: &Path) -> BpfFileSystem {
-    let directory = pins.ancestors().find(|directory| directory.exists()).unwrap_or(Path::new("/"));
-    let file_system_type = nix::sys::statfs::statfs(directory).map(|status| status.filesystem_type());
+fn find_bpf_file_system(pin_directory: &Path) -> BpfFileSystem {
+    let existing_directory = pin_directory.ancestors().find(|directory| directory.exists()).unwrap_or(Path::new("/"));
+    let file_system_type = nix::sys::statfs::statfs(existing_directory).map(|status| status.filesystem_type());
     BpfFileSystem {
-        existing_directory: directory.to_owned(),
+        existing_directory: existing_directory.to_owned(),
         is_bpf: file_system_type == Ok(nix::sys::statfs::BPF_FS_MAGIC),
     }
 }
 
-fn pin_takeover_problem(role: Role, settings: &Settings) -> Option<String> {
+fn find_pin_takeover_problem(role: Role, settings: &Settings) -> Option<String> {
     let pin_directory = settings.pin_directory.as_deref()?;
     match role {
         Role::Lb => lb::take_over_problem(pin_directory),
@@ -144,14 +144,14 @@ fn gather_addresses() -> Vec<Address> {
     interface_entries.filter_map(to_address).collect()
 }
 
-/// Parses /proc/net/route, and returns the devices of default routes (0.0.0.0/0).
-fn default_route_devices(text: &str) -> BTreeSet<String> {
-    let default_route_device = |line: &str| {
+/// Returns the devices of the default routes (0.0.0.0/0) in the text of /proc/net/route.
+fn parse_default_route_devices(text: &str) -> BTreeSet<String> {
+    let parse_default_route_device = |line: &str| {
         let columns: Vec<&str> = line.split_whitespace().collect();
         let (device, destination, mask) = (columns.first()?, columns.get(1)?, columns.get(7)?);
         (*destination == "00000000" && *mask == "00000000").then(|| (*device).to_owned())
     };
-    text.lines().skip(1).filter_map(default_route_device).collect()
+    text.lines().skip(1).filter_map(parse_default_route_device).collect()
 }
 
 fn gather_clock() -> Clock {
@@ -166,14 +166,14 @@ fn gather_clock() -> Clock {
     }
 }
 
-/// Returns the directory that contains a file. The path may be a bare file name.
-fn directory_of_file(path: &Path) -> PathBuf {
+/// Returns the directory that contains a file. `path` may be a file name without a directory.
+fn parent_directory(path: &Path) -> PathBuf {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned()
 }
 
-/// Returns the reason why a TCP socket cannot be bound to the address, if any.
-fn bind_problem(listen: SocketAddr) -> Option<String> {
-    std::net::TcpListener::bind(listen).err().map(|error| error.to_string())
+/// Returns the reason why a TCP socket cannot be bound to the address, or `None` if it can.
+fn find_bind_problem(listen_address: SocketAddr) -> Option<String> {
+    std::net::TcpListener::bind(listen_address).err().map(|error| error.to_string())
 }
 
 #[cfg(test)]
@@ -181,16 +181,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn default_route_has_prefix_length_0() {
+    fn only_routes_with_prefix_length_0_are_default_routes() {
         let text = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n\
                     eth0\t00000000\t010200C0\t0003\t0\t0\t0\t00000000\t0\t0\t0\n\
                     eth1\t0000000A\t00000000\t0001\t0\t0\t0\t000000FF\t0\t0\t0\n";
-        assert_eq!(default_route_devices(text), BTreeSet::from(["eth0".to_owned()]));
-        assert!(default_route_devices("").is_empty());
+        assert_eq!(parse_default_route_devices(text), BTreeSet::from(["eth0".to_owned()]));
+        assert!(parse_default_route_devices("").is_empty());
     }
 
     #[test]
-    fn facts_include_loopback_and_kernel() {
+    fn gathered_facts_include_loopback_address_and_kernel_release() {
         assert!(
             gather_addresses()
                 .iter()
@@ -202,9 +202,9 @@ mod tests {
     }
 
     #[test]
-    fn address_in_use_cannot_be_bound() {
+    fn address_in_use_is_a_bind_problem() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        assert!(bind_problem(listener.local_addr().unwrap()).unwrap().contains("in use"));
-        assert_eq!(bind_problem("127.0.0.1:0".parse().unwrap()), None);
+        assert!(find_bind_problem(listener.local_addr().unwrap()).unwrap().contains("in use"));
+        assert_eq!(find_bind_problem("127.0.0.1:0".parse().unwrap()), None);
     }
 }

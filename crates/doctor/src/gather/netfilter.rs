@@ -55,8 +55,8 @@ fn parse_chains(ruleset: &Value) -> Vec<NetfilterChain> {
         let Some(chain) = chains_by_name.get_mut(&qualified_name(rule, "chain")) else { continue };
         let expressions = rule["expr"].as_array().map_or(&[][..], Vec::as_slice);
         chain.accepts_packets |=
-            expressions.iter().any(|expression| contains_key(expression, &["accept", "jump", "goto", "vmap"]));
-        chain.exempts_from_tracking |= expressions.iter().any(|expression| contains_key(expression, &["notrack"]));
+            expressions.iter().any(|expression| contains_any_key(expression, &["accept", "jump", "goto", "vmap"]));
+        chain.exempts_from_tracking |= expressions.iter().any(|expression| contains_any_key(expression, &["notrack"]));
         let qualified_table = format!("{} {}", to_text(&rule["family"]), to_text(&rule["table"]));
         let nat_rule = parse_nat_rule(expressions, &qualified_table);
         if nat_rule.changes_destination || !nat_rule.jump_targets.is_empty() {
@@ -64,44 +64,47 @@ fn parse_chains(ruleset: &Value) -> Vec<NetfilterChain> {
         }
         chain.tracks_connections |= expressions.iter().any(|expression| {
             // iptables-nft translates its matches to `xt`.
-            let is_compat_match =
+            let is_iptables_compat_match =
                 ["conntrack", "state", "connlimit", "connmark"].iter().any(|name| expression["xt"]["name"] == *name);
-            is_compat_match || contains_key(expression, &["ct", "masquerade", "dnat", "snat", "redirect"])
+            is_iptables_compat_match || contains_any_key(expression, &["ct", "masquerade", "dnat", "snat", "redirect"])
         });
     }
     chains_by_name.into_values().collect()
 }
 
-/// Parses a rule that may change destinations or jump to other chains. `table` is the chain's family and table name.
-fn parse_nat_rule(expressions: &[Value], table: &str) -> NatRule {
+/// Returns a rule that may change destinations or jump to other chains, as nftables describes it. The rule's table is
+/// given by its address family and name.
+fn parse_nat_rule(expressions: &[Value], qualified_table: &str) -> NatRule {
     let mut nat_rule = NatRule::default();
     for expression in expressions {
         // iptables-nft translates its targets to `xt`, too.
         let is_dnat_target = ["DNAT", "REDIRECT"].iter().any(|name| expression["xt"]["name"] == *name);
-        nat_rule.changes_destination |= is_dnat_target || contains_key(expression, &["dnat", "redirect"]);
-        add_jump_targets(expression, table, &mut nat_rule.jump_targets);
+        nat_rule.changes_destination |= is_dnat_target || contains_any_key(expression, &["dnat", "redirect"]);
+        add_jump_targets(expression, qualified_table, &mut nat_rule.jump_targets);
         add_match_conditions(&expression["match"], &mut nat_rule.conditions);
     }
     nat_rule
 }
 
-/// Adds the names of the chains that an expression jumps to, including those in a verdict map.
-fn add_jump_targets(value: &Value, table: &str, jumps: &mut Vec<String>) {
+/// Adds the names of the chains to which an expression jumps, including those in a verdict map.
+fn add_jump_targets(value: &Value, qualified_table: &str, jump_targets: &mut Vec<String>) {
     match value {
         Value::Object(members) => {
             for (name, member) in members {
                 match member["target"].as_str().filter(|_| matches!(name.as_str(), "jump" | "goto")) {
-                    Some(target) => jumps.push(format!("{table} {target}")),
-                    None => add_jump_targets(member, table, jumps),
+                    Some(target) => jump_targets.push(format!("{qualified_table} {target}")),
+                    None => add_jump_targets(member, qualified_table, jump_targets),
                 }
             }
         }
-        Value::Array(members) => members.iter().for_each(|member| add_jump_targets(member, table, jumps)),
+        Value::Array(members) => {
+            members.iter().for_each(|member| add_jump_targets(member, qualified_table, jump_targets))
+        }
         _ => {}
     }
 }
 
-/// Adds the conditions that a `match` expression contains. If a value is not understood, adds none.
+/// Adds the conditions in a `match` expression. If the expression has an unknown form, adds none.
 fn add_match_conditions(expression: &Value, conditions: &mut Vec<MatchCondition>) {
     if expression["op"] != "==" {
         return;
@@ -129,7 +132,7 @@ fn add_match_conditions(expression: &Value, conditions: &mut Vec<MatchCondition>
     }
 }
 
-/// Adds a condition on the protocol. Protocols that services cannot use are left out, so they match no service.
+/// Adds a condition on the protocol. Omits protocols that services cannot use, so that they match no service.
 fn add_protocol_condition(values: &[Value], conditions: &mut Vec<MatchCondition>) {
     if values.iter().all(|value| value.is_string() || value.is_u64()) {
         conditions.push(MatchCondition::Protocol(values.iter().filter_map(parse_protocol).collect()));
@@ -162,8 +165,8 @@ fn parse_address_range(value: &Value) -> Option<RangeInclusive<IpAddr>> {
     let prefix_length = u32::try_from(prefix["len"].as_u64()?).ok()?;
     Some(match to_address(&prefix["addr"])? {
         IpAddr::V4(first) => {
-            let host_bits = u32::MAX.checked_shr(prefix_length).unwrap_or(0);
-            first.into()..=Ipv4Addr::from_bits(first.to_bits() | host_bits).into()
+            let host_bit_mask = u32::MAX.checked_shr(prefix_length).unwrap_or(0);
+            first.into()..=Ipv4Addr::from_bits(first.to_bits() | host_bit_mask).into()
         }
         IpAddr::V6(first) => {
             let host_bits = u128::MAX.checked_shr(prefix_length).unwrap_or(0);
@@ -172,12 +175,12 @@ fn parse_address_range(value: &Value) -> Option<RangeInclusive<IpAddr>> {
     })
 }
 
-fn contains_key(value: &Value, keys: &[&str]) -> bool {
+fn contains_any_key(value: &Value, keys: &[&str]) -> bool {
     match value {
         Value::Object(members) => {
-            members.iter().any(|(name, member)| keys.contains(&name.as_str()) || contains_key(member, keys))
+            members.iter().any(|(name, member)| keys.contains(&name.as_str()) || contains_any_key(member, keys))
         }
-        Value::Array(members) => members.iter().any(|member| contains_key(member, keys)),
+        Value::Array(members) => members.iter().any(|member| contains_any_key(member, keys)),
         _ => false,
     }
 }
@@ -186,7 +189,7 @@ fn contains_key(value: &Value, keys: &[&str]) -> bool {
 mod tests {
     use super::*;
 
-    /// Ruleset in JSON, as printed by nft 1.0.6.
+    /// Ruleset in JSON, in the form that nft 1.0.6 prints.
     const RULESET: &str = r#"{"nftables": [{"metainfo": {"version": "1.0.6", "json_schema_version": 1}},
         {"table": {"family": "ip", "name": "filter", "handle": 1}},
         {"chain": {"family": "ip", "table": "filter", "name": "input", "handle": 1, "type": "filter",
@@ -206,7 +209,7 @@ mod tests {
             "expr": [{"xt": {"type": "match", "name": "conntrack"}}, {"drop": null}]}}]}"#;
 
     #[test]
-    fn netfilter_chains_are_described_by_their_rules() {
+    fn parsed_chains_summarize_their_rules() {
         let parsed_chains = parse_chains(&serde_json::from_str(RULESET).unwrap());
         let of = |name: &str| {
             parsed_chains.iter().find(|chain| chain.qualified_name == format!("ip filter {name}")).unwrap().clone()
@@ -239,9 +242,10 @@ mod tests {
         assert!(parse_chains(&Value::Null).is_empty());
     }
 
-    /// Rules of Docker 20.10 (iptables-nft), of Kubernetes and by hand, as printed by nft 1.0.6.
+    /// Checks rules of Docker 20.10 (iptables-nft), of Kubernetes, and written by hand, in the form that nft 1.0.6
+    /// prints.
     #[test]
-    fn rules_have_the_conditions_of_their_expressions() {
+    fn parsed_rules_contain_the_conditions_of_their_expressions() {
         let parse_rule =
             |text: &str| parse_nat_rule(serde_json::from_str::<Value>(text).unwrap().as_array().unwrap(), "ip nat");
         let docker_rule = r#"[{"match": {"op": "!=", "left": {"meta": {"key": "iifname"}}, "right": "docker0"}},

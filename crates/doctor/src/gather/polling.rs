@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use crate::facts::PollingThread;
 
-/// Time between two samples. Unless it is at full load, a serving thread waits at least once in this time.
+/// Time between two samples of the threads. Below full load, a serving thread sleeps at least once within it.
 const SAMPLE_DURATION: Duration = Duration::from_millis(500);
 
-/// Thread that is running or runnable, with the number of times it has waited (voluntary context switches).
+/// Thread that is running or runnable. It contains the number of voluntary context switches, each of which is a wait.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct RunnableThread {
     thread_name: String,
@@ -18,35 +18,36 @@ struct RunnableThread {
     voluntary_switch_count: u64,
 }
 
-/// Returns the polling threads in this network namespace. This takes half a second if there are candidates.
+/// Returns the polling threads in this network namespace. Takes half a second if there are candidates.
 pub fn find_polling_threads() -> Vec<PollingThread> {
-    let threads_before = read_runnable_threads();
-    if threads_before.is_empty() {
+    let first_sample = read_runnable_threads();
+    if first_sample.is_empty() {
         return vec![];
     }
     std::thread::sleep(SAMPLE_DURATION);
-    let threads_after = read_runnable_threads();
+    let second_sample = read_runnable_threads();
     let to_polling_thread = |(thread, now): (u32, RunnableThread)| {
-        (threads_before.get(&thread) == Some(&now)).then_some(PollingThread {
+        (first_sample.get(&thread) == Some(&now)).then_some(PollingThread {
             thread_id: thread,
             name: now.thread_name,
             cpu: now.cpu,
         })
     };
-    threads_after.into_iter().filter_map(to_polling_thread).collect()
+    second_sample.into_iter().filter_map(to_polling_thread).collect()
 }
 
-/// Returns the runnable threads that are pinned to a CPU, by thread id. Threads that end meanwhile are left out.
+/// Returns the runnable threads that are pinned to one CPU, by thread id. Omits threads that end meanwhile.
 fn read_runnable_threads() -> BTreeMap<u32, RunnableThread> {
     let own_namespace = fs::read_link("/proc/self/ns/net").ok();
     let is_in_own_namespace = |process: &Path| fs::read_link(process.join("ns/net")).ok() == own_namespace;
-    let numbered_entries = |directory: &Path| {
+    let list_numbered_entries = |directory: &Path| {
         let entries = fs::read_dir(directory).into_iter().flatten().flatten();
         entries.filter(|entry| entry.file_name().to_string_lossy().parse::<u32>().is_ok()).collect::<Vec<_>>()
     };
     let process_directories =
-        numbered_entries(Path::new("/proc")).into_iter().filter(|process| is_in_own_namespace(&process.path()));
-    let thread_directories = process_directories.flat_map(|process| numbered_entries(&process.path().join("task")));
+        list_numbered_entries(Path::new("/proc")).into_iter().filter(|process| is_in_own_namespace(&process.path()));
+    let thread_directories =
+        process_directories.flat_map(|process| list_numbered_entries(&process.path().join("task")));
     let read_thread = |thread: fs::DirEntry| {
         let thread_id = thread.file_name().to_string_lossy().parse().ok()?;
         Some((thread_id, parse_thread_status(&fs::read_to_string(thread.path().join("status")).ok()?)?))
@@ -54,15 +55,15 @@ fn read_runnable_threads() -> BTreeMap<u32, RunnableThread> {
     thread_directories.filter_map(read_thread).collect()
 }
 
-/// Parses /proc/PID/status (proc(5)). Returns `None` if the thread waits, or if it may run on several CPUs.
+/// Returns the thread in the text of /proc/PID/status (proc(5)). Returns `None` if it waits or may run on several CPUs.
 fn parse_thread_status(status: &str) -> Option<RunnableThread> {
-    let field_value =
+    let find_field_value =
         |key: &str| status.lines().find_map(|line| Some(line.strip_prefix(key)?.strip_prefix(':')?.trim()));
-    let is_running = field_value("State")?.starts_with('R');
-    let cpu = field_value("Cpus_allowed_list")?.parse().ok()?;
-    let voluntary_switch_count = field_value("voluntary_ctxt_switches")?.parse().ok()?;
+    let is_running = find_field_value("State")?.starts_with('R');
+    let cpu = find_field_value("Cpus_allowed_list")?.parse().ok()?;
+    let voluntary_switch_count = find_field_value("voluntary_ctxt_switches")?.parse().ok()?;
     is_running.then(|| RunnableThread {
-        thread_name: field_value("Name").unwrap_or_default().to_owned(),
+        thread_name: find_field_value("Name").unwrap_or_default().to_owned(),
         cpu,
         voluntary_switch_count,
     })
@@ -73,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_pinned_runnable_threads_are_candidates() {
+    fn only_pinned_runnable_threads_are_polling_candidates() {
         let status_text = |state: &str, cpus: &str| {
             format!("Name:\tdpdk\nState:\t{state}\nCpus_allowed_list:\t{cpus}\nvoluntary_ctxt_switches:\t7\n")
         };

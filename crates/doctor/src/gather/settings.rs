@@ -19,20 +19,20 @@ use coreward_model::forwarding::Forwarding;
 use coreward_tls::CredentialFiles;
 use nix::sys::statvfs;
 
-use super::{bind_problem, controller, directory_of_file};
+use super::{controller, find_bind_problem, parent_directory};
 use crate::facts::{ControllerFacts, Role, Service, Settings, StoreFacts};
 
-/// Minimum free space for a store, in bytes. redb creates a file of half this size.
+/// Minimum free disk space for a store, in bytes. A new store file of redb takes half of it.
 const MIN_FREE_STORE_BYTES: u64 = 1 << 20;
 
 #[derive(Debug, Clone, Default)]
 pub struct CliOptions {
     pub config_file: Option<PathBuf>,
-    /// Network device, which overrides the one in the configuration file.
+    /// Network device. It overrides the device in the configuration file.
     pub interface_override: Option<String>,
-    /// Role of the machine, which is required if there is no configuration file.
+    /// Role of the machine. It is required if there is no configuration file.
     pub role: Option<Role>,
-    /// Address of the controller, which overrides the one in the configuration file.
+    /// Address of the controller. It overrides the addresses in the configuration file.
     pub controller_override: Option<SocketAddr>,
     /// Services to check in addition to those that the controller lists.
     pub additional_services: Vec<ServiceAddress>,
@@ -41,7 +41,7 @@ pub struct CliOptions {
 pub(super) struct GatheredSettings {
     pub role: Role,
     pub settings: Settings,
-    /// Name under which the controller knows this machine.
+    /// Name of this machine in the controller's fleet.
     pub machine_name: Option<String>,
     pub tls_files: Option<CredentialFiles>,
     pub rss_device: Option<Box<dyn RssDevice>>,
@@ -60,7 +60,7 @@ impl CliOptions {
         };
         let mut gathered_settings = match &self.config_file {
             Some(file) => gather_file_settings(role, file)?,
-            None => default_settings(role),
+            None => gather_default_settings(role),
         };
         if let Some(interface) = &self.interface_override {
             gathered_settings.settings.interface = Some(interface.clone());
@@ -82,7 +82,7 @@ impl CliOptions {
     }
 }
 
-/// Detects the role of the daemon that uses this file, from a key that other roles' files do not have.
+/// Returns the role of the daemon that uses this file. Detects it by a key that the files of other roles do not have.
 fn detect_role(file: &Path) -> anyhow::Result<Role> {
     let text = std::fs::read_to_string(file).with_context(|| format!("{}", file.display()))?;
     let table: toml::Table = text.parse().with_context(|| format!("{}", file.display()))?;
@@ -102,7 +102,7 @@ fn detect_role(file: &Path) -> anyhow::Result<Role> {
     Ok(role)
 }
 
-fn default_settings(role: Role) -> GatheredSettings {
+fn gather_default_settings(role: Role) -> GatheredSettings {
     let default_settings = Settings {
         interface: None,
         pin_directory: None,
@@ -133,7 +133,7 @@ fn gather_file_settings(role: Role, file: &Path) -> anyhow::Result<GatheredSetti
 }
 
 fn read_lb_file(file: &Path) -> anyhow::Result<GatheredSettings> {
-    let gathered_settings = default_settings(Role::Lb);
+    let gathered_settings = gather_default_settings(Role::Lb);
     let config = LbConfig::load(file)?;
     let settings = Settings {
         interface: Some(config.interface),
@@ -147,7 +147,7 @@ fn read_lb_file(file: &Path) -> anyhow::Result<GatheredSettings> {
 }
 
 fn read_agent_file(file: &Path) -> anyhow::Result<GatheredSettings> {
-    let gathered_settings = default_settings(Role::Server);
+    let gathered_settings = gather_default_settings(Role::Server);
     let config = agent::Config::load(file)?;
     let rss_device: Box<dyn RssDevice> = match &config.rss {
         agent::Rss::Ethtool {} => Box::new(EthtoolRss::new(&config.interface)),
@@ -177,15 +177,15 @@ fn read_controller_file(file: &Path) -> anyhow::Result<GatheredSettings> {
     Ok(GatheredSettings {
         controller_facts: Some(controller_facts),
         tls_files: config.credential_files,
-        ..default_settings(Role::Controller)
+        ..gather_default_settings(Role::Controller)
     })
 }
 
 fn gather_controller_facts(config: &ControllerConfig, store: StoreFacts) -> ControllerFacts {
-    let listen_problem = bind_problem(config.listen_address);
+    let listen_problem = find_bind_problem(config.listen_address);
     ControllerFacts {
         listen_address: config.listen_address,
-        is_running: listen_problem.is_some() && controller::is_running(config),
+        is_running: listen_problem.is_some() && controller::is_controller_running(config),
         listen_problem,
         store,
     }
@@ -203,7 +203,7 @@ fn gather_store_facts(store_location: &StoreLocation) -> StoreFacts {
 }
 
 fn gather_store_file_facts(store: &Path) -> StoreFacts {
-    let directory = directory_of_file(store);
+    let directory = parent_directory(store);
     let write_result =
         |path: &Path| nix::unistd::access(path, nix::unistd::AccessFlags::W_OK).map_err(|error| error.to_string());
     let problem = match store.metadata() {
@@ -212,19 +212,20 @@ fn gather_store_file_facts(store: &Path) -> StoreFacts {
         Err(_) if !directory.is_dir() => Some(format!("{} is no directory", directory.display())),
         Err(_) => write_result(&directory).err().map(|error| format!("{}: {error}", directory.display())),
     };
-    let problem = problem.or_else(|| free_space_problem(store, &directory));
+    let problem = problem.or_else(|| find_free_space_problem(store, &directory));
     let permission_bits = store.metadata().ok().map(|metadata| metadata.permissions().mode() & 0o777);
-    StoreFacts::File { path: store.to_owned(), problem, mode: permission_bits }
+    StoreFacts::File { path: store.to_owned(), problem, permission_bits }
 }
 
-/// Returns a problem if the disk has no room for the store's next transaction. The transaction may need the file's size
-/// once more, because the store keeps the current pages until it is complete.
-fn free_space_problem(store: &Path, directory: &Path) -> Option<String> {
+/// Returns a description of the problem if the disk has no room for the store's next transaction. A transaction may
+/// need as much space as the file, because the store keeps the current pages until it is complete.
+fn find_free_space_problem(store: &Path, directory: &Path) -> Option<String> {
     let needed_bytes = store.metadata().map_or(0, |metadata| metadata.len()).max(MIN_FREE_STORE_BYTES);
     // The controller does not run as root, so only blocks that every user may occupy count.
-    let available_bytes = |status: statvfs::Statvfs| status.blocks_available().saturating_mul(status.fragment_size());
-    let available_result = statvfs::statvfs(directory).map(available_bytes);
-    match available_result {
+    let count_available_bytes =
+        |status: statvfs::Statvfs| status.blocks_available().saturating_mul(status.fragment_size());
+    let available_bytes_result = statvfs::statvfs(directory).map(count_available_bytes);
+    match available_bytes_result {
         Ok(available) if available < needed_bytes => {
             Some(format!("the disk is full: {available} bytes are available, expected {needed_bytes}"))
         }
@@ -234,8 +235,8 @@ fn free_space_problem(store: &Path, directory: &Path) -> Option<String> {
     }
 }
 
-/// Tries to write an unnamed file in the directory, which the kernel deletes when it is closed. Succeeds without
-/// writing if the file system does not support unnamed files.
+/// Writes to an unnamed file in the directory, which the kernel deletes when it is closed. Succeeds without writing if
+/// the file system does not support unnamed files.
 fn try_write_unnamed_file(directory: &Path) -> io::Result<()> {
     let open_result = File::options().write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(directory);
     let write_result = open_result.and_then(|mut file| file.write_all(&[0; 1 << 16]).and_then(|()| file.sync_all()));
@@ -256,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn role_follows_from_the_keys_of_the_file() {
+    fn role_is_detected_from_the_keys_of_the_file() {
         assert_eq!(
             detect_role_in_text("listen = \"x\"\nstore = \"y\"\n[[server]]\nname = \"s1\"\n"),
             Ok(Role::Controller)
@@ -270,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn file_or_role_is_required() {
+    fn either_config_file_or_role_option_is_required() {
         let error = CliOptions::default().gather_settings().err().unwrap().to_string();
         assert!(error.contains("--role lb, server or controller"), "{error}");
         let cli_options = CliOptions {
@@ -282,20 +283,20 @@ mod tests {
     }
 
     #[test]
-    fn store_path_must_be_writable() {
+    fn problems_of_store_path_and_listen_address_are_detected() {
         let directory = tempfile::tempdir().unwrap();
-        let listen_problem = || bind_problem("127.0.0.1:0".parse().unwrap());
-        assert_eq!(listen_problem(), None);
-        let problem_of_store = |store: &Path| match gather_store_file_facts(store) {
-            StoreFacts::File { problem, mode, .. } => (problem, mode),
+        let find_listen_problem = || find_bind_problem("127.0.0.1:0".parse().unwrap());
+        assert_eq!(find_listen_problem(), None);
+        let store_problem_and_mode = |store: &Path| match gather_store_file_facts(store) {
+            StoreFacts::File { problem, permission_bits: mode, .. } => (problem, mode),
             StoreFacts::Etcd { .. } => unreachable!("a file is no etcd"),
         };
         let store_path = directory.path().join("store");
-        assert_eq!(problem_of_store(&store_path), (None, None));
+        assert_eq!(store_problem_and_mode(&store_path), (None, None));
         std::fs::write(&store_path, "").unwrap();
         std::fs::set_permissions(&store_path, std::fs::Permissions::from_mode(0o644)).unwrap();
-        assert_eq!(problem_of_store(&store_path).1, Some(0o644));
+        assert_eq!(store_problem_and_mode(&store_path).1, Some(0o644));
         let missing_directory = directory.path().join("no/store");
-        assert!(problem_of_store(&missing_directory).0.unwrap().ends_with("/no is no directory"));
+        assert!(store_problem_and_mode(&missing_directory).0.unwrap().ends_with("/no is no directory"));
     }
 }

@@ -21,14 +21,19 @@ fn try_gather_sockets(service: &ServiceAddress) -> anyhow::Result<Sockets> {
     };
     // As in the agent, a socket's workers are the processes that wait for it by epoll, or else those that have it open.
     let mut listeners_by_inode: BTreeMap<u64, ServiceSocket> =
-        listeners::find_epoll_waiters(&socket_inodes)?.into_iter().map(|listener| (listener.inode, listener)).collect();
-    let inodes_without_waiter =
+        listeners::find_processes_waiting_with_epoll(&socket_inodes)?
+            .into_iter()
+            .map(|listener| (listener.inode, listener))
+            .collect();
+    let socket_inodes_without_waiter =
         socket_inodes.iter().copied().filter(|inode| !listeners_by_inode.contains_key(inode)).collect();
     listeners_by_inode.extend(
-        listeners::find_socket_owners(&inodes_without_waiter)?.into_iter().map(|listener| (listener.inode, listener)),
+        listeners::find_owning_processes(&socket_inodes_without_waiter)?
+            .into_iter()
+            .map(|listener| (listener.inode, listener)),
     );
     let has_reuseport = listeners_by_inode.values().find_map(|listener| {
-        let socket = listeners::duplicate_socket(listener).ok()?;
+        let socket = listeners::duplicate_process_socket(listener).ok()?;
         getsockopt(&socket.as_fd(), sockopt::ReusePort).ok()
     });
     let worker_cpus = listeners_by_inode.into_values().map(|listener| listener.cpu_affinity).collect();

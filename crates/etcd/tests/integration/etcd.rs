@@ -14,7 +14,7 @@ use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::{CredentialFiles, Role};
 use tempfile::TempDir;
 
-/// Process of one etcd member, which is killed when this value is dropped.
+/// Process of a single-member etcd cluster. It is killed when this value is dropped.
 struct Etcd {
     member: LocalMember,
     process: Child,
@@ -46,23 +46,23 @@ impl Drop for Etcd {
     }
 }
 
-/// Lease duration in tests that do not wait for its end. It is long enough for a machine that pauses.
+/// Lease duration in tests that do not wait for the lease's end. It is long enough even if the machine pauses.
 const LONG_LEASE: Duration = Duration::from_secs(30);
-/// Time limit for operations that etcd normally performs at once.
+/// Time limit for operations that etcd normally completes immediately.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-fn candidate(name: &str, lease_duration: Duration) -> Candidate {
+fn candidate_with_lease(name: &str, lease_duration: Duration) -> Candidate {
     Candidate { key_prefix: "/test".to_owned(), leader_record: name.to_owned(), lease_duration }
 }
 
-fn lead_with_long_lease(cluster: &Arc<Cluster>, name: &str) -> Arc<Leadership> {
-    lead_with_lease(cluster, name, LONG_LEASE)
+fn become_leader_with_long_lease(cluster: &Arc<Cluster>, name: &str) -> Arc<Leadership> {
+    become_leader(cluster, name, LONG_LEASE)
 }
 
-fn lead_with_lease(cluster: &Arc<Cluster>, name: &str, lease: Duration) -> Arc<Leadership> {
-    let candidate = candidate(name, lease);
-    let campaign_cluster = cluster.clone();
-    let campaign = async move { candidate.campaign(campaign_cluster, |_| {}).await };
+fn become_leader(cluster: &Arc<Cluster>, name: &str, lease_duration: Duration) -> Arc<Leadership> {
+    let candidate = candidate_with_lease(name, lease_duration);
+    let cluster_clone = cluster.clone();
+    let campaign = async move { candidate.campaign(cluster_clone, |_| {}).await };
     let campaign_with_timeout = async { tokio::time::timeout(Duration::from_secs(60), campaign).await };
     Arc::new(cluster.block_on(campaign_with_timeout).expect("no leader within a minute"))
 }
@@ -79,25 +79,25 @@ fn wait_until(description: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// Returns parts that exceed the size of a request to etcd and the number of operations in a transaction.
-fn large_parts(marker: u8) -> StateParts {
-    (0..300).map(|number| (format!("part/{number}"), vec![marker; 20_000])).collect()
+/// Returns parts that together exceed the size limit of an etcd request and the operation limit of a transaction.
+fn large_parts(content_byte: u8) -> StateParts {
+    (0..300).map(|number| (format!("part/{number}"), vec![content_byte; 20_000])).collect()
 }
 
 fn put_key(cluster: &Arc<Cluster>, key: &'static str, value: &'static str) {
-    let put_request = cluster.block_on(
+    let put_result = cluster.block_on(
         cluster.call_until(coreward_etcd::clock::Deadline::now() + TIMEOUT, |mut client| async move {
             client.put(key, value, None).await
         }),
     );
-    put_request.unwrap();
+    put_result.unwrap();
 }
 
 #[test]
-fn next_leader_reads_complete_changes_only() {
+fn next_leader_ignores_incomplete_changes() {
     let etcd = Etcd::start();
     let cluster = etcd.connect();
-    let first_leadership = lead_with_long_lease(&cluster, "a");
+    let first_leadership = become_leader_with_long_lease(&cluster, "a");
     let mut store = open_store(&cluster, &first_leadership);
     assert!(store.parts().is_empty());
     cluster.block_on(store.save(large_parts(1))).unwrap();
@@ -108,34 +108,35 @@ fn next_leader_reads_complete_changes_only() {
     // This part is written as if by a leader that died before it wrote the manifest.
     put_key(&cluster, "/test/parts/part/9/77", "half");
     cluster.block_on(first_leadership.resign()).unwrap();
-    let second_leadership = lead_with_long_lease(&cluster, "b");
+    let second_leadership = become_leader_with_long_lease(&cluster, "b");
     assert!(second_leadership.term() > first_leadership.term());
     let store = open_store(&cluster, &second_leadership);
     assert_eq!(store.parts(), &changed_parts);
-    let remaining_keys = cluster.block_on(
+    let remaining_keys_result = cluster.block_on(
         cluster.call_until(coreward_etcd::clock::Deadline::now() + TIMEOUT, |mut client| async move {
             client.get("/test/parts/part/9/77", None).await
         }),
     );
-    assert_eq!(remaining_keys.unwrap().count(), 0);
+    assert_eq!(remaining_keys_result.unwrap().count(), 0);
 }
 
 #[test]
 fn deposed_leader_cannot_write() {
     let etcd = Etcd::start();
-    let (cluster, other) = (etcd.connect(), etcd.connect());
-    let first_leadership = lead_with_long_lease(&cluster, "a");
+    let (cluster, other_cluster) = (etcd.connect(), etcd.connect());
+    let first_leadership = become_leader_with_long_lease(&cluster, "a");
     let mut store = open_store(&cluster, &first_leadership);
     cluster.block_on(store.save(large_parts(1))).unwrap();
     // The leader loses its key without noticing, as if it had been stopped for a long time.
-    put_key(&other, "/test/leader", "somebody");
-    let delete_leader_key =
-        other.block_on(other.call_until(coreward_etcd::clock::Deadline::now() + TIMEOUT, |mut client| async move {
+    put_key(&other_cluster, "/test/leader", "somebody");
+    let delete_result = other_cluster.block_on(
+        other_cluster.call_until(coreward_etcd::clock::Deadline::now() + TIMEOUT, |mut client| async move {
             client.delete("/test/leader", None).await
-        }));
-    delete_leader_key.unwrap();
-    let second_leadership = lead_with_long_lease(&other, "b");
-    let mut second_store = open_store(&other, &second_leadership);
+        }),
+    );
+    delete_result.unwrap();
+    let second_leadership = become_leader_with_long_lease(&other_cluster, "b");
+    let mut second_store = open_store(&other_cluster, &second_leadership);
     assert!(first_leadership.is_valid());
     for parts in [large_parts(2), large_parts(1).into_iter().take(3).collect()] {
         let save_error = cluster.block_on(store.save(parts)).unwrap_err();
@@ -144,15 +145,15 @@ fn deposed_leader_cannot_write() {
     assert!(!first_leadership.is_valid());
     assert_eq!(second_store.parts(), &large_parts(1));
     cluster.block_on(second_store.save(large_parts(3))).unwrap();
-    assert_eq!(open_store(&other, &second_leadership).parts(), &large_parts(3));
+    assert_eq!(open_store(&other_cluster, &second_leadership).parts(), &large_parts(3));
 }
 
 #[test]
-fn leader_without_etcd_stops_by_its_own_clock() {
+fn leader_without_etcd_stops_when_lease_expires() {
     let mut etcd = Etcd::start();
     let cluster = etcd.connect();
     let lease_duration = Duration::from_secs(5);
-    let leadership = lead_with_lease(&cluster, "a", lease_duration);
+    let leadership = become_leader(&cluster, "a", lease_duration);
     let mut store = open_store(&cluster, &leadership);
     std::thread::sleep(lease_duration + Duration::from_secs(1));
     assert!(leadership.is_valid(), "its lease is renewed");
@@ -167,44 +168,49 @@ fn leader_without_etcd_stops_by_its_own_clock() {
 }
 
 #[test]
-fn followers_read_the_record_of_the_leader() {
+fn followers_can_read_the_leader_record() {
     let etcd = Etcd::start();
     let cluster = etcd.connect();
-    let first_leadership = lead_with_long_lease(&cluster, "a");
+    let first_leadership = become_leader_with_long_lease(&cluster, "a");
     let (state_sender, state_receiver) = std::sync::mpsc::channel();
     let second_cluster = cluster.clone();
-    let second_campaign = cluster.spawn(async move {
-        candidate("b", LONG_LEASE).campaign(second_cluster, move |state| state_sender.send(state).unwrap()).await
+    let second_campaign_task = cluster.spawn(async move {
+        candidate_with_lease("b", LONG_LEASE)
+            .campaign(second_cluster, move |state| state_sender.send(state).unwrap())
+            .await
     });
     assert_eq!(state_receiver.recv_timeout(TIMEOUT).unwrap(), LeaderState::Leader("a".to_owned()));
-    assert!(!second_campaign.is_finished());
+    assert!(!second_campaign_task.is_finished());
     cluster.block_on(first_leadership.resign()).unwrap();
-    let second_leadership = cluster.block_on(second_campaign).unwrap();
+    let second_leadership = cluster.block_on(second_campaign_task).unwrap();
     assert!(second_leadership.is_valid() && !first_leadership.is_valid());
-    let leader_state = cluster.block_on(candidate("c", LONG_LEASE).read_leader(&cluster)).unwrap();
+    let leader_state = cluster.block_on(candidate_with_lease("c", LONG_LEASE).read_leader(&cluster)).unwrap();
     assert_eq!(leader_state, LeaderState::Leader("b".to_owned()));
 }
 
 #[test]
-fn resignation_during_an_election_releases_the_lease() {
+fn revoked_leases_let_another_candidate_win() {
     let etcd = Etcd::start();
-    let (cluster, other) = (etcd.connect(), etcd.connect());
+    let (cluster, other_cluster) = (etcd.connect(), etcd.connect());
     wait_until("etcd has started", || read_leader_or_error(&cluster) == Ok(LeaderState::NoLeader));
     // This process does not use the leadership that it has won.
     let lease_duration = Duration::from_secs(60);
-    drop(cluster.block_on(candidate("a", lease_duration).campaign_once(cluster.clone())).unwrap());
-    assert!(other.block_on(candidate("b", lease_duration).campaign_once(other.clone())).is_err());
+    drop(cluster.block_on(candidate_with_lease("a", lease_duration).campaign_once(cluster.clone())).unwrap());
+    assert!(
+        other_cluster.block_on(candidate_with_lease("b", lease_duration).campaign_once(other_cluster.clone())).is_err()
+    );
     assert!(cluster.block_on(cluster.revoke_all_leases()).unwrap());
     // The campaign may continue while the process ends, but must not win.
-    assert!(cluster.block_on(candidate("a", lease_duration).campaign_once(cluster.clone())).is_err());
-    assert_eq!(read_leader_or_error(&other), Ok(LeaderState::NoLeader));
-    let second_leadership = other.block_on(candidate("b", lease_duration).campaign_once(other.clone())).unwrap();
+    assert!(cluster.block_on(candidate_with_lease("a", lease_duration).campaign_once(cluster.clone())).is_err());
+    assert_eq!(read_leader_or_error(&other_cluster), Ok(LeaderState::NoLeader));
+    let second_leadership =
+        other_cluster.block_on(candidate_with_lease("b", lease_duration).campaign_once(other_cluster.clone())).unwrap();
     // A leader that has resigned has no key left.
-    other.block_on(second_leadership.resign()).unwrap();
-    assert!(!other.block_on(other.revoke_all_leases()).unwrap());
+    other_cluster.block_on(second_leadership.resign()).unwrap();
+    assert!(!other_cluster.block_on(other_cluster.revoke_all_leases()).unwrap());
 }
 
-/// Certificate authority that issues certificates for addresses of etcd and of controllers.
+/// Certificate authority of a test, which issues certificates to etcd and to controllers.
 struct TestAuthority {
     directory: TempDir,
     authority: Authority,
@@ -261,7 +267,7 @@ fn connect_with_tls(endpoint: &str, tls: &TlsOptions) -> Arc<Cluster> {
 }
 
 fn read_leader_or_error(cluster: &Cluster) -> Result<LeaderState, String> {
-    cluster.block_on(candidate("x", LONG_LEASE).read_leader(cluster)).map_err(|error| error.to_string())
+    cluster.block_on(candidate_with_lease("x", LONG_LEASE).read_leader(cluster)).map_err(|error| error.to_string())
 }
 
 #[test]
@@ -271,7 +277,7 @@ fn etcd_requires_tls_and_valid_certificates() {
     let client_files = trusted_authority.issue_valid_certificate("c1");
     let endpoint = etcd.member.secure_endpoint();
     let cluster = connect_with_tls(&endpoint, &tls_options(&client_files, Some(&client_files)));
-    let leadership = lead_with_long_lease(&cluster, "a");
+    let leadership = become_leader_with_long_lease(&cluster, "a");
     let mut store = open_store(&cluster, &leadership);
     cluster.block_on(store.save(large_parts(1))).unwrap();
     assert_eq!(open_store(&cluster, &leadership).parts(), &large_parts(1));

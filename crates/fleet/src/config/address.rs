@@ -7,28 +7,30 @@ use coreward_config::{FromToml, Reader, Spanned, parse_text, serde_json};
 use coreward_model::tuple::{Protocol, ServiceAddress};
 use serde_json::{Value, json};
 
-/// Returns why no service can have this VIP and port, if so. The text continues a sentence after the address.
+/// Returns the reason why no service can have this VIP and port, or `None` if one can. The reason continues a sentence
+/// that begins with the address.
 pub fn vip_error(vip: SocketAddr) -> Option<&'static str> {
     if vip.port() == 0 {
         return Some(" has port 0");
     }
     match (vip.ip(), vip) {
-        (IpAddr::V4(address), _) => (!is_host_ipv4(address)).then_some(" is no address of one host"),
+        (IpAddr::V4(address), _) => (!is_unicast_ipv4(address)).then_some(" is no address of one host"),
         (IpAddr::V6(_), SocketAddr::V6(scoped)) if scoped.scope_id() != 0 => Some(" has a zone"),
         (IpAddr::V6(address), _) => ipv6_address_error(address),
     }
 }
 
-/// Returns why no server can have this address, if so. The text continues a sentence after the address.
+/// Returns the reason why no server can have this address, or `None` if one can. The reason continues a sentence that
+/// begins with the address.
 pub fn server_address_error(address: IpAddr) -> Option<&'static str> {
     match address {
-        IpAddr::V4(address) => (!is_host_ipv4(address)).then_some(" is no address of one host"),
+        IpAddr::V4(address) => (!is_unicast_ipv4(address)).then_some(" is no address of one host"),
         IpAddr::V6(address) => ipv6_address_error(address),
     }
 }
 
 fn ipv6_address_error(address: Ipv6Addr) -> Option<&'static str> {
-    let rejected_ranges = [
+    let rejected_kinds = [
         (address.is_unspecified(), " is the unspecified address"),
         (address.is_loopback(), " is the loopback address"),
         (address.is_multicast(), " is a multicast address"),
@@ -37,10 +39,10 @@ fn ipv6_address_error(address: Ipv6Addr) -> Option<&'static str> {
         // No packet carries an IPv4-mapped address, because sockets use it for IPv4.
         (address.to_ipv4_mapped().is_some(), " is an IPv4-mapped address"),
     ];
-    rejected_ranges.into_iter().find_map(|(is_rejected, reason)| is_rejected.then_some(reason))
+    rejected_kinds.into_iter().find_map(|(is_rejected, reason)| is_rejected.then_some(reason))
 }
 
-pub fn is_host_ipv4(address: Ipv4Addr) -> bool {
+pub fn is_unicast_ipv4(address: Ipv4Addr) -> bool {
     !(address.is_unspecified() || address.is_broadcast() || address.is_multicast())
 }
 
@@ -49,7 +51,7 @@ pub fn is_host_ipv4(address: Ipv4Addr) -> bool {
 pub struct Vip(pub SocketAddr);
 
 impl Vip {
-    /// Returns the address of the service that has this VIP, port and transport protocol.
+    /// Returns the address of the service with this VIP, this port and the given transport protocol.
     pub fn with_protocol(self, protocol: Protocol) -> ServiceAddress {
         ServiceAddress { vip_and_port: self.0, protocol }
     }
@@ -91,7 +93,7 @@ impl FromToml for ServerAddress {
     }
 }
 
-/// Address of another load balancer.
+/// Address of another load balancer, to or from which a service is migrated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BalancerAddress(pub IpAddr);
 
@@ -111,7 +113,7 @@ impl FromToml for BalancerAddress {
 
 const EXPECTED_HOST_ADDRESS: &str = "an address that one host can have, as \"10.2.0.11\" or \"2001:db8::11\"";
 
-/// Reads a host's address. Diagnostics call it `address_name`.
+/// Reads the address of a host. Diagnostics use the name `address_name` for it.
 fn read_host_address(address_name: &str, value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<IpAddr> {
     parse_text(value, reader, |text| {
         let parsed_address = text.parse::<IpAddr>().map_err(|_| "");

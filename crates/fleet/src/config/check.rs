@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::time::Duration;
 
-use coreward_config::{BoundedDuration, Reader, Span, Spanned, format_time};
+use coreward_config::{BoundedDuration, Reader, Span, Spanned, format_duration};
 use coreward_intf as intf;
 use coreward_model::consistency::TimestampOrigin;
 use coreward_model::lb_stamping;
@@ -18,46 +18,49 @@ use super::service::{self, Service};
 use super::unique::UniqueValues;
 use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, health, racks, transfer};
 
-/// Checks the document and converts it. Mistakes are stored in the reader. After a mistake, the result is incomplete.
+/// Checks the fleet document and converts it. Mistakes are stored in the reader. After a mistake, the result is
+/// incomplete.
 pub fn check_fleet(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     let max_connection_lifetime = file.max_connection_lifetime.0;
-    let key_rotation = file.key_rotation.map(|interval| check_key_rotation(&interval, max_connection_lifetime, reader));
-    let racks = racks::check_rack_names(file.racks.as_deref(), None, reader);
-    let load_balancers = racks::unique_names("load balancer", file.load_balancers.as_deref(), reader);
-    let servers = check_server_entries(&file.servers, racks.as_ref(), reader);
+    let key_rotation = file
+        .key_rotation
+        .map(|rotation_interval| check_key_rotation(&rotation_interval, max_connection_lifetime, reader));
+    let allowed_racks = racks::check_rack_names(file.racks.as_deref(), None, reader);
+    let allowed_load_balancers = racks::check_unique_names("load balancer", file.load_balancers.as_deref(), reader);
+    let servers = check_server_entries(&file.servers, allowed_racks.as_ref(), reader);
     let server_names = file.servers.iter().filter_map(|server| Some(server.get_ref().name.value.as_ref()?.0.as_str()));
     let service_checker =
-        ServiceChecker { server_names: server_names.collect(), servers: &servers, buckets: file.buckets };
+        ServiceChecker { server_names: server_names.collect(), servers: &servers, default_bucket_count: file.buckets };
     let services = service_checker.check_services(&file.services, reader);
-    check_services_per_server(&servers, &services, reader);
+    check_service_count_per_server(&servers, &services, reader);
     FleetConfig {
         report_interval: file.report_interval.map_or(DEFAULT_REPORT_INTERVAL, |BoundedDuration(interval)| interval),
-        table_updates: file.table_updates,
+        table_timing: file.table_updates,
         table_lifetime: file.table_lifetime.0,
         load_ewma_alpha: file.load_ewma_alpha,
         max_connection_lifetime,
-        key_rotation,
-        allowed_racks: racks,
-        allowed_load_balancers: load_balancers,
+        key_rotation_interval: key_rotation,
+        allowed_racks,
+        allowed_load_balancers,
         servers,
         services,
         source: reader.source().clone(),
     }
 }
 
-fn check_services_per_server(servers: &[ServerConfig], services: &[ServiceConfig], reader: &mut Reader<'_>) {
-    let mut service_counts = vec![0u32; servers.len()];
+fn check_service_count_per_server(servers: &[ServerConfig], services: &[ServiceConfig], reader: &mut Reader<'_>) {
+    let mut service_count_by_server = vec![0u32; servers.len()];
     for server in services.iter().flat_map(|service| &service.server_positions) {
-        service_counts[*server] += 1;
+        service_count_by_server[*server] += 1;
     }
-    let max_services = intf::MAX_SERVICES_OF_SERVER;
-    for (server, count) in servers.iter().zip(service_counts).filter(|(_, count)| *count > max_services) {
-        let message = format!("server {:?} is in {count} services: expected at most {max_services}", server.name);
+    let max_service_count = intf::MAX_SERVICES_OF_SERVER;
+    for (server, count) in servers.iter().zip(service_count_by_server).filter(|(_, count)| *count > max_service_count) {
+        let message = format!("server {:?} is in {count} services: expected at most {max_service_count}", server.name);
         reader.report(server.span.clone(), message);
     }
 }
 
-/// Checks the interval between key rotations. Each rotation overwrites the key before the present one, whose cookies
+/// Checks the interval between key rotations. Each rotation overwrites the key before the current one, whose cookies
 /// must have expired by then.
 fn check_key_rotation<const MIN: u64, const MAX: u64>(
     interval: &Spanned<BoundedDuration<MIN, MAX>>,
@@ -67,7 +70,7 @@ fn check_key_rotation<const MIN: u64, const MAX: u64>(
     let BoundedDuration(rotation_interval) = *interval.get_ref();
     if rotation_interval < max_connection_lifetime {
         let [rotation_interval, max_connection_lifetime] =
-            [rotation_interval, max_connection_lifetime].map(format_time);
+            [rotation_interval, max_connection_lifetime].map(format_duration);
         let message = format!(
             "a key rotation every {rotation_interval}, but a cookie may live {max_connection_lifetime} \
              (`max_connection_lifetime`): expected no less than that"
@@ -77,7 +80,7 @@ fn check_key_rotation<const MIN: u64, const MAX: u64>(
     rotation_interval
 }
 
-/// Returns the entries up to the limit. If there are more, reports a mistake at the first of them.
+/// Returns the entries up to the maximum number. If there are more, reports a mistake at the first entry beyond it.
 fn entries_within_limit<'a, T>(
     entries: &'a [Spanned<T>],
     max_count: usize,
@@ -94,9 +97,9 @@ fn check_server_entries(
     known_racks: Option<&BTreeSet<String>>,
     reader: &mut Reader<'_>,
 ) -> Vec<ServerConfig> {
-    let excess_message =
+    let too_many_servers_message =
         |count: usize| format!("{count} servers: expected at most {}, all that a cookie holds", ServerId::COUNT);
-    let listed_servers = entries_within_limit(server_entries, ServerId::COUNT, excess_message, reader);
+    let listed_servers = entries_within_limit(server_entries, ServerId::COUNT, too_many_servers_message, reader);
     let mut names = UniqueValues::new("server name");
     let mut addresses = UniqueValues::new("server address");
     let mut ids = UniqueValues::new("server id");
@@ -111,7 +114,7 @@ fn check_server_entries(
         if let Some((id, span)) = &id {
             ids.insert(Some(*id), span, reader);
         }
-        let permitted_racks = racks::check_rack_names(server_entry.racks.as_deref(), known_racks, reader);
+        let allowed_racks = racks::check_rack_names(server_entry.racks.as_deref(), known_racks, reader);
         let (Some(name), Some(address)) = (name, address) else { continue };
         servers.push(ServerConfig {
             name: name.clone(),
@@ -121,7 +124,7 @@ fn check_server_entries(
             weight: server_entry.weight,
             capacity: server_entry.capacity,
             vlan: server_entry.vlan.unwrap_or_default(),
-            allowed_racks: permitted_racks,
+            allowed_racks,
             span: entry.span(),
         });
     }
@@ -129,18 +132,19 @@ fn check_server_entries(
 }
 
 struct ServiceChecker<'a> {
-    /// Names of all servers, including those with mistakes.
+    /// Names of all servers, including servers with mistakes.
     server_names: BTreeSet<&'a str>,
     servers: &'a [ServerConfig],
-    buckets: BucketCount,
+    default_bucket_count: BucketCount,
 }
 
 impl ServiceChecker<'_> {
     fn check_services(&self, entries: &[Spanned<Service>], reader: &mut Reader<'_>) -> Vec<ServiceConfig> {
-        let excess_message = |count: usize| format!("{count} services: expected at most {}", ServiceIndex::COUNT);
+        let too_many_services_message =
+            |count: usize| format!("{count} services: expected at most {}", ServiceIndex::COUNT);
         // The services beyond the limit are skipped, because each of them may list all servers.
-        let entries = entries_within_limit(entries, ServiceIndex::COUNT, excess_message, reader);
-        let positions_by_name: HashMap<&str, usize> =
+        let entries = entries_within_limit(entries, ServiceIndex::COUNT, too_many_services_message, reader);
+        let server_position_by_name: HashMap<&str, usize> =
             self.servers.iter().enumerate().map(|(position, server)| (server.name.as_str(), position)).collect();
         let mut names = UniqueValues::new("service name");
         let mut vips = UniqueValues::new("VIP");
@@ -148,7 +152,7 @@ impl ServiceChecker<'_> {
         for entry in entries {
             let name_entry = &entry.get_ref().name;
             names.insert(name_entry.value.as_ref().map(|name| &name.0), &name_entry.span, reader);
-            services.extend(self.check_service(entry, &positions_by_name, &mut vips, reader));
+            services.extend(self.check_service(entry, &server_position_by_name, &mut vips, reader));
         }
         transfer::check_uniform_stamping(&services, self.servers, entries, reader);
         services
@@ -158,36 +162,36 @@ impl ServiceChecker<'_> {
     fn check_service(
         &self,
         entry: &Spanned<Service>,
-        positions_by_name: &HashMap<&str, usize>,
+        server_position_by_name: &HashMap<&str, usize>,
         vips: &mut UniqueValues<ServiceAddress>,
         reader: &mut Reader<'_>,
     ) -> Option<ServiceConfig> {
         let service_entry = entry.get_ref();
-        let server_positions = self.server_positions(service_entry, positions_by_name, reader);
+        let server_positions = self.server_positions(service_entry, server_position_by_name, reader);
         let protocol = service_entry.protocol.value?;
-        let service_mode = service::service_mode(service_entry, protocol, reader);
+        let service_mode = service::parse_service_settings(service_entry, protocol, reader);
         let service_address = service_entry.vip.value.map(|vip| vip.with_protocol(protocol));
         vips.insert(service_address, &service_entry.vip.span, reader);
         if let Some(address) = service_address {
             self.reject_server_at_vip(address.vip_and_port.ip(), &service_entry.vip.span, reader);
         }
-        let mixes_families = self.mixes_families(service_address, &server_positions);
-        let parse_health_table =
-            |table| health::parse_health_check(table, protocol, service_mode, mixes_families, reader);
-        let health_check = service_entry.health.as_ref().and_then(parse_health_table);
+        let has_mixed_address_families = self.has_mixed_address_families(service_address, &server_positions);
+        let parse_health_check_table =
+            |table| health::parse_health_check(table, protocol, service_mode, has_mixed_address_families, reader);
+        let health_check = service_entry.health.as_ref().and_then(parse_health_check_table);
         let (name, address) = (&service_entry.name.value.as_ref()?.0, service_address?);
         let policy = service_entry.policy.value?;
         if service_mode.timestamps == TimestampOrigin::LoadBalancer {
-            check_ids_fit_cookie(name, server_positions.iter().map(|position| &self.servers[*position]), reader);
+            check_server_ids_fit_cookie(name, server_positions.iter().map(|position| &self.servers[*position]), reader);
         }
         Some(ServiceConfig {
             name: name.clone(),
             address,
             mode: service_mode,
             other_balancer: transfer::parse_other_balancer(service_entry, address, service_mode, reader),
-            policy: policy.0,
-            slow_start: service_entry.slow_start.map_or(Duration::ZERO, |BoundedDuration(time)| time),
-            buckets: service_entry.buckets.unwrap_or(self.buckets),
+            policy_name: policy.0,
+            slow_start_duration: service_entry.slow_start.map_or(Duration::ZERO, |BoundedDuration(time)| time),
+            bucket_count: service_entry.buckets.unwrap_or(self.default_bucket_count),
             health_check,
             when_all_down: service_entry.when_all_down,
             server_positions,
@@ -195,14 +199,15 @@ impl ServiceChecker<'_> {
         })
     }
 
-    /// Returns whether a server's address has another family than the VIP.
-    fn mixes_families(&self, service_address: Option<ServiceAddress>, server_positions: &[usize]) -> bool {
+    /// Returns whether the address of at least one of the servers has another family than the VIP.
+    fn has_mixed_address_families(&self, service_address: Option<ServiceAddress>, server_positions: &[usize]) -> bool {
         let Some(service_address) = service_address else { return false };
         let is_vip_ipv4 = service_address.vip_and_port.is_ipv4();
         server_positions.iter().any(|position| self.servers[*position].address.is_ipv4() != is_vip_ipv4)
     }
 
-    /// Rejects a server whose address is a VIP. As every server has the VIP on its loopback, it would be unreachable.
+    /// Rejects a server whose address is a VIP. It would be unreachable, because every server has the VIP on its
+    /// loopback.
     fn reject_server_at_vip(&self, vip: IpAddr, span: &Span, reader: &mut Reader<'_>) {
         if let Some(server) = self.servers.iter().find(|server| server.address == vip) {
             let message =
@@ -211,22 +216,22 @@ impl ServiceChecker<'_> {
         }
     }
 
-    /// Returns the positions of the service's servers, or of all servers if the service lists none.
+    /// Returns the positions of the service's servers, or those of all servers if the service lists none.
     fn server_positions(
         &self,
         service: &Service,
-        positions: &HashMap<&str, usize>,
+        server_position_by_name: &HashMap<&str, usize>,
         reader: &mut Reader<'_>,
     ) -> Vec<usize> {
         let Some(member_names) = &service.servers else {
             return (0..self.servers.len()).collect();
         };
-        let mut unique_members = UniqueValues::new("server of this service");
-        let mut pool_positions = Vec::with_capacity(member_names.len());
+        let mut unique_member_names = UniqueValues::new("server of this service");
+        let mut member_positions = Vec::with_capacity(member_names.len());
         for name in member_names {
-            unique_members.insert(Some(name.get_ref()), &name.span(), reader);
-            match positions.get(name.get_ref().as_str()) {
-                Some(position) => pool_positions.push(*position),
+            unique_member_names.insert(Some(name.get_ref()), &name.span(), reader);
+            match server_position_by_name.get(name.get_ref().as_str()) {
+                Some(position) => member_positions.push(*position),
                 // A server that another mistake excluded still exists.
                 None if self.server_names.contains(name.get_ref().as_str()) => {}
                 None => {
@@ -242,14 +247,18 @@ impl ServiceChecker<'_> {
                 }
             }
         }
-        pool_positions
+        member_positions
     }
 }
 
-/// Checks that the server ids fit into the cookies of LB-side stamping, in which ids have fewer bits.
-fn check_ids_fit_cookie<'a>(service_name: &str, pool: impl Iterator<Item = &'a ServerConfig>, reader: &mut Reader<'_>) {
+/// Checks that the server ids fit into the cookies of LB-side stamping, in which server ids have fewer bits.
+fn check_server_ids_fit_cookie<'a>(
+    service_name: &str,
+    pool_servers: impl Iterator<Item = &'a ServerConfig>,
+    reader: &mut Reader<'_>,
+) {
     for (id, span) in
-        pool.filter_map(|server| server.id.as_ref()).filter(|(id, _)| !lb_stamping::can_carry_server_id(*id))
+        pool_servers.filter_map(|server| server.id.as_ref()).filter(|(id, _)| !lb_stamping::can_carry_server_id(*id))
     {
         let message = format_args!(
             "server id {id} in service {service_name:?}, whose timestamps are by \"lb\": expected 0 to {}, the bits \

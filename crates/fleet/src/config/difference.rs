@@ -1,4 +1,4 @@
-//! Differences between two documents, by server, service and key.
+//! Differences between two fleet documents, by server, service and key.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -7,30 +7,30 @@ use coreward_config::Source;
 use coreward_config::toml::{Table, Value};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Change {
-    /// The server or service is new.
+pub enum DocumentChange {
+    /// A server or a service was added.
     Added {
         /// "server" or "service", followed by the name.
         subject: String,
         /// Keys of the server or service other than its name, with their values.
-        values: Vec<(String, String)>,
+        keys_and_values: Vec<(String, String)>,
     },
-    /// The server or service is removed.
+    /// A server or a service was removed.
     Removed { subject: String },
     Changed {
-        /// Server or service, as in `Added`, or empty if a key of the whole fleet changes.
+        /// Server or service, as in `Added`. It is empty if a key of the whole fleet has changed.
         subject: String,
         key: String,
         /// Previous value of the key, or `None` if the key was absent.
         old: Option<String>,
-        /// New value of the key, or `None` if the key is absent now.
+        /// New value of the key, or `None` if the key is now absent.
         new: Option<String>,
     },
 }
 
-impl Change {
-    /// Returns the reason why the change breaks established connections, or `None` if they continue.
-    pub fn break_reason(&self) -> Option<&'static str> {
+impl DocumentChange {
+    /// Returns the reason why the change breaks established connections, or `None` if it breaks none.
+    pub fn reason_for_broken_connections(&self) -> Option<&'static str> {
         let (subject, key) = match self {
             Self::Removed { subject } if subject.starts_with("service ") => {
                 return Some("its connections break: load balancers forward nothing to its address any more");
@@ -50,10 +50,10 @@ impl Change {
     }
 }
 
-impl fmt::Display for Change {
+impl fmt::Display for DocumentChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Added { subject, values } => {
+            Self::Added { subject, keys_and_values: values } => {
                 let key_value_pairs: Vec<String> =
                     values.iter().map(|(key, value)| format!("{key} = {value}")).collect();
                 write!(f, "+ {subject}: {}", key_value_pairs.join(", "))
@@ -68,21 +68,24 @@ impl fmt::Display for Change {
     }
 }
 
-/// Returns the changes from `old` to `new`, which must both be free of mistakes. Order and comments are ignored.
-pub fn list_changes(old: &Source, new: &Source) -> Vec<Change> {
-    let [old, new] = [old, new].map(|source| source.parse::<Table>().unwrap_or_default());
+/// Returns the changes from `old_source` to `new_source`, which must both be valid documents. The order of entries and
+/// comments are ignored.
+pub fn list_changes(old_source: &Source, new_source: &Source) -> Vec<DocumentChange> {
+    let [old, new] = [old_source, new_source].map(|source| source.parse::<Table>().unwrap_or_default());
     let mut changes = Vec::new();
-    add_changed_keys("", &old, &new, &["server", "service"], &mut changes);
+    list_changed_keys("", &old, &new, &["server", "service"], &mut changes);
     for kind in ["server", "service"] {
         let [old, new] = [&old, &new].map(|document| entries_by_name(document, kind));
         let names: BTreeSet<&str> = old.keys().chain(new.keys()).copied().collect();
         for name in names {
             let subject = format!("{kind} {name}");
             match (old.get(name), new.get(name)) {
-                (Some(old), Some(new)) => add_changed_keys(&subject, old, new, &[], &mut changes),
-                (Some(_), None) => changes.push(Change::Removed { subject }),
-                (None, new) => changes
-                    .push(Change::Added { subject, values: new.map(|new| keys_and_values(new)).unwrap_or_default() }),
+                (Some(old), Some(new)) => list_changed_keys(&subject, old, new, &[], &mut changes),
+                (Some(_), None) => changes.push(DocumentChange::Removed { subject }),
+                (None, new) => changes.push(DocumentChange::Added {
+                    subject,
+                    keys_and_values: new.map(|new| read_keys_and_values(new)).unwrap_or_default(),
+                }),
             }
         }
     }
@@ -94,19 +97,25 @@ fn entries_by_name<'a>(document: &'a Table, kind: &str) -> BTreeMap<&'a str, &'a
     entries.filter_map(|entry| Some((entry.get("name")?.as_str()?, entry))).collect()
 }
 
-fn keys_and_values(entry: &Table) -> Vec<(String, String)> {
+fn read_keys_and_values(entry: &Table) -> Vec<(String, String)> {
     let other_keys = entry.iter().filter(|(key, _)| *key != "name");
     other_keys.map(|(key, value)| (key.clone(), value.to_string())).collect()
 }
 
-fn add_changed_keys(subject: &str, old: &Table, new: &Table, ignored_keys: &[&str], changes: &mut Vec<Change>) {
+fn list_changed_keys(
+    subject: &str,
+    old: &Table,
+    new: &Table,
+    ignored_keys: &[&str],
+    changes: &mut Vec<DocumentChange>,
+) {
     let keys: BTreeSet<&String> =
         old.keys().chain(new.keys()).filter(|key| !ignored_keys.contains(&key.as_str())).collect();
     for key in keys {
         let (old, new) = (old.get(key), new.get(key));
         if old != new {
             let value_text = |value: Option<&Value>| value.map(Value::to_string);
-            changes.push(Change::Changed {
+            changes.push(DocumentChange::Changed {
                 subject: subject.to_owned(),
                 key: key.clone(),
                 old: value_text(old),
@@ -121,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn changes_list_servers_services_and_keys() {
+    fn changes_of_servers_services_and_keys_are_listed() {
         let old = Source::from_text(
             "old",
             "load_ewma_alpha = 0.5\n[[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\n[[server]]\nname = \
@@ -135,7 +144,7 @@ mod tests {
              [[server]]\nname = \"s3\"\naddress = \"10.0.0.3\"\nweight = 2\n\
              [[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\nstate = \"draining\"\nracks = [\"r1\"]\n",
         );
-        let change_texts: Vec<String> = list_changes(&old, &new).iter().map(Change::to_string).collect();
+        let change_texts: Vec<String> = list_changes(&old, &new).iter().map(DocumentChange::to_string).collect();
         assert_eq!(
             change_texts,
             [
@@ -152,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_that_break_connections_are_marked() {
+    fn changes_that_break_connections_have_a_reason() {
         let document_with = |server: &str, services: &str| {
             Source::from_text("fleet", &format!("[[server]]\nname = \"s1\"\n{server}\n{services}"))
         };
@@ -161,7 +170,11 @@ mod tests {
             document_with("address = \"10.0.0.1\"\nid = 1", &web_service("vip = \"10.1.0.1:80\"\npolicy = \"rr\""));
         let break_reasons = |server: &str, services: &str| {
             let changes = list_changes(&old_document, &document_with(server, services));
-            changes.iter().filter(|change| change.break_reason().is_some()).map(Change::to_string).collect::<Vec<_>>()
+            changes
+                .iter()
+                .filter(|change| change.reason_for_broken_connections().is_some())
+                .map(DocumentChange::to_string)
+                .collect::<Vec<_>>()
         };
         let (unchanged_keys, vip) = ("address = \"10.0.0.1\"\nid = 1", "vip = \"10.1.0.1:80\"\n");
         assert_eq!(break_reasons(unchanged_keys, ""), ["- service web"]);

@@ -1,4 +1,4 @@
-//! Keys of the fleet's document, and the valid values of each key.
+//! Keys of the fleet document, and the valid values of each key.
 
 use coreward_config::{
     BoundedDuration, HOUR_NS, LocatedValue, MILLISECOND_NS, Name, SECOND_NS, Spanned, config_struct, string_enum,
@@ -13,10 +13,10 @@ use super::address::ServerAddress;
 use super::service::Service;
 use super::{DEFAULT_MAX_CONNECTION_LIFETIME, ServerState, TableTiming};
 
-const CONTROLLER_FILE_HINT: &str = "it in the controller's own file";
+const IN_CONTROLLER_FILE_HINT: &str = "it in the controller's own file";
 
 config_struct! {
-    /// The fleet's document.
+    /// Fleet document.
     pub struct FleetFile {
         /// Time between two reports of an agent.
         pub report_interval: Option<BoundedDuration<{ 10 * MILLISECOND_NS }, SECOND_NS>>,
@@ -26,18 +26,18 @@ config_struct! {
         /// Time for which load balancers use a table that depends on loads while no controller leads; afterwards they
         /// place new connections by their own counts.
         pub table_lifetime: BoundedDuration<SECOND_NS, HOUR_NS> = BoundedDuration(DEFAULT_TABLE_LIFETIME),
-        /// Weight of the newest report in a core's load.
+        /// Weight of the newest report in the moving average of a core's load.
         pub load_ewma_alpha: SmoothingWeight = SmoothingWeight::PAPER_VALUE,
-        /// Default of the services' `buckets`.
+        /// Default number of buckets in the placement tables of services (`buckets`).
         pub buckets: BucketCount = BucketCount::PAPER_VALUE,
-        /// Longest life of a cookie.
+        /// Maximum lifetime of a cookie.
         pub max_connection_lifetime: BoundedDuration<SECOND_NS, { 8760 * HOUR_NS }> =
             BoundedDuration(DEFAULT_MAX_CONNECTION_LIFETIME),
-        /// Interval of key rotations, at least max_connection_lifetime.
+        /// Interval between rotations of the cookie keys, at least max_connection_lifetime.
         pub key_rotation: Option<Spanned<BoundedDuration<HOUR_NS, { 8760 * HOUR_NS }>>>,
-        /// Names of the racks that may connect; by default any rack may.
+        /// Names of the racks that may connect. By default, any rack may.
         pub racks: Option<Vec<Spanned<Name>>>,
-        /// Names of the load balancers that may connect; by default any load balancer may.
+        /// Names of the load balancers that may connect. By default, any load balancer may.
         pub load_balancers: Option<Vec<Spanned<Name>>>,
         /// Servers of the fleet.
         pub servers as "server": Vec<Spanned<Server>>,
@@ -46,30 +46,30 @@ config_struct! {
     }
     elsewhere {
         "rss_key" => "`rss_key_file = \"FILE\"` in the controller's own file, with the key in FILE",
-        "rss_key_file" => CONTROLLER_FILE_HINT,
-        "listen" => CONTROLLER_FILE_HINT,
-        "store" => CONTROLLER_FILE_HINT,
+        "rss_key_file" => IN_CONTROLLER_FILE_HINT,
+        "listen" => IN_CONTROLLER_FILE_HINT,
+        "store" => IN_CONTROLLER_FILE_HINT,
     }
 }
 
 config_struct! {
-    /// One `[[server]]`.
+    /// Table `[[server]]`, which describes one server.
     pub struct Server {
-        /// Unique name, as in the agent's file.
+        /// Unique name of the server, as in its agent's file.
         pub name: LocatedValue<Name>,
-        /// Unique address, in the load balancers' network or behind routers.
+        /// Unique address of the server, in the load balancers' network or behind routers.
         pub address: LocatedValue<ServerAddress>,
-        /// VLAN of frames from load balancers to the server; by default frames are untagged.
+        /// VLAN of frames from load balancers to the server. By default, frames are untagged.
         pub vlan: Option<Vlan>,
-        /// Id in cookies; drawn at random by default.
+        /// Id of the server in cookies. By default, it is drawn at random.
         pub id: Option<Spanned<ServerId>>,
-        /// "draining": takes no new connections, established ones still reach it.
+        /// State of the server. "draining": it takes no new connections, and established ones still reach it.
         pub state: ServerState = ServerState::Active,
-        /// Relative share of new connections; 0: none, as when draining.
+        /// Share of new connections relative to other servers. 0: none, as when draining.
         pub weight: ServerWeight = ServerWeight::ONE,
-        /// Capacity in cores of normal speed; by default the number of the server's cores.
+        /// Capacity in cores of usual speed. By default, the number of the server's cores.
         pub capacity: Option<ServerCapacity>,
-        /// Names of the racks that the server's agent may use; by default the fleet's racks; []: none.
+        /// Names of the racks that the server's agent may use. By default, those of the fleet; []: none.
         pub racks: Option<Vec<Spanned<Name>>>,
     }
 }

@@ -17,40 +17,40 @@ use rustls_pki_types::pem::PemObject as _;
 use serde_json::{Value, json};
 
 config_struct! {
-    /// One `[service.health]`.
+    /// Table `[service.health]`, which describes the health checks of a service.
     pub struct Health {
-        /// Kind of check.
+        /// Kind of health check.
         pub check: CheckKind = CheckKind::Tcp,
-        /// Address of the check: "vip", or "server" for the server's own address.
+        /// Address to which checks are sent: "vip", or "server" for the server's own address.
         pub at: Option<Spanned<ProbeAddress>>,
-        /// Port of the check; by default the service's port.
+        /// Port to which checks are sent. By default, the service's port.
         pub port: Option<Spanned<BoundedInteger<1, 65535>>>,
-        /// Longest time between two checks.
-        pub interval: BoundedDuration<{ 100 * MILLISECOND_NS }, HOUR_NS> = BoundedDuration(DEFAULT_INTERVAL),
-        /// Longest time until an answer.
-        pub timeout: BoundedDuration<{ 10 * MILLISECOND_NS }, MINUTE_NS> = BoundedDuration(DEFAULT_TIMEOUT),
-        /// Successes in a row that make a server up that was down.
+        /// Maximum time between the starts of two checks.
+        pub interval: BoundedDuration<{ 100 * MILLISECOND_NS }, HOUR_NS> = BoundedDuration(DEFAULT_CHECK_INTERVAL),
+        /// Maximum time until an answer, after which a check counts as failed.
+        pub timeout: BoundedDuration<{ 10 * MILLISECOND_NS }, MINUTE_NS> = BoundedDuration(DEFAULT_CHECK_TIMEOUT),
+        /// Number of consecutive successes after which a down server counts as up.
         pub rise: BoundedInteger<1, 100> = BoundedInteger(2),
-        /// Failures in a row that make a server down.
+        /// Number of consecutive failures after which a server counts as down.
         pub fall: BoundedInteger<1, 100> = BoundedInteger(3),
-        /// Fraction of the interval by which a check may be early, so that checks spread.
+        /// Maximum fraction of the interval by which a check may start early, so that checks spread out.
         pub jitter: Jitter = Jitter::new(0.1).expect("from 0 to 1"),
-        /// http, https: path and query; by default "/".
+        /// http, https: path and query of the request. By default, "/".
         pub path: Option<Spanned<HttpPath>>,
-        /// http, https: `Host`, and the name that the certificate must have; default: the address.
+        /// http, https: `Host` header, and name that the certificate must have. By default, the address of the check.
         pub host: Option<Spanned<Host>>,
-        /// http, https: status codes of a healthy server; by default "200-399".
+        /// http, https: status codes with which the check passes. By default, "200-399".
         pub expect: Option<Spanned<StatusRange>>,
-        /// https: certificates of the authorities that may sign the server's certificate (PEM); by default the
+        /// https: certificates of the authorities that may have signed the server's certificate (PEM). By default, the
         /// authorities that the load balancer's system trusts.
         pub ca: Option<Spanned<CertificateAuthorities>>,
-        /// https: false accepts any certificate.
+        /// https: whether the server's certificate is verified. With false, any certificate is accepted.
         pub verify: Option<Spanned<bool>>,
     }
 }
 
-const DEFAULT_INTERVAL: std::time::Duration = std::time::Duration::from_secs(2);
-const DEFAULT_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1);
+const DEFAULT_CHECK_INTERVAL: std::time::Duration = std::time::Duration::from_secs(2);
+const DEFAULT_CHECK_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1);
 
 /// Kind of a health check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,7 +87,7 @@ impl CheckKind {
 
 string_enum!(CheckKind, "check", CheckKind::ALL.map(|(name, kind)| (name.to_owned(), kind)));
 
-/// Path and optional query, as in the request line of HTTP.
+/// Path and optional query, as in the request line of an HTTP request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HttpPath(String);
 
@@ -145,7 +145,7 @@ impl FromToml for Host {
     }
 }
 
-/// Certificates of authorities, in PEM.
+/// Certificates of certificate authorities, in PEM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertificateAuthorities(String);
 
@@ -171,18 +171,19 @@ impl FromToml for CertificateAuthorities {
     }
 }
 
-/// Returns the health check that the table describes, or `None` if there is none. Contradictions are stored in the
-/// reader. `mixes_families` is whether a server's address and the VIP are of different families.
+/// Returns the health check that the table describes, or `None` for no check. Contradictions are stored in the reader.
+/// `has_mixed_address_families` is true if a server's address and the VIP are of different families.
 pub fn parse_health_check(
     table: &Spanned<Health>,
     protocol: Protocol,
     mode: ServiceSettings,
-    mixes_families: bool,
+    has_mixed_address_families: bool,
     reader: &mut Reader<'_>,
 ) -> Option<HealthCheck> {
     let health = table.get_ref();
     reject_unused_keys(health, reader);
-    let probe_address = probe_address(health, vip_check_error(mode, mixes_families), reader);
+    let parsed_probe_address =
+        check_probe_address(health, reason_against_vip_check(mode, has_mixed_address_families), reader);
     if protocol == Protocol::Udp && health.check.opens_connections() && health.port.is_none() {
         let message = format!(
             "check {:?} of a UDP service: expected `port`, a TCP port that answers for it, or `check = \"agent\"`",
@@ -194,13 +195,13 @@ pub fn parse_health_check(
         CheckKind::None => return None,
         CheckKind::Tcp => Probe::Tcp,
         CheckKind::Agent => Probe::Agent,
-        CheckKind::Http => Probe::Http(http_probe(health)),
-        CheckKind::Https => Probe::Https(http_probe(health), certificate_verification(health, reader)),
+        CheckKind::Http => Probe::Http(to_http_probe(health)),
+        CheckKind::Https => Probe::Https(to_http_probe(health), check_certificate_verification(health, reader)),
     };
     let to_count = |BoundedInteger(count): BoundedInteger<1, 100>| u32::try_from(count).unwrap_or(u32::MAX);
     Some(HealthCheck {
         probe,
-        probe_address,
+        probe_address: parsed_probe_address,
         port: health.port.as_ref().and_then(|port| u16::try_from(port.get_ref().0).ok()),
         interval: health.interval.0,
         timeout: health.timeout.0,
@@ -209,7 +210,7 @@ pub fn parse_health_check(
     })
 }
 
-fn http_probe(health: &Health) -> HttpProbe {
+fn to_http_probe(health: &Health) -> HttpProbe {
     HttpProbe {
         path: health.path.as_ref().map_or_else(|| "/".to_owned(), |path| path.get_ref().0.clone()),
         host: health.host.as_ref().map(|host| host.get_ref().0.clone()),
@@ -220,8 +221,9 @@ fn http_probe(health: &Health) -> HttpProbe {
     }
 }
 
-/// Returns the reason why the service's servers cannot be checked at the VIP, or `None` if they can.
-fn vip_check_error(mode: ServiceSettings, mixes_families: bool) -> Option<String> {
+/// Returns the reason why the service's servers cannot be checked at the VIP, or `None` if they can. The reason names
+/// the kind of service.
+fn reason_against_vip_check(mode: ServiceSettings, has_mixed_address_families: bool) -> Option<String> {
     if mode.timestamps == TimestampOrigin::LoadBalancer {
         let stamping_reason = "`timestamps = \"lb\"`, where the load balancer would stamp its own connections";
         return Some(format!("a service with {stamping_reason}"));
@@ -231,20 +233,20 @@ fn vip_check_error(mode: ServiceSettings, mixes_families: bool) -> Option<String
         let forwarding_reason = "where routers would send them to a load balancer";
         return Some(format!("a service with forwarding {forwarding_name:?}, {forwarding_reason}"));
     }
-    mixes_families.then(|| "a service with servers whose addresses are of another family".to_owned())
+    has_mixed_address_families.then(|| "a service with servers whose addresses are of another family".to_owned())
 }
 
 /// Returns the address at which servers are checked. The default is the VIP, unless checks at the VIP are impossible.
-fn probe_address(health: &Health, vip_check_error: Option<String>, reader: &mut Reader<'_>) -> ProbeAddress {
-    let default_address = if vip_check_error.is_some() { ProbeAddress::Server } else { ProbeAddress::Vip };
+fn check_probe_address(health: &Health, reason_against_vip: Option<String>, reader: &mut Reader<'_>) -> ProbeAddress {
+    let default_address = if reason_against_vip.is_some() { ProbeAddress::Server } else { ProbeAddress::Vip };
     let Some(address_entry) = &health.at else { return default_address };
-    if let Some(reason) = vip_check_error.filter(|_| *address_entry.get_ref() == ProbeAddress::Vip) {
+    if let Some(reason) = reason_against_vip.filter(|_| *address_entry.get_ref() == ProbeAddress::Vip) {
         reader.report(address_entry.span(), format!("checks at the VIP of {reason}: expected \"server\""));
     }
     *address_entry.get_ref()
 }
 
-/// Stores a mistake for each key that has no effect on this kind of check.
+/// Reports a mistake for each key that has no effect on this kind of check.
 fn reject_unused_keys(health: &Health, reader: &mut Reader<'_>) {
     use CheckKind::{Http, Https, Tcp};
     let keys_and_kinds: [(&str, Option<Span>, &[CheckKind]); 7] = [
@@ -268,7 +270,7 @@ fn reject_unused_keys(health: &Health, reader: &mut Reader<'_>) {
     }
 }
 
-fn certificate_verification(health: &Health, reader: &mut Reader<'_>) -> CertificateVerification {
+fn check_certificate_verification(health: &Health, reader: &mut Reader<'_>) -> CertificateVerification {
     match (&health.verify, &health.ca) {
         (Some(verify), None) if !verify.get_ref() => CertificateVerification::Off,
         (Some(verify), Some(_)) if !verify.get_ref() => {

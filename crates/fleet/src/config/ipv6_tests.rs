@@ -5,7 +5,7 @@ use coreward_model::health::ProbeAddress;
 
 use super::{FleetConfig, OtherBalancer};
 
-fn parse_service(vip: &str, keys: &str) -> Result<FleetConfig, String> {
+fn parse_fleet_with_service(vip: &str, keys: &str) -> Result<FleetConfig, String> {
     let server = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.11\"\n";
     let text = format!("{server}[[service]]\nname = \"web\"\nvip = \"{vip}\"\n{keys}\n");
     FleetConfig::parse(&Source::from_text("fleet.toml", &text)).map_err(|mistakes| mistakes.to_string())
@@ -21,15 +21,15 @@ fn service_may_have_an_ipv6_vip() {
         "protocol = \"udp\"",
         "consistency = \"none\"\npolicy = \"maglev\"",
     ] {
-        let config = parse_service("[2001:DB8:0::1]:80", keys).unwrap();
+        let config = parse_fleet_with_service("[2001:DB8:0::1]:80", keys).unwrap();
         assert_eq!(config.services[0].address.vip_and_port, "[2001:db8::1]:80".parse().unwrap(), "{keys}");
     }
 }
 
 #[test]
-fn one_vip_in_two_notations_is_a_duplicate() {
+fn same_vip_in_two_notations_is_rejected_as_a_duplicate() {
     let second_service = "[[service]]\nname = \"api\"\nvip = \"[2001:db8:0:0::1]:80\"";
-    let error = parse_service("[2001:db8::1]:80", second_service).unwrap_err();
+    let error = parse_fleet_with_service("[2001:db8::1]:80", second_service).unwrap_err();
     assert!(error.contains("VIP [2001:db8::1]:80/tcp is used twice (first in line 6)"), "{error}");
 }
 
@@ -51,12 +51,12 @@ fn unusable_vip_is_rejected_with_the_reason() {
             "fleet.toml:6:7: key `service.vip`: VIP {vip:?} {reason}: expected an address that one host can have and a \
              port from 1 on, as \"10.200.0.1:80\" or \"[2001:db8::1]:80\""
         );
-        assert_eq!(parse_service(vip, "").unwrap_err(), expected_error);
+        assert_eq!(parse_fleet_with_service(vip, "").unwrap_err(), expected_error);
     }
 }
 
 #[test]
-fn settings_that_ipv6_does_not_allow_are_rejected_at_their_line() {
+fn invalid_settings_for_ipv6_are_rejected_with_their_line() {
     for (keys, message) in [
         (
             "migrate_to = \"fe80::9\"",
@@ -74,22 +74,22 @@ fn settings_that_ipv6_does_not_allow_are_rejected_at_their_line() {
              family: expected \"server\"",
         ),
     ] {
-        assert_eq!(parse_service("[2001:db8::1]:80", keys).unwrap_err(), format!("fleet.toml:{message}"));
+        assert_eq!(parse_fleet_with_service("[2001:db8::1]:80", keys).unwrap_err(), format!("fleet.toml:{message}"));
     }
 }
 
 #[test]
-fn ipv6_service_may_migrate_from_either_address_family() {
+fn ipv6_service_may_migrate_from_a_balancer_of_either_family() {
     for address in ["2001:db8::5", "10.2.0.5"] {
-        let config = parse_service("[2001:db8::1]:80", &format!("migrate_from = {address:?}")).unwrap();
+        let config = parse_fleet_with_service("[2001:db8::1]:80", &format!("migrate_from = {address:?}")).unwrap();
         let previous_balancer = OtherBalancer { address: address.parse().unwrap(), takes_new_connections: false };
         assert_eq!(config.services[0].other_balancer, Some(previous_balancer));
     }
 }
 
 #[test]
-fn servers_of_another_address_family_are_checked_at_their_own_address() {
-    let config = parse_service("[2001:db8::1]:80", "[service.health]").unwrap();
+fn servers_of_other_family_are_checked_at_their_own_address() {
+    let config = parse_fleet_with_service("[2001:db8::1]:80", "[service.health]").unwrap();
     assert_eq!(config.services[0].health_check.as_ref().unwrap().probe_address, ProbeAddress::Server);
     let server = "[[server]]\nname = \"s1\"\naddress = \"2001:db8::11\"\n";
     let service = "[[service]]\nname = \"web\"\nvip = \"[2001:db8::1]:80\"\n[service.health]\n";
@@ -97,7 +97,7 @@ fn servers_of_another_address_family_are_checked_at_their_own_address() {
     assert_eq!(config.services[0].health_check.as_ref().unwrap().probe_address, ProbeAddress::Vip);
 }
 
-fn parse_server(address: &str, keys: &str) -> Result<FleetConfig, String> {
+fn parse_fleet_with_server(address: &str, keys: &str) -> Result<FleetConfig, String> {
     let server = format!("[[server]]\nname = \"s1\"\naddress = \"{address}\"\n");
     let text = format!("{server}[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{keys}\n");
     FleetConfig::parse(&Source::from_text("fleet.toml", &text)).map_err(|mistakes| mistakes.to_string())
@@ -105,23 +105,23 @@ fn parse_server(address: &str, keys: &str) -> Result<FleetConfig, String> {
 
 #[test]
 fn server_may_have_an_ipv6_address() {
-    let config = parse_server("2001:db8::11", "[service.health]").unwrap();
+    let config = parse_fleet_with_server("2001:db8::11", "[service.health]").unwrap();
     assert_eq!(config.servers[0].address, "2001:db8::11".parse::<std::net::IpAddr>().unwrap());
     assert_eq!(config.services[0].health_check.as_ref().unwrap().probe_address, ProbeAddress::Server);
     let expected_error = "fleet.toml:3:11: key `server.address`: server address \"fe80::1\" is a link-local address: \
                     expected an address that one host can have, as \"10.2.0.11\" or \"2001:db8::11\"";
-    assert_eq!(parse_server("fe80::1", "").unwrap_err(), expected_error);
+    assert_eq!(parse_fleet_with_server("fe80::1", "").unwrap_err(), expected_error);
 }
 
 #[test]
-fn lb_timestamps_are_allowed_for_either_address_family() {
+fn lb_side_stamping_is_allowed_for_either_address_family() {
     for vip in ["10.200.0.1:80", "[2001:db8::1]:80"] {
         assert_eq!(
-            parse_service(vip, "timestamps = \"lb\"").unwrap().services[0].mode.timestamps,
+            parse_fleet_with_service(vip, "timestamps = \"lb\"").unwrap().services[0].mode.timestamps,
             TimestampOrigin::LoadBalancer
         );
     }
-    assert!(parse_server("2001:db8::11", "timestamps = \"lb\"").is_ok());
+    assert!(parse_fleet_with_server("2001:db8::11", "timestamps = \"lb\"").is_ok());
 }
 
 #[test]

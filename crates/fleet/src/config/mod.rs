@@ -1,7 +1,7 @@
-//! The fleet document, parsed and checked. docs/config.md is the reference.
+//! Fleet document, parsed and checked. docs/config.md is its reference.
 //!
-//! [`file`], [`service`] and [`address`] describe single values, while [`service`] and [`check`] check combinations.
-//! Every mistake has the location of the invalid value. [`difference`] compares two documents.
+//! [`file`], [`service`] and [`address`] describe single values, while [`service`] and [`check`] check combinations of
+//! values. Every mistake has the location of the invalid value. [`difference`] compares two documents.
 
 mod address;
 mod check;
@@ -32,26 +32,27 @@ use coreward_model::policy::{ServerCapacity, ServerWeight};
 use coreward_model::tuple::ServiceAddress;
 use coreward_model::vlan::Vlan;
 
-pub use difference::{Change, list_changes};
+pub use difference::{DocumentChange, list_changes};
 use file::FleetFile;
 
-/// Default interval between reports, which is 10 Hz as published (CrossRSS, CoNEXT'20).
+/// Default interval between reports of an agent, which is 10 Hz as in the CrossRSS paper (CoNEXT'20).
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Default of `max_connection_lifetime`. A cookie lives as long as its connection, nearly always less than a day.
+/// Default of `max_connection_lifetime`. A cookie lives as long as its connection, which is nearly always less than a
+/// day.
 pub const DEFAULT_MAX_CONNECTION_LIFETIME: Duration = Duration::from_secs(86_400);
 
 #[derive(Debug, Clone)]
 pub struct FleetConfig {
     pub report_interval: Duration,
-    pub table_updates: TableTiming,
-    /// Time for which tables that depend on loads remain in use without a leader.
+    pub table_timing: TableTiming,
+    /// Time for which tables that depend on loads remain in use while no controller leads.
     pub table_lifetime: Duration,
     pub load_ewma_alpha: SmoothingWeight,
-    /// Maximum life of a cookie, for which the ids of former servers and the previous key are kept.
+    /// Maximum lifetime of a cookie. For this time, ids of former servers and the previous key are kept.
     pub max_connection_lifetime: Duration,
-    /// Interval between key rotations, or `None` if keys are rotated by command only.
-    pub key_rotation: Option<Duration>,
+    /// Interval between key rotations, or `None` if keys are rotated only by command.
+    pub key_rotation_interval: Option<Duration>,
     /// Names of the racks that may connect, or `None` if any rack may.
     pub allowed_racks: Option<BTreeSet<String>>,
     /// Names of the load balancers that may connect, or `None` if any load balancer may.
@@ -69,27 +70,27 @@ pub struct ServerConfig {
     pub name: String,
     /// Address at which load balancers reach the server.
     pub address: IpAddr,
-    /// Id that the operator has chosen, with its location in the document, or `None` to draw an id at random.
+    /// Id that the operator chose, with its location in the document, or `None` if an id is to be drawn at random.
     pub id: Option<(ServerId, Span)>,
     pub state: ServerState,
-    /// Relative share of new connections.
+    /// Share of new connections relative to other servers.
     pub weight: ServerWeight,
-    /// Capacity in cores, or `None` to use the number of the server's cores.
+    /// Capacity in cores of usual speed, or `None` to use the number of the server's cores.
     pub capacity: Option<ServerCapacity>,
     /// VLAN of the frames that load balancers send to the server.
     pub vlan: Vlan,
-    /// Names of the racks that may report for the server, or `None` for those of the fleet.
+    /// Names of the racks that may report for the server, or `None` for the fleet's allowed racks.
     pub allowed_racks: Option<BTreeSet<String>>,
     /// Location of the server in the document.
     pub span: Span,
 }
 
-/// Event that triggers a new placement table of a service.
+/// Trigger of new placement tables for a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TableTiming {
-    /// A table is made as soon as a report or another input changes.
+    /// A table is computed as soon as a report or another input changes.
     OnChange,
-    /// Tables are made once per report interval, as published (CrossRSS, CoNEXT'20) and as in the simulator.
+    /// Tables are computed once per report interval, as in the CrossRSS paper (CoNEXT'20) and the simulator.
     Interval,
 }
 
@@ -101,11 +102,11 @@ pub enum ServerState {
     Draining,
 }
 
-/// Another load balancer, which serves a part of the service's connections during a migration.
+/// Other load balancer of a migration, which serves a part of the service's connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OtherBalancer {
     pub address: IpAddr,
-    /// Whether new connections go to the other load balancer (`migrate_to`). Otherwise the service came from it
+    /// Whether new connections go to the other load balancer (`migrate_to`). Otherwise the service was migrated from it
     /// (`migrate_from`).
     pub takes_new_connections: bool,
 }
@@ -114,14 +115,15 @@ pub struct OtherBalancer {
 pub struct ServiceConfig {
     pub name: String,
     pub address: ServiceAddress,
-    /// Consistency mode of the service. A migration in it has no id yet, because the document has none.
+    /// Consistency mode of the service. Its migration is not set, because the document has no id of the other load
+    /// balancer.
     pub mode: ServiceSettings,
     /// Load balancer from which the service is adopted, or to which it is handed over.
     pub other_balancer: Option<OtherBalancer>,
-    /// Name of the placement policy, one of `coreward_model::policy::names()`.
-    pub policy: &'static str,
-    pub slow_start: Duration,
-    pub buckets: BucketCount,
+    /// Name of the placement policy, one of `coreward_model::policy::policy_names()`.
+    pub policy_name: &'static str,
+    pub slow_start_duration: Duration,
+    pub bucket_count: BucketCount,
     /// Health check of the service's servers, or `None` if they are not checked.
     pub health_check: Option<HealthCheck>,
     /// Treatment of new connections when all servers are down.
@@ -138,8 +140,8 @@ impl FleetConfig {
         Self::parse(&Source::read(path)?)
     }
 
-    /// Parses an operator's document. Rejects a document without any key. Otherwise a file that an editor has just
-    /// truncated, or that a full disk has left empty, would end all services at the next SIGHUP.
+    /// Parses an operator's document. Rejects a document without any key. An editor that has just truncated the file,
+    /// or a full disk, can leave it empty. All services would otherwise end at the next SIGHUP.
     pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         let is_empty = source.top_level_keys().is_empty() && source.syntax_errors().is_empty();
         if is_empty {
@@ -149,7 +151,7 @@ impl FleetConfig {
         Self::parse_stored(source)
     }
 
-    /// Parses the stored document, which is empty before the first one is applied.
+    /// Parses the stored document, which is empty until the first document is applied.
     pub fn parse_stored(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|file: FleetFile, reader| Some(check::check_fleet(file, reader)))
     }
@@ -158,7 +160,8 @@ impl FleetConfig {
         &self.source
     }
 
-    /// Returns diagnostics for mistakes that were found by comparison with the records, sorted by location and message.
+    /// Returns diagnostics for mistakes that were found by comparison with the fleet's records. They are sorted by
+    /// location and message.
     pub fn diagnostics(&self, mistakes: Vec<(Span, String)>) -> Diagnostics {
         Diagnostics::at(&self.source, mistakes)
     }

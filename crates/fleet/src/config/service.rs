@@ -12,36 +12,36 @@ use super::address::{BalancerAddress, Vip};
 use super::health::Health;
 
 config_struct! {
-    /// One `[[service]]`.
+    /// Keys of a `[[service]]` table in the fleet document.
     pub struct Service {
-        /// Unique name.
+        /// Unique name of the service.
         pub name: LocatedValue<Name>,
-        /// Address (IPv4 or IPv6) and port of clients' connections; unique, and no server's own address.
+        /// Address (IPv4 or IPv6) and port to which clients connect; unique, and no server's own address.
         pub vip: LocatedValue<Vip>,
         /// Protocol of the service.
         pub protocol: LocatedValue<Protocol> = LocatedValue { value: Some(Protocol::Tcp), span: 0..0 },
-        /// TCP: method by which packets find the server of their connection.
+        /// Method that keeps packets of a TCP connection at its server.
         pub consistency: Option<Spanned<Consistency>>,
         /// Party that stamps the cookie into TCP timestamps.
         pub timestamps: Option<Spanned<TimestampOrigin>>,
-        /// Forwarding of packets to servers: by MAC address, or with an outer header across routers.
+        /// Method of forwarding packets to servers: by MAC address, or with an outer header across routers.
         pub forwarding: Option<Spanned<Forwarding>>,
-        /// UDP: unit of traffic for which a server is chosen.
+        /// Unit of traffic for which a UDP service chooses a server: flow or packet.
         pub udp: Option<Spanned<UdpMode>>,
-        /// Address of the load balancer that had the service before and gets unknown packets.
+        /// Address of the load balancer that had the service before, and gets packets of unknown connections.
         pub migrate_from: Option<Spanned<BalancerAddress>>,
         /// Address of the load balancer that gets new connections; established connections continue here.
         pub migrate_to: Option<Spanned<BalancerAddress>>,
         /// Placement policy for new connections.
         pub policy: LocatedValue<PolicyName> =
             LocatedValue { value: Some(PolicyName(policy::DEFAULT_POLICY_NAME)), span: 0..0 },
-        /// Time in which the share of a joining server grows linearly.
+        /// Time in which a joining server's share of new connections grows linearly to its full value.
         pub slow_start: Option<BoundedDuration<0, HOUR_NS>>,
-        /// Number of buckets, a power of two; by default the fleet's.
+        /// Number of the service's hash buckets, a power of two; by default the fleet's `buckets`.
         pub buckets: Option<BucketCount>,
-        /// Names of its servers; by default all servers.
+        /// Names of the service's servers; by default all servers.
         pub servers: Option<Vec<Spanned<String>>>,
-        /// Health check of its servers; by default none.
+        /// Health check of the service's servers; by default none.
         pub health: Option<Spanned<Health>>,
         /// Treatment of new connections when all servers are down.
         pub when_all_down: WhenAllDown = WhenAllDown::default(),
@@ -51,9 +51,9 @@ config_struct! {
 /// Unit of traffic for which a UDP service chooses a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UdpMode {
-    /// All datagrams from one client's address and port are placed together.
+    /// All datagrams from the same client address and port go to one server.
     Flow,
-    /// Each datagram is placed on its own.
+    /// A server is chosen for each datagram independently.
     Packet,
 }
 
@@ -63,21 +63,21 @@ string_enum!(
     [("flow", UdpMode::Flow), ("packet", UdpMode::Packet)].map(|(name, mode)| (name.to_owned(), mode))
 );
 
-/// Name of an existing policy.
+/// Name of a placement policy that exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PolicyName(pub &'static str);
 
 string_enum!(PolicyName, "policy", policy::policy_names().into_iter().map(|name| (name.to_owned(), PolicyName(name))));
 
-/// Returns the consistency mode of the service. Mistakes are stored in the reader.
-pub fn service_mode(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> ServiceSettings {
-    let mode_without_forwarding = match protocol {
-        Protocol::Tcp => tcp_mode(service, reader),
-        Protocol::Udp => udp_mode(service, reader),
+/// Returns the consistency, timestamps and forwarding of the service. Stores mistakes in the reader.
+pub fn parse_service_settings(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> ServiceSettings {
+    let settings_without_forwarding = match protocol {
+        Protocol::Tcp => parse_tcp_settings(service, reader),
+        Protocol::Udp => parse_udp_settings(service, reader),
     };
-    let Some(forwarding_entry) = &service.forwarding else { return mode_without_forwarding };
+    let Some(forwarding_entry) = &service.forwarding else { return settings_without_forwarding };
     let forwarding = *forwarding_entry.get_ref();
-    if forwarding.encapsulates() && mode_without_forwarding.timestamps == TimestampOrigin::LoadBalancer {
+    if forwarding.encapsulates() && settings_without_forwarding.timestamps == TimestampOrigin::LoadBalancer {
         let message = format!(
             "forwarding {:?} with timestamps by \"lb\", whose servers' answers must pass the load balancer: expected \
              \"l2\", or timestamps by \"server\" or \"off\"",
@@ -85,10 +85,10 @@ pub fn service_mode(service: &Service, protocol: Protocol, reader: &mut Reader<'
         );
         reader.report(forwarding_entry.span(), message);
     }
-    ServiceSettings { forwarding, ..mode_without_forwarding }
+    ServiceSettings { forwarding, ..settings_without_forwarding }
 }
 
-fn udp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceSettings {
+fn parse_udp_settings(service: &Service, reader: &mut Reader<'_>) -> ServiceSettings {
     let tcp_only_keys = [
         ("consistency", service.consistency.as_ref().map(Spanned::span)),
         ("timestamps", service.timestamps.as_ref().map(Spanned::span)),
@@ -101,28 +101,28 @@ fn udp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceSettings {
         );
         reader.report(span, message);
     }
-    let default_mode = ServiceSettings::default_for_protocol(Protocol::Udp);
+    let default_settings = ServiceSettings::default_for_protocol(Protocol::Udp);
     match service.udp.as_ref().map(Spanned::get_ref) {
-        None => default_mode,
-        Some(UdpMode::Flow) => ServiceSettings { consistency: Consistency::HashTable, ..default_mode },
-        Some(UdpMode::Packet) => ServiceSettings { consistency: Consistency::None, ..default_mode },
+        None => default_settings,
+        Some(UdpMode::Flow) => ServiceSettings { consistency: Consistency::HashTable, ..default_settings },
+        Some(UdpMode::Packet) => ServiceSettings { consistency: Consistency::None, ..default_settings },
     }
 }
 
-fn tcp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceSettings {
+fn parse_tcp_settings(service: &Service, reader: &mut Reader<'_>) -> ServiceSettings {
     if let Some(udp) = &service.udp {
         reader.report(udp.span(), "a TCP service has no `udp`: expected it with `protocol = \"udp\"` only");
     }
-    let default_mode = ServiceSettings::default_for_protocol(Protocol::Tcp);
+    let default_settings = ServiceSettings::default_for_protocol(Protocol::Tcp);
     let consistency =
-        service.consistency.as_ref().map_or(default_mode.consistency, |consistency| *consistency.get_ref());
+        service.consistency.as_ref().map_or(default_settings.consistency, |consistency| *consistency.get_ref());
     let uses_cookies = matches!(consistency, Consistency::Stateless | Consistency::Stateful);
     let timestamps = match &service.timestamps {
-        None if uses_cookies => default_mode.timestamps,
+        None if uses_cookies => default_settings.timestamps,
         None => TimestampOrigin::Off,
         Some(timestamps) => {
             let requested_timestamps = *timestamps.get_ref();
-            if let Some(message) = timestamps_error(consistency, uses_cookies, requested_timestamps) {
+            if let Some(message) = describe_timestamps_error(consistency, uses_cookies, requested_timestamps) {
                 reader.report(timestamps.span(), message);
             }
             requested_timestamps
@@ -131,11 +131,15 @@ fn tcp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceSettings {
     if let (Consistency::None, Some(consistency_entry)) = (consistency, &service.consistency) {
         reject_unstable_policy(consistency_entry, service, reader);
     }
-    ServiceSettings { consistency, timestamps, ..default_mode }
+    ServiceSettings { consistency, timestamps, ..default_settings }
 }
 
 /// Returns the reason why the service cannot have the requested timestamps, or `None` if it can.
-fn timestamps_error(consistency: Consistency, uses_cookies: bool, requested: TimestampOrigin) -> Option<String> {
+fn describe_timestamps_error(
+    consistency: Consistency,
+    uses_cookies: bool,
+    requested: TimestampOrigin,
+) -> Option<String> {
     let consistency_name = consistency.name();
     if !uses_cookies && requested != TimestampOrigin::Off {
         return Some(format!(
@@ -153,7 +157,7 @@ fn timestamps_error(consistency: Consistency, uses_cookies: bool, requested: Tim
     })
 }
 
-/// Rejects policies that move established connections. Without a consistency mode, each connection follows its bucket.
+/// Rejects policies that depend on loads. With consistency "none", each connection moves whenever its bucket moves.
 fn reject_unstable_policy<T>(consistency: &Spanned<T>, service: &Service, reader: &mut Reader<'_>) {
     let Some(PolicyName(chosen)) = service.policy.value else { return };
     let stable_policies = policy::load_independent_policy_names();

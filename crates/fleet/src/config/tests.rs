@@ -44,9 +44,9 @@ fn error_after_replacement(old_text: &str, new_text: &str) -> String {
 
 #[test]
 fn server_in_too_many_services_is_rejected() {
-    let parse_services = |services: u32| {
+    let parse_services = |service_count: u32| {
         let mut text = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n".to_owned();
-        for service in 0..services {
+        for service in 0..service_count {
             text += &format!("[[service]]\nname = \"web{service}\"\nvip = \"10.200.0.1:{}\"\n", 80 + service);
         }
         FleetConfig::parse(&Source::from_text("fleet.toml", &text))
@@ -56,7 +56,7 @@ fn server_in_too_many_services_is_rejected() {
     assert!(mistakes.contains("server \"s1\" is in 65 services: expected at most 64"), "{mistakes}");
 }
 
-/// A file that was cut off (by a full disk, or by an editor at work) must not end all services.
+/// A file that was truncated (by a full disk, or by an editor during a write) must not end all services.
 #[test]
 fn empty_document_is_rejected() {
     for text in ["", "\n# nothing\n", "\u{feff}"] {
@@ -85,7 +85,7 @@ fn valid_file_is_parsed() {
     let services: Vec<_> = config
         .services
         .iter()
-        .map(|s| (s.address.to_string(), s.policy, s.buckets.get(), s.server_positions.clone()))
+        .map(|s| (s.address.to_string(), s.policy_name, s.bucket_count.get(), s.server_positions.clone()))
         .collect();
     assert_eq!(
         services,
@@ -103,7 +103,7 @@ fn defaults_are_as_documented() {
         (config.report_interval, config.load_ewma_alpha),
         (DEFAULT_REPORT_INTERVAL, SmoothingWeight::PAPER_VALUE)
     );
-    assert_eq!(config.services[0].buckets, BucketCount::PAPER_VALUE);
+    assert_eq!(config.services[0].bucket_count, BucketCount::PAPER_VALUE);
     assert!(config.services[0].server_positions.is_empty());
 }
 
@@ -239,7 +239,7 @@ fn each_invalid_value_is_reported_with_its_key() {
 }
 
 /// A text of the valid document, its replacement, and the message.
-const CONTRADICTING_VALUES: [(&str, &str, &str); 22] = [
+const CONTRADICTORY_VALUES: [(&str, &str, &str); 22] = [
     (
         "\"s2\"",
         "\"s1\"",
@@ -376,15 +376,15 @@ const CONTRADICTING_VALUES: [(&str, &str, &str); 22] = [
 ];
 
 #[test]
-fn contradicting_values_are_reported_with_their_keys() {
-    for (old_text, new_text, message) in CONTRADICTING_VALUES {
+fn contradictory_values_are_reported_with_their_keys() {
+    for (old_text, new_text, message) in CONTRADICTORY_VALUES {
         assert_eq!(error_after_replacement(old_text, new_text), message);
     }
 }
 
 #[test]
-fn service_modes_are_parsed() {
-    let parse_mode = |keys: &str| {
+fn service_settings_are_parsed() {
+    let parse_settings = |keys: &str| {
         let service_mode =
             parse_fleet(&VALID_FLEET_TOML.replacen("policy = \"pow2\"", keys, 1)).unwrap().services[1].mode;
         (service_mode.consistency.name(), service_mode.timestamps.name())
@@ -402,7 +402,7 @@ fn service_modes_are_parsed() {
         ("protocol = \"udp\"\nudp = \"packet\"\npolicy = \"rr\"", "none", "off"),
     ];
     for (keys, consistency, timestamps) in cases {
-        assert_eq!(parse_mode(keys), (consistency.to_owned(), timestamps), "{keys}");
+        assert_eq!(parse_settings(keys), (consistency.to_owned(), timestamps), "{keys}");
     }
 }
 
@@ -421,8 +421,8 @@ fn weights_and_times_are_parsed() {
     let config = parse_fleet(&text).unwrap();
     assert_eq!((config.servers[0].weight.get(), config.servers[0].capacity.map(|c| c.get())), (0, Some(2.5)));
     assert_eq!((config.servers[1].weight.get(), config.servers[1].capacity), (1, None));
-    assert_eq!(config.services[1].slow_start, Duration::from_secs(30));
-    assert_eq!(config.key_rotation, Some(Duration::from_secs(7 * 86_400)));
+    assert_eq!(config.services[1].slow_start_duration, Duration::from_secs(30));
+    assert_eq!(config.key_rotation_interval, Some(Duration::from_secs(7 * 86_400)));
 }
 
 /// Returns the valid document with a list of the fleet's racks and with a rack of server s1.
@@ -508,7 +508,7 @@ fn too_many_services_are_rejected() {
     );
 }
 
-/// One wrong value hides no other mistakes, and causes no second mistake in values that depend on it.
+/// An invalid value hides no other mistakes, and causes no further mistake in values that depend on it.
 #[test]
 fn all_mistakes_are_reported_at_once() {
     let text = VALID_FLEET_TOML
@@ -524,7 +524,7 @@ fn all_mistakes_are_reported_at_once() {
     assert_eq!(mistake_keys, expected_keys.map(|key| format!("key `{key}`")), "{mistakes}");
 }
 
-/// Lines of the second service and the messages about them.
+/// Lines to add to the second service, and the expected error message about them.
 const INVALID_MIGRATIONS: [(&str, &str); 6] = [
     (
         "migrate_from = \"10.2.0.5\"\nmigrate_to = \"10.2.0.5\"",

@@ -9,7 +9,8 @@ use coreward_model::tuple::{Protocol, ServiceAddress};
 use super::service::Service;
 use super::{OtherBalancer, ServerConfig, ServiceConfig};
 
-/// Returns a migrating service's other load balancer, or `None` without one. Mistakes are stored in the reader.
+/// Returns the other load balancer of a migrating service, or `None` if the service does not migrate. Stores mistakes
+/// in the reader.
 pub fn parse_other_balancer(
     service: &Service,
     address: ServiceAddress,
@@ -51,7 +52,8 @@ pub fn parse_other_balancer(
     Some(OtherBalancer { address: other_address, takes_new_connections: service.migrate_to.is_some() })
 }
 
-/// Checks that each server stamps new connections of all its services or of none, as the kernel has only one setting.
+/// Checks that each server stamps the new connections of all its services or of none, because the server's kernel has
+/// only one setting for all services.
 pub fn check_uniform_stamping(
     services: &[ServiceConfig],
     servers: &[ServerConfig],
@@ -61,18 +63,18 @@ pub fn check_uniform_stamping(
     let is_handed_over =
         |service: &ServiceConfig| service.other_balancer.is_some_and(|other| other.takes_new_connections);
     let stamped_services = || services.iter().filter(|service| service.mode.is_stamped_by_servers());
-    let mut first_kept_service_index: HashMap<usize, usize> = HashMap::new();
+    let mut kept_service_index_by_server: HashMap<usize, usize> = HashMap::new();
     for (service_index, kept_service) in services
         .iter()
         .enumerate()
         .filter(|(_, service)| service.mode.is_stamped_by_servers() && !is_handed_over(service))
     {
         for position in &kept_service.server_positions {
-            first_kept_service_index.entry(*position).or_insert(service_index);
+            kept_service_index_by_server.entry(*position).or_insert(service_index);
         }
     }
     for leaving_service in stamped_services().filter(|service| is_handed_over(service)) {
-        let to_kept_service = |position: &usize| Some((*first_kept_service_index.get(position)?, *position));
+        let to_kept_service = |position: &usize| Some((*kept_service_index_by_server.get(position)?, *position));
         let shared_server = leaving_service
             .server_positions
             .iter()

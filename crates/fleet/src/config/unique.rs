@@ -4,7 +4,7 @@ use std::hash::Hash;
 
 use coreward_config::{Reader, Span};
 
-/// Set of values that must be unique in the document, with their locations.
+/// Set of values that must be unique in the document, each with the location of its first use.
 pub struct UniqueValues<T> {
     value_name: &'static str,
     first_locations: HashMap<T, Span>,

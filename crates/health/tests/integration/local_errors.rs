@@ -39,7 +39,7 @@ fn wait_until(checker: &Checker<u32>, description: &str, condition: impl Fn(&Che
     }
 }
 
-/// Runs in a child process, because it lowers the process's limit of open files.
+/// Runs its checks in a child process, because it lowers the process's limit of open files.
 #[test]
 fn exhausted_file_descriptors_mark_no_server_down() {
     const CHILD_ENV_VARIABLE: &str = "COREWARD_TEST_ALONE";

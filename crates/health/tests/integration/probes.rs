@@ -46,7 +46,8 @@ fn listen_on_address(address: IpAddr) -> (TcpListener, SocketAddr) {
     (listener, address)
 }
 
-/// Answers every request on a connection from `accept` with the current value of `status`.
+/// Answers each HTTP request with the current value of `status`. `accept` converts a TCP connection to the stream from
+/// which the request is read.
 fn serve_http_status<C: std::io::Read + std::io::Write>(
     listener: TcpListener,
     status: Arc<AtomicU16>,
@@ -131,7 +132,7 @@ fn silent_server_times_out() {
 }
 
 #[test]
-fn error_names_an_answer_that_is_not_http() {
+fn answer_that_is_not_http_is_reported() {
     let (listener, address) = listen_on_loopback();
     std::thread::spawn(move || {
         for stream in listener.incoming() {
@@ -211,17 +212,17 @@ fn checker_follows_the_http_status_of_the_server() {
         let servers_by_key = keys.iter().map(|key| (*key, address.ip())).collect();
         vec![CheckedService { health_check: health_check.clone(), vip: address, servers_by_key, nat_table: None }]
     };
-    let verdict_and_count = |key: u8| {
+    let verdict_and_check_count = |key: u8| {
         let (_, result) = checker.results().into_iter().find(|(result_key, _)| *result_key == key)?;
         Some((result.verdict(), result.check_count))
     };
     checker.set_services(checked_service(&[1, 2]));
     wait_until("both are up", || {
-        [1, 2].iter().all(|key| matches!(verdict_and_count(*key), Some((Some(HealthVerdict::Up), _))))
+        [1, 2].iter().all(|key| matches!(verdict_and_check_count(*key), Some((Some(HealthVerdict::Up), _))))
     });
     status.store(503, Ordering::Relaxed);
     wait_until("both are down", || {
-        [1, 2].iter().all(|key| matches!(verdict_and_count(*key), Some((Some(HealthVerdict::Down), _))))
+        [1, 2].iter().all(|key| matches!(verdict_and_check_count(*key), Some((Some(HealthVerdict::Down), _))))
     });
     let (_, failed_result) = checker.results().remove(0);
     assert!(
@@ -230,13 +231,13 @@ fn checker_follows_the_http_status_of_the_server() {
     );
 
     // Unchanged checks continue, and removed ones are forgotten.
-    let check_count_before = verdict_and_count(1).unwrap().1;
+    let check_count_before = verdict_and_check_count(1).unwrap().1;
     checker.set_services(checked_service(&[1, 3]));
-    wait_until("the third is known", || verdict_and_count(3).is_some());
-    assert_eq!(verdict_and_count(2), None);
-    assert!(verdict_and_count(1).unwrap().1 >= check_count_before);
+    wait_until("the third is known", || verdict_and_check_count(3).is_some());
+    assert_eq!(verdict_and_check_count(2), None);
+    assert!(verdict_and_check_count(1).unwrap().1 >= check_count_before);
     status.store(200, Ordering::Relaxed);
-    wait_until("it is up again", || matches!(verdict_and_count(1), Some((Some(HealthVerdict::Up), _))));
+    wait_until("it is up again", || matches!(verdict_and_check_count(1), Some((Some(HealthVerdict::Up), _))));
     checker.set_services(Vec::new());
     wait_until("nothing is checked", || checker.results().is_empty());
 }

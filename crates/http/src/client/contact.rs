@@ -7,15 +7,15 @@ use std::str::FromStr;
 
 use coreward_tls::CredentialFiles;
 
-/// Address of a controller's HTTP API.
+/// URL of a controller's HTTP API.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ControllerUrl {
     is_https: bool,
-    /// Host and port of the controller, as they are written in the URL.
-    pub(super) authority: String,
+    /// Host and port of the controller, in the form in which the URL contains them.
+    pub(super) host_and_port: String,
 }
 
-/// Error for a text that is not the address of a controller's API.
+/// Error for a text that is not the URL of a controller's API.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?}: expected the address and port of a controller's API on this host, as \"127.0.0.1:7401\", or \
@@ -34,7 +34,7 @@ impl FromStr for ControllerUrl {
             let is_host = !host.is_empty() && !host.contains(['/', '@', '?', '#', ' ']);
             let is_port = port.parse::<u16>().is_ok_and(|port| port > 0);
             return if is_host && is_port {
-                Ok(Self { is_https: true, authority: authority.to_owned() })
+                Ok(Self { is_https: true, host_and_port: authority.to_owned() })
             } else {
                 Err(invalid_url())
             };
@@ -47,9 +47,9 @@ impl FromStr for ControllerUrl {
 }
 
 impl From<SocketAddr> for ControllerUrl {
-    /// Returns a URL without TLS.
+    /// Returns the URL `http://ADDRESS:PORT` of a controller, without TLS.
     fn from(address: SocketAddr) -> Self {
-        Self { is_https: false, authority: address.to_string() }
+        Self { is_https: false, host_and_port: address.to_string() }
     }
 }
 
@@ -61,7 +61,7 @@ impl ControllerUrl {
 
     /// Returns the host without the port. An IPv6 address has no brackets.
     pub(super) fn host(&self) -> &str {
-        let host = self.authority.rsplit_once(':').map_or(self.authority.as_str(), |(host, _)| host);
+        let host = self.host_and_port.rsplit_once(':').map_or(self.host_and_port.as_str(), |(host, _)| host);
         host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
     }
 }
@@ -69,7 +69,7 @@ impl ControllerUrl {
 impl fmt::Display for ControllerUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(if self.is_https { "https://" } else { "" })?;
-        f.write_str(&self.authority)
+        f.write_str(&self.host_and_port)
     }
 }
 
@@ -80,10 +80,11 @@ pub enum Credential {
     Token {
         /// Path of the token file.
         file: PathBuf,
-        /// Path of the certificates (PEM) that may sign a controller's certificate. `https://` requires it.
+        /// Path of the file (PEM) with the authorities that may sign a controller's certificate. `https://` requires
+        /// it.
         ca: Option<PathBuf>,
     },
-    /// Certificate that names its owner as operator or viewer. It requires `https://`.
+    /// Certificate that identifies its owner as an operator or a viewer. It requires `https://`.
     Certificate(CredentialFiles),
 }
 
@@ -92,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn urls_are_parsed_and_invalid_ones_rejected() {
+    fn valid_urls_are_parsed_and_invalid_urls_rejected() {
         for (text, displayed_url, host) in [
             ("127.0.0.1:7401", "127.0.0.1:7401", "127.0.0.1"),
             ("http://127.0.0.1:7401/", "127.0.0.1:7401", "127.0.0.1"),

@@ -18,7 +18,7 @@ use super::contact::ControllerUrl;
 
 /// Time limit for connecting to a controller.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time limit for a complete answer, which has about 10 MB for 16,384 servers with 64 cores each.
+/// Time limit for receiving a complete answer. The largest has about 10 MB, for 16,384 servers with 64 cores each.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(super) struct PendingRequest {
@@ -29,7 +29,8 @@ pub(super) struct PendingRequest {
     pub body: Option<Vec<u8>>,
 }
 
-/// Sends a request and returns the answer. `token` authenticates the caller if it has no certificate.
+/// Connects to a controller, sends a request, and returns the answer. Without a certificate, `token` authenticates the
+/// caller.
 pub(super) async fn connect_and_send(
     url: &ControllerUrl,
     tls: Option<&HttpsConnector>,
@@ -37,7 +38,7 @@ pub(super) async fn connect_and_send(
     request: PendingRequest,
 ) -> anyhow::Result<(StatusCode, Bytes)> {
     let io = with_timeout("no connection", CONNECT_TIMEOUT, async { Ok(connect(url, tls).await?) }).await?;
-    with_timeout("no answer", RESPONSE_TIMEOUT, send(io, url, token, request)).await
+    with_timeout("no answer", RESPONSE_TIMEOUT, send_request(io, url, token, request)).await
 }
 
 async fn with_timeout<T>(
@@ -45,13 +46,13 @@ async fn with_timeout<T>(
     limit: Duration,
     future: impl Future<Output = anyhow::Result<T>>,
 ) -> anyhow::Result<T> {
-    let outcome = tokio::time::timeout(limit, future).await;
-    outcome.unwrap_or_else(|_| Err(anyhow!("{timeout_problem} within {} s", limit.as_secs())))
+    let timeout_result = tokio::time::timeout(limit, future).await;
+    timeout_result.unwrap_or_else(|_| Err(anyhow!("{timeout_problem} within {} s", limit.as_secs())))
 }
 
 async fn connect(url: &ControllerUrl, tls: Option<&HttpsConnector>) -> io::Result<Io> {
     let mut last_error = None;
-    for address in tokio::net::lookup_host(&url.authority).await? {
+    for address in tokio::net::lookup_host(&url.host_and_port).await? {
         let connect_result = match tls {
             Some(tls) => tls.connect(url.host(), address).await,
             None => TcpStream::connect(address).await.map(Io::Plain),
@@ -64,24 +65,24 @@ async fn connect(url: &ControllerUrl, tls: Option<&HttpsConnector>) -> io::Resul
     Err(last_error.unwrap_or_else(|| io::Error::new(io::ErrorKind::NotFound, "the name has no address")))
 }
 
-async fn send(
+async fn send_request(
     io: Io,
     url: &ControllerUrl,
     token: Option<&str>,
-    pending: PendingRequest,
+    pending_request: PendingRequest,
 ) -> anyhow::Result<(StatusCode, Bytes)> {
     let mut request = Request::builder()
-        .method(pending.method)
-        .uri(format!("/v1/{}", pending.path))
-        .header(HOST, &url.authority)
+        .method(pending_request.method)
+        .uri(format!("/v1/{}", pending_request.path))
+        .header(HOST, &url.host_and_port)
         .header(ACCEPT, "application/json");
     if let Some(token) = token {
         request = request.header(AUTHORIZATION, format!("Bearer {token}"));
     }
-    if pending.body.is_some() {
+    if pending_request.body.is_some() {
         request = request.header(CONTENT_TYPE, "application/json");
     }
-    let request = request.body(Full::new(Bytes::from(pending.body.unwrap_or_default())))?;
+    let request = request.body(Full::new(Bytes::from(pending_request.body.unwrap_or_default())))?;
     let (mut sender, connection) = http1::handshake(TokioIo::new(io)).await?;
     // The connection's future completes when the sender is dropped.
     let response_future = async move {

@@ -30,21 +30,21 @@ impl hyper::body::Body for EndlessBody {
     }
 }
 
-fn start_server(bounds: ConnectionLimits) -> (SocketAddr, RunningServer) {
+fn start_server(connection_limits: ConnectionLimits) -> (SocketAddr, RunningServer) {
     let router = Router::new()
         .route("/", get(async || "here"))
         .route("/watch", get(async || Body::new(EndlessBody(interval(Duration::from_millis(5))))));
-    let listener = Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap().with_limits(bounds);
+    let listener = Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap().with_limits(connection_limits);
     (listener.address(), listener.serve(PlainAcceptor, router, || {}, std::future::pending()).unwrap())
 }
 
 struct Client(TcpStream);
 
 impl Client {
-    async fn connect(host: u8, to: SocketAddr) -> Self {
+    async fn connect(host_number: u8, server_address: SocketAddr) -> Self {
         let socket = TcpSocket::new_v4().unwrap();
-        socket.bind(SocketAddr::from(([127, 0, 0, host], 0))).unwrap();
-        Self(socket.connect(to).await.unwrap())
+        socket.bind(SocketAddr::from(([127, 0, 0, host_number], 0))).unwrap();
+        Self(socket.connect(server_address).await.unwrap())
     }
 
     async fn send(&mut self, text: &str) {
@@ -61,7 +61,7 @@ impl Client {
         timeout(TIMEOUT, read_future).await.unwrap_or_else(|_| panic!("no {expected:?} in time"));
     }
 
-    async fn request_root(&mut self) {
+    async fn request_root_page(&mut self) {
         self.send("GET / HTTP/1.1\r\nHost: h\r\n\r\n").await;
         self.read_until("here").await;
     }
@@ -78,7 +78,7 @@ impl Client {
     }
 }
 
-/// At the limit, a new connection is accepted in place of an idle one, and active connections stay open.
+/// Checks that a new connection at the limit replaces an idle connection, and that active connections stay open.
 #[tokio::test]
 async fn idle_connection_is_evicted_for_a_new_one() {
     let (address, _serving) = start_server(ConnectionLimits {
@@ -86,36 +86,38 @@ async fn idle_connection_is_evicted_for_a_new_one() {
         request_head_timeout: LONG_TIMEOUT,
         ..ConnectionLimits::default()
     });
-    let mut sole_client = Client::connect(2, address).await;
+    let mut lone_client_of_network = Client::connect(2, address).await;
     let mut watcher = Client::connect(1, address).await;
     watcher.start_watch().await;
     let mut recently_active_client = Client::connect(1, address).await;
-    recently_active_client.request_root().await;
+    recently_active_client.request_root_page().await;
     let mut partial_request_client = Client::connect(1, address).await;
     partial_request_client.send("GET / HTTP/1.1\r\n").await;
     let mut longest_idle_client = Client::connect(1, address).await;
     // `recently_active_client` sends its second request last, so `longest_idle_client` is idle for longer.
-    longest_idle_client.request_root().await;
-    recently_active_client.request_root().await;
+    longest_idle_client.request_root_page().await;
+    recently_active_client.request_root_page().await;
 
     let mut new_client = Client::connect(3, address).await;
-    new_client.request_root().await;
+    new_client.request_root_page().await;
     partial_request_client.assert_closed().await;
     let mut second_new_client = Client::connect(3, address).await;
-    second_new_client.request_root().await;
+    second_new_client.request_root_page().await;
     longest_idle_client.assert_closed().await;
-    // `new_client` and `second_new_client` share an address. `sole_client` is idle for longer, but alone.
+    // The two earlier new clients share an address. The client with address 2 is idle for longer, but is alone there.
     let mut third_new_client = Client::connect(4, address).await;
-    third_new_client.request_root().await;
+    third_new_client.request_root_page().await;
     new_client.assert_closed().await;
-    for client in [&mut sole_client, &mut recently_active_client, &mut second_new_client, &mut third_new_client] {
-        client.request_root().await;
+    for client in
+        [&mut lone_client_of_network, &mut recently_active_client, &mut second_new_client, &mut third_new_client]
+    {
+        client.request_root_page().await;
     }
     watcher.read_until("more").await;
 }
 
 #[tokio::test]
-async fn connection_waits_when_all_slots_are_busy() {
+async fn new_connection_waits_while_all_slots_are_busy() {
     let (address, _serving) = start_server(ConnectionLimits {
         max_connections: 2,
         request_head_timeout: LONG_TIMEOUT,
@@ -126,8 +128,8 @@ async fn connection_waits_when_all_slots_are_busy() {
         watcher.start_watch().await;
     }
     let mut waiting_client = Client::connect(1, address).await;
-    let result = timeout(Duration::from_millis(300), waiting_client.request_root()).await;
-    assert!(result.is_err(), "there is no place");
+    let early_answer_result = timeout(Duration::from_millis(300), waiting_client.request_root_page()).await;
+    assert!(early_answer_result.is_err(), "there is no place");
     let [first, mut second] = watchers;
     drop(first);
     waiting_client.read_until("here").await;
@@ -135,7 +137,7 @@ async fn connection_waits_when_all_slots_are_busy() {
 }
 
 #[tokio::test]
-async fn idle_connection_is_closed_unless_it_watches() {
+async fn idle_connection_is_closed_unless_it_receives_a_stream() {
     let (address, _serving) =
         start_server(ConnectionLimits { request_head_timeout: Duration::from_secs(2), ..ConnectionLimits::default() });
     let mut watcher = Client::connect(1, address).await;
@@ -144,7 +146,7 @@ async fn idle_connection_is_closed_unless_it_watches() {
     let mut partial_request_client = Client::connect(1, address).await;
     partial_request_client.send("GET / HTTP/1.1\r\n").await;
     let mut idle_client = Client::connect(1, address).await;
-    idle_client.request_root().await;
+    idle_client.request_root_page().await;
     for client in [&mut silent_client, &mut partial_request_client, &mut idle_client] {
         client.assert_closed().await;
     }

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_dataplane::clock::monotonic;
+use coreward_dataplane::clock::monotonic_time;
 use coreward_dataplane::lb;
 use coreward_model::ServerId;
 use coreward_model::connection_table::TableOwnerNumber;
@@ -25,12 +25,12 @@ use crate::resolvers::Neighbour;
 /// Time from the start of the process until a missing controller configuration is reported.
 const FIRST_CONFIGURATION_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// State of the configuration, without its services and load balancers.
+/// State of the applied fleet configuration, except its services and load balancers.
 #[derive(Default)]
 pub(super) struct ConfigurationState {
-    /// Newest configuration generation that was confirmed on this stream, or 0 if there is none.
+    /// Newest configuration generation that was confirmed on the current controller stream, or 0 if there is none.
     pub confirmed_generation: u64,
-    /// Number of the applied configuration, or `None` if there is none or applying it failed.
+    /// Number by which changes refer to the applied configuration, or `None` if none is applied or applying it failed.
     pub number: Option<u64>,
     /// Generation of the applied configuration, from any controller, or 0 if there is none.
     pub applied_generation: u64,
@@ -48,13 +48,14 @@ pub(super) struct ConfigurationState {
 
 impl ConfigurationState {
     pub fn new() -> Self {
-        Self { absence_log_at: Some(monotonic() + FIRST_CONFIGURATION_TIMEOUT), ..Self::default() }
+        Self { absence_log_at: Some(monotonic_time() + FIRST_CONFIGURATION_TIMEOUT), ..Self::default() }
     }
 
     /// Records that a configuration was applied.
-    fn record_application(&mut self, number: u64, generation: u64) {
-        (self.number, self.confirmed_generation, self.applied_generation) = (Some(number), generation, generation);
-        self.first_applied_at.get_or_insert_with(monotonic);
+    fn record_applied_configuration(&mut self, configuration_number: u64, generation: u64) {
+        (self.number, self.confirmed_generation, self.applied_generation) =
+            (Some(configuration_number), generation, generation);
+        self.first_applied_at.get_or_insert_with(monotonic_time);
     }
 }
 
@@ -86,22 +87,22 @@ impl Forwarder {
         self.record_refused_services(generation, unusable_services, &apply_result);
     }
 
-    pub fn apply_and_report_change(&mut self, mut change: FleetChange, refused: &[UnusableService]) {
+    pub fn apply_and_report_change(&mut self, mut change: FleetChange, unusable_services: &[UnusableService]) {
         let generation = change.configuration.generation;
         for service in &change.configuration.services {
-            self.refusals.clear_refusal(RefusalSubject::Service(service.index.get().into()));
+            self.refusals.clear_refusal(RefusalSubject::ServiceWithIndex(service.index.get().into()));
         }
-        for index in &change.removed_services {
+        for index in &change.removed_service_indexes {
             self.refusals.remove_service(index.get().into());
         }
         change
             .configuration
             .services
-            .extend(self.previous_versions_of_refused_services(refused, &change.configuration.services));
+            .extend(self.previous_versions_of_refused_services(unusable_services, &change.configuration.services));
         let change_result = self.try_apply_change(change);
         match &change_result {
             Err(error) if self.configuration.needs_complete => log_rejection("change", None, &format!("{error:#}")),
-            _ => self.record_refused_services(generation, refused, &change_result),
+            _ => self.record_refused_services(generation, unusable_services, &change_result),
         }
     }
 
@@ -115,7 +116,7 @@ impl Forwarder {
             let (previous_service, _) = self.services_by_index.get(&ServiceIndex::new(unusable_service.index)?)?;
             let is_address_free = new_services.iter().all(|other| other.address != previous_service.address);
             (previous_service.name == unusable_service.name && is_address_free)
-                .then(|| unusable_service.apply_servers_to(previous_service))
+                .then(|| unusable_service.with_servers_applied_to(previous_service))
         };
         unusable_services.iter().filter_map(to_previous_service).collect()
     }
@@ -127,7 +128,8 @@ impl Forwarder {
         apply_result: &anyhow::Result<()>,
     ) {
         for service in unusable_services {
-            self.refusals.record_refusal(RefusalSubject::Service(service.index), service.to_refused_update(generation));
+            self.refusals
+                .record_refusal(RefusalSubject::ServiceWithIndex(service.index), service.to_refused_update(generation));
         }
         match apply_result {
             Ok(()) => self.refusals.clear_refusal(RefusalSubject::WholeConfiguration),
@@ -143,19 +145,21 @@ impl Forwarder {
             .record_refusal(RefusalSubject::WholeConfiguration, RefusedUpdate { service, generation, reason, table });
     }
 
-    pub fn record_table_outcome(&mut self, index: u32, generation: u64, install_result: &anyhow::Result<()>) {
-        let configured_service = ServiceIndex::new(index).and_then(|index| self.services_by_index.get(&index));
-        let Err(error) = install_result else { return self.refusals.clear_refusal(RefusalSubject::Table(index)) };
+    pub fn record_table_outcome(&mut self, service_index: u32, generation: u64, install_result: &anyhow::Result<()>) {
+        let configured_service = ServiceIndex::new(service_index).and_then(|index| self.services_by_index.get(&index));
+        let Err(error) = install_result else {
+            return self.refusals.clear_refusal(RefusalSubject::TableOfService(service_index));
+        };
         // The service's configuration was already rejected. The controller was informed of this, but still makes the
         // service's tables because other load balancers use them.
-        if configured_service.is_none() && self.refusals.is_service_refused(index) {
+        if configured_service.is_none() && self.refusals.is_service_refused(service_index) {
             return;
         }
         let service_name =
-            configured_service.map_or_else(|| format!("index {index}"), |(service, _)| service.name.clone());
+            configured_service.map_or_else(|| format!("index {service_index}"), |(service, _)| service.name.clone());
         let reason = format!("{error:#}");
         self.refusals.record_refusal(
-            RefusalSubject::Table(index),
+            RefusalSubject::TableOfService(service_index),
             RefusedUpdate { service: service_name, generation, reason, table: true },
         );
     }
@@ -173,7 +177,7 @@ impl Forwarder {
                 self.load_balancer.set_time_key(*index, key);
             }
         }
-        self.load_balancer.set_keys(&configuration.keys);
+        self.load_balancer.set_cookie_keys(&configuration.keys);
         (self.configuration.fleet_keys, self.configuration.is_unsaved) = (Some(configuration.keys), true);
         self.services_by_index = configuration
             .services
@@ -187,7 +191,7 @@ impl Forwarder {
         self.traffic_report_interval = configuration.report_interval;
         self.load_based_table_lifetime = configuration.table_lifetime;
         self.table_ages.retain(|service| self.services_by_index.contains_key(&service));
-        self.resolve_addresses()?;
+        self.resolve_mac_addresses()?;
         self.index_servers_by_neighbour();
         self.masked_targets.retain(|(service, _)| self.services_by_index.contains_key(service));
         for index in self.services_by_index.keys().copied().collect::<Vec<_>>() {
@@ -195,7 +199,7 @@ impl Forwarder {
         }
         self.set_connection_owners();
         self.health_checks.configure_checks(self.services_by_index.values().map(|(service, _)| service));
-        self.configuration.record_application(configuration_number, configuration.generation);
+        self.configuration.record_applied_configuration(configuration_number, configuration.generation);
         Ok(())
     }
 
@@ -218,7 +222,7 @@ impl Forwarder {
             return self.configure(change_number, complete_configuration);
         }
         let next_configuration = change.configuration;
-        self.load_balancer.set_keys(&next_configuration.keys);
+        self.load_balancer.set_cookie_keys(&next_configuration.keys);
         (self.configuration.fleet_keys, self.configuration.is_unsaved) = (Some(next_configuration.keys), true);
         self.traffic_report_interval = next_configuration.report_interval;
         self.load_based_table_lifetime = next_configuration.table_lifetime;
@@ -228,7 +232,7 @@ impl Forwarder {
         if has_health_checks {
             self.health_checks.configure_checks(self.services_by_index.values().map(|(service, _)| service));
         }
-        self.configuration.record_application(change.next_number, next_configuration.generation);
+        self.configuration.record_applied_configuration(change.next_number, next_configuration.generation);
         Ok(())
     }
 
@@ -242,10 +246,10 @@ impl Forwarder {
             })
         };
         let next_configuration = &change.configuration;
-        let have_peers_moved = peer_names_and_addresses(&self.load_balancers)
+        let have_peers_changed = peer_names_and_addresses(&self.load_balancers)
             != peer_names_and_addresses(&next_configuration.load_balancers);
-        !change.removed_services.is_empty()
-            || have_peers_moved
+        !change.removed_service_indexes.is_empty()
+            || have_peers_changed
             || !next_configuration.services.iter().all(differs_only_in_servers)
     }
 
@@ -258,13 +262,13 @@ impl Forwarder {
             let Some((service, _)) = self.services_by_index.get_mut(&new_service.index) else { continue };
             have_servers_moved |=
                 !new_service.servers.iter().map(server_identity).eq(service.servers.iter().map(server_identity));
-            has_health_checks |= new_service.check.is_some();
+            has_health_checks |= new_service.health_check.is_some();
             changed_services.push(new_service.index);
             *service = new_service;
         }
         if have_servers_moved {
             self.use_server_vlans()?;
-            self.resolve_addresses()?;
+            self.resolve_mac_addresses()?;
             self.index_servers_by_neighbour();
         }
         changed_services.into_iter().for_each(|index| self.set_servers(index));
@@ -289,7 +293,7 @@ impl Forwarder {
         if self.configuration.fleet_keys.is_some() || self.configuration.absence_log_at.is_some() {
             return None;
         }
-        Some(if self.load_balancer.is_taken_over() || self.load_balancer.is_upgrade_pending() {
+        Some(if self.load_balancer.is_state_taken_over() || self.load_balancer.is_upgrade_pending() {
             "no configuration: the pinned services and tables forward, without health checks"
         } else {
             "no configuration: packets for VIPs pass to this machine, as no VIP is known"
@@ -297,7 +301,7 @@ impl Forwarder {
     }
 
     pub(super) fn log_missing_configuration(&mut self) {
-        if self.configuration.absence_log_at.is_none_or(|log_at| monotonic() < log_at) {
+        if self.configuration.absence_log_at.is_none_or(|log_at| monotonic_time() < log_at) {
             return;
         }
         self.configuration.absence_log_at = None;
@@ -329,7 +333,7 @@ impl Forwarder {
     }
 
     /// Starts to resolve MAC addresses of servers and load balancers. Fails if the process may not open packet sockets.
-    pub(super) fn resolve_addresses(&mut self) -> anyhow::Result<()> {
+    pub(super) fn resolve_mac_addresses(&mut self) -> anyhow::Result<()> {
         self.read_next_hops();
         let neighbours_of_service = |(service, _): &(Service, _)| {
             service.servers.iter().filter_map(|server| self.neighbour_of(service, server)).collect::<Vec<_>>()
@@ -354,8 +358,8 @@ impl Forwarder {
         self.servers_by_neighbour = servers_by_neighbour;
     }
 
-    /// Applies all of the service's servers to the data plane. A server whose MAC address is unknown keeps the one from
-    /// an earlier process until ARP finds another.
+    /// Applies all of the service's servers to the data plane. A server whose MAC address is unknown keeps the address
+    /// from an earlier process until ARP finds another.
     pub(super) fn set_servers(&mut self, service_index: ServiceIndex) {
         self.mask_down_servers(service_index);
         let Some((service, lb_service_index)) = self.services_by_index.get(&service_index) else { return };
@@ -390,8 +394,8 @@ impl Forwarder {
         removed_server_ids.into_iter().for_each(|id| self.load_balancer.remove_server(*lb_service_index, id));
     }
 
-    /// Applies the numbers and addresses of all load balancers that have a connection table. One whose MAC address is
-    /// unknown keeps the one from an earlier process, as servers do.
+    /// Applies the numbers and addresses of all load balancers that have a connection table. A load
+    /// balancer whose MAC address is unknown keeps the address from an earlier process, as servers do.
     fn set_connection_owners(&mut self) {
         let own_owner_number =
             self.load_balancers.iter().find(|peer| peer.name == self.own_name).and_then(|peer| peer.owner_number);

@@ -8,7 +8,8 @@ use coreward_wire::{Service, v1};
 use super::Forwarder;
 
 impl Forwarder {
-    /// Returns the clocks of servers with LB-side stamping. If a service's clocks cannot be read, logs and omits them.
+    /// Returns the timestamp clocks of the servers for which load balancers stamp packets. If a service's clocks cannot
+    /// be read, logs this and omits them.
     pub(super) fn clocks_of_lb_stamped_servers(&self) -> Vec<v1::ServerClock> {
         self.lb_stamped_services().flat_map(|(service, index)| self.clocks_of_service(service, *index)).collect()
     }
@@ -30,9 +31,9 @@ impl Forwarder {
                 server: server.name.clone(),
                 state: clock.state().name().to_owned(),
                 syn_acks: clock.syn_ack_count,
-                with_timestamps: clock.timestamped_syn_acks,
-                disagreed: clock.disagreeing_replies,
-                problem: clock.problem().unwrap_or_default(),
+                with_timestamps: clock.timestamped_syn_ack_count,
+                disagreed: clock.disagreeing_reply_count,
+                problem: clock.stamping_problem().unwrap_or_default(),
             })
         };
         clocks.into_iter().filter_map(to_server_clock).collect()
@@ -45,7 +46,7 @@ impl Forwarder {
     pub(super) fn stamped_packet_counts(&self) -> Vec<v1::StampedPackets> {
         let count_stamped_packets = |(service, index): &(Service, lb::ServiceIndex)| {
             let StampedPacketCounts { found_by_cookie: by_cookie, found_in_flow_table: by_flow_table } =
-                self.load_balancer.stamped_packets(*index);
+                self.load_balancer.stamped_packet_counts(*index);
             v1::StampedPackets { service: service.name.clone(), by_cookie, by_flow_table }
         };
         self.lb_stamped_services().map(count_stamped_packets).collect()

@@ -74,7 +74,7 @@ impl Forwarder {
             .checked_servers()
             .map(|(service, _, check_result)| (service, (&check_result).into()))
             .collect();
-        for (service, _) in self.services_by_index.values().filter(|(service, _)| service.check.is_some()) {
+        for (service, _) in self.services_by_index.values().filter(|(service, _)| service.health_check.is_some()) {
             let health_of_service = health_by_service
                 .iter()
                 .filter(|(index, _)| *index == service.index)

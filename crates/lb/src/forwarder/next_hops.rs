@@ -30,7 +30,8 @@ impl NextHops {
 }
 
 impl Forwarder {
-    /// Returns the neighbour to which packets of `service` for `server` are sent, or `None` if the server has no route.
+    /// Returns the neighbour to which packets of `service` for `server` are sent, or `None` if the kernel has no route
+    /// to the server.
     pub(super) fn neighbour_of(&self, service: &Service, server: &Server) -> Option<Neighbour> {
         let server_neighbour = Neighbour { vlan: self.vlan_of(service, server), address: server.address };
         if !service.mode.forwarding.encapsulates() {
@@ -57,7 +58,7 @@ impl Forwarder {
         let service_names_by_server: HashMap<Neighbour, String> =
             self.encapsulating_services().flat_map(servers_of_service).collect();
         let devices_by_vlan =
-            vlan_device::devices_for_vlans(&self.interface, service_names_by_server.keys().map(|server| server.vlan));
+            vlan_device::vlan_device_names(&self.interface, service_names_by_server.keys().map(|server| server.vlan));
         let to_interface_index = |device: &String| nix::net::if_::if_nametoindex(device.as_str()).ok();
         let interface_indexes: HashMap<Vlan, u32> =
             devices_by_vlan.iter().filter_map(|(vlan, device)| Some((*vlan, to_interface_index(device)?))).collect();
@@ -78,13 +79,13 @@ impl Forwarder {
         }
     }
 
-    /// Reads the next hops after routes have changed, and applies them.
+    /// Reads the next hops again after routes have changed, and applies changed next hops to the data plane.
     pub(super) fn refresh_next_hops(&mut self) {
         if self.encapsulating_services().next().is_none() {
             return;
         }
         let previous_next_hops = std::mem::take(&mut self.next_hops.by_server);
-        if let Err(error) = self.resolve_addresses() {
+        if let Err(error) = self.resolve_mac_addresses() {
             tracing::error!(
                 event = "neighbours-not-set",
                 error = format!("{error:#}"),
@@ -117,7 +118,7 @@ impl Forwarder {
         let encapsulation_servers =
             || self.encapsulating_services().flat_map(|service| &service.servers).map(|server| server.address);
         let mut problems: Vec<String> = self.next_hops.route_warnings.iter().cloned().collect();
-        let vip_device_name = self.vip_device();
+        let vip_device_name = self.vip_device_name();
         let outer_source_addresses = neighbour::outer_source_addresses(&vip_device_name);
         for (is_family_used, source_address, family) in [
             (
@@ -149,7 +150,7 @@ impl Forwarder {
             service.servers.iter().map(|server| IPV6_MIN_MTU + service.mode.forwarding.overhead_bytes(server.address))
         });
         let required_mtu = packet_lengths.max()?;
-        let mtu = device::mtu(&self.interface).ok()? as usize;
+        let mtu = device::interface_mtu_bytes(&self.interface).ok()? as usize;
         (mtu < required_mtu).then(|| {
             format!(
                 "interface {:?} has an MTU of {mtu}: expected at least {required_mtu}, an IPv6 packet of \

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use coreward_wire::v1::RefusedUpdate;
 
-/// Logs a rejected update. `refused_update` is what is reported to the controller, or `None` if nothing is.
+/// Logs a rejected update. `refused_update` is the report to the controller, or `None` if nothing is reported.
 pub fn log_rejection(kind: &str, refused_update: Option<&RefusedUpdate>, error: &str) {
     tracing::warn!(
         event = "update-rejected",
@@ -19,15 +19,16 @@ pub fn log_rejection(kind: &str, refused_update: Option<&RefusedUpdate>, error: 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum RefusalSubject {
     WholeConfiguration,
-    Service(u32),
-    Table(u32),
+    ServiceWithIndex(u32),
+    TableOfService(u32),
 }
 
 #[derive(Debug, Default)]
 pub struct RefusedUpdates(BTreeMap<RefusalSubject, RefusedUpdate>);
 
 impl RefusedUpdates {
-    /// Records an unusable update. Logs it only if subject or reason is new, because tables arrive ten times a second.
+    /// Records an unusable update. Logs it only if its subject or reason is new, because tables arrive ten times a
+    /// second.
     pub fn record_refusal(&mut self, subject: RefusalSubject, refused_update: RefusedUpdate) {
         let has_same_reason = |previous_update: &RefusedUpdate| {
             previous_update.service == refused_update.service && previous_update.reason == refused_update.reason
@@ -44,22 +45,23 @@ impl RefusedUpdates {
         self.0.remove(&subject);
     }
 
-    pub fn remove_service(&mut self, index: u32) {
-        self.0.remove(&RefusalSubject::Service(index));
-        self.0.remove(&RefusalSubject::Table(index));
+    pub fn remove_service(&mut self, service_index: u32) {
+        self.0.remove(&RefusalSubject::ServiceWithIndex(service_index));
+        self.0.remove(&RefusalSubject::TableOfService(service_index));
     }
 
-    /// Forgets all updates before a complete configuration, except the tables of services that `is_service` accepts.
+    /// Removes all refused updates before a complete configuration is applied, except tables of services for which
+    /// `is_service` returns true.
     pub fn retain_tables(&mut self, is_service: impl Fn(u32) -> bool) {
-        self.0.retain(|subject, _| matches!(subject, RefusalSubject::Table(index) if is_service(*index)));
+        self.0.retain(|subject, _| matches!(subject, RefusalSubject::TableOfService(index) if is_service(*index)));
     }
 
     pub fn clear(&mut self) {
         self.0.clear();
     }
 
-    pub fn is_service_refused(&self, index: u32) -> bool {
-        self.0.contains_key(&RefusalSubject::Service(index))
+    pub fn is_service_refused(&self, service_index: u32) -> bool {
+        self.0.contains_key(&RefusalSubject::ServiceWithIndex(service_index))
     }
 
     pub fn all_refused_updates(&self) -> Vec<RefusedUpdate> {
@@ -80,22 +82,22 @@ mod tests {
             table,
         };
         let mut refusals = RefusedUpdates::default();
-        refusals.record_refusal(RefusalSubject::Service(1), new_refusal("web", 3, false));
-        refusals.record_refusal(RefusalSubject::Table(1), new_refusal("web", 8, true));
-        refusals.record_refusal(RefusalSubject::Table(1), new_refusal("web", 9, true));
-        refusals.record_refusal(RefusalSubject::Service(2), new_refusal("dns", 3, false));
+        refusals.record_refusal(RefusalSubject::ServiceWithIndex(1), new_refusal("web", 3, false));
+        refusals.record_refusal(RefusalSubject::TableOfService(1), new_refusal("web", 8, true));
+        refusals.record_refusal(RefusalSubject::TableOfService(1), new_refusal("web", 9, true));
+        refusals.record_refusal(RefusalSubject::ServiceWithIndex(2), new_refusal("dns", 3, false));
         assert_eq!(
             refusals.all_refused_updates(),
             [new_refusal("web", 3, false), new_refusal("dns", 3, false), new_refusal("web", 9, true)]
         );
-        refusals.clear_refusal(RefusalSubject::Service(1));
+        refusals.clear_refusal(RefusalSubject::ServiceWithIndex(1));
         assert_eq!(refusals.all_refused_updates(), [new_refusal("dns", 3, false), new_refusal("web", 9, true)]);
         refusals.retain_tables(|index| index == 1);
         assert_eq!(refusals.all_refused_updates(), [new_refusal("web", 9, true)]);
         refusals.retain_tables(|_| false);
         assert_eq!(refusals.all_refused_updates(), []);
-        refusals.record_refusal(RefusalSubject::Service(2), new_refusal("dns", 3, false));
-        refusals.record_refusal(RefusalSubject::Table(2), new_refusal("dns", 3, true));
+        refusals.record_refusal(RefusalSubject::ServiceWithIndex(2), new_refusal("dns", 3, false));
+        refusals.record_refusal(RefusalSubject::TableOfService(2), new_refusal("dns", 3, true));
         assert!(refusals.is_service_refused(2) && !refusals.is_service_refused(1));
         refusals.remove_service(2);
         assert_eq!(refusals.all_refused_updates(), []);

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use coreward_dataplane::clock::monotonic;
+use coreward_dataplane::clock::monotonic_time;
 use coreward_dataplane::{ethtool, lb, veth};
 use coreward_model::recent::{GROWTH_WINDOW, RecentCounterSamples, most_handshakes_fail};
 use coreward_model::tuple::Protocol;
@@ -31,7 +31,7 @@ impl Symptoms {
 impl Forwarder {
     /// Updates the symptoms from the counters, once a second. Logs when a symptom begins or ends.
     pub(super) fn update_symptoms(&mut self) {
-        let now = monotonic();
+        let now = monotonic_time();
         let mut current_symptoms: BTreeMap<String, String> = self.failing_handshake_symptoms(now).into_iter().collect();
         current_symptoms.extend(self.send_drop_symptom(now));
         current_symptoms.extend(self.veth_peer_symptom());
@@ -59,9 +59,9 @@ impl Forwarder {
 
     fn send_drop_symptom(&mut self, now: Duration) -> Option<(String, String)> {
         let counters = ethtool::xdp_transmit_errors(&self.interface);
-        let total_drops = counters.iter().map(|(_, count)| count).sum();
-        self.symptoms.send_drops_total = total_drops;
-        let [recent_drop_count] = self.symptoms.recent_send_drops.record_and_get_growth(now, [total_drops]);
+        let total_drop_count = counters.iter().map(|(_, count)| count).sum();
+        self.symptoms.send_drops_total = total_drop_count;
+        let [recent_drop_count] = self.symptoms.recent_send_drops.record_and_get_growth(now, [total_drop_count]);
         let counter_names: Vec<&str> = counters.iter().map(|(name, _)| name.as_str()).collect();
         let symptom_name = format!("{} drops frames that XDP sent", self.interface);
         let description = format!(

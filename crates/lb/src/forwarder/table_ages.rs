@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
-use coreward_dataplane::clock::monotonic;
+use coreward_dataplane::clock::monotonic_time;
 use coreward_dataplane::lb;
 use coreward_model::ServerId;
 use coreward_model::consistency::Consistency;
@@ -26,12 +26,12 @@ const OWN_TABLE_GENERATION: u64 = 0;
 pub struct TableAges {
     /// Start of this process, from which the age of an earlier process's tables is measured.
     process_started_at: Duration,
-    /// For each service, when the stream that brought its newest table ended, or `None` while the stream is open.
+    /// Time at which the stream that brought a service's newest table ended, or `None` while the stream is open.
     stream_end_by_service: BTreeMap<ServiceIndex, Option<Duration>>,
-    /// For each service with an expired table, how many connections had been opened when candidates were last chosen.
+    /// Number of connections that each service with an expired table had opened when its candidates were last chosen.
     opened_count_by_expired_service: BTreeMap<ServiceIndex, u64>,
-    last_choice_at: Duration,
-    choice_count: u64,
+    last_candidate_choice_at: Duration,
+    candidate_choice_count: u64,
 }
 
 impl TableAges {
@@ -40,8 +40,8 @@ impl TableAges {
             process_started_at,
             stream_end_by_service: BTreeMap::new(),
             opened_count_by_expired_service: BTreeMap::new(),
-            last_choice_at: process_started_at,
-            choice_count: 0,
+            last_candidate_choice_at: process_started_at,
+            candidate_choice_count: 0,
         }
     }
 
@@ -60,9 +60,9 @@ impl TableAges {
         self.opened_count_by_expired_service.retain(|service, _| is_service(*service));
     }
 
-    fn exceeds_lifetime(&self, service: ServiceIndex, lifetime: Duration, now: Duration) -> bool {
+    fn exceeds_lifetime(&self, service: ServiceIndex, table_lifetime: Duration, now: Duration) -> bool {
         let aging_since = self.stream_end_by_service.get(&service).copied().unwrap_or(Some(self.process_started_at));
-        aging_since.is_some_and(|started_at| now.saturating_sub(started_at) >= lifetime)
+        aging_since.is_some_and(|started_at| now.saturating_sub(started_at) >= table_lifetime)
     }
 
     pub fn services_with_expired_tables(&self) -> impl ExactSizeIterator<Item = ServiceIndex> + '_ {
@@ -72,20 +72,22 @@ impl TableAges {
 
 impl Forwarder {
     pub fn end_controller_stream(&mut self) {
-        self.table_ages.record_stream_end(monotonic());
+        self.table_ages.record_stream_end(monotonic_time());
     }
 
     /// Chooses new candidates for services whose tables have expired, once a second.
     pub(super) fn replace_expired_candidates(&mut self) {
-        let now = monotonic();
-        if now.saturating_sub(self.table_ages.last_choice_at) < CANDIDATE_CHOICE_INTERVAL {
+        let now = monotonic_time();
+        if now.saturating_sub(self.table_ages.last_candidate_choice_at) < CANDIDATE_CHOICE_INTERVAL {
             return;
         }
-        self.table_ages.last_choice_at = now;
+        self.table_ages.last_candidate_choice_at = now;
         let is_expired = |(service, index): &&(Service, lb::ServiceIndex)| {
             let may_choose = match self.load_balancer.table_generation(*index) {
                 None => may_choose_candidates(service),
-                Some(generation) => generation == OWN_TABLE_GENERATION || policy::policy_reads_loads(&service.policy),
+                Some(generation) => {
+                    generation == OWN_TABLE_GENERATION || policy::policy_reads_loads(&service.policy_name)
+                }
             };
             may_choose && self.table_ages.exceeds_lifetime(service.index, self.load_based_table_lifetime, now)
         };
@@ -110,8 +112,8 @@ impl Forwarder {
         traffic_by_server: &HashMap<ServerId, ServerTraffic>,
     ) {
         let newly_opened_count = self.take_newly_opened_count(service_index);
-        self.table_ages.choice_count += 1;
-        let mut least_policy = LeastPolicy::new(self.table_ages.choice_count);
+        self.table_ages.candidate_choice_count += 1;
+        let mut least_policy = LeastPolicy::new(self.table_ages.candidate_choice_count);
         let install_result = self.install_own_table(service_index, &mut least_policy, traffic_by_server);
         let (service, lb_service_index) = &self.services_by_index[&service_index];
         let takes_new_connections =
@@ -138,7 +140,7 @@ impl Forwarder {
         }
     }
 
-    /// Returns how many connections were opened since candidates were last chosen for the service. Logs the expiry of
+    /// Returns the number of connections opened since candidates were last chosen for the service. Logs the expiry of
     /// its table if this is the first choice, for which the number is 0.
     fn take_newly_opened_count(&mut self, service_index: ServiceIndex) -> u64 {
         let (service, lb_service_index) = &self.services_by_index[&service_index];
@@ -208,7 +210,7 @@ fn eligible_pool(
             server_traffic.opened_connection_count.saturating_sub(server_traffic.closed_connection_count)
         });
         PoolServer {
-            open_connections: open_connection_count.try_into().unwrap_or(u32::MAX),
+            open_connection_count: open_connection_count.try_into().unwrap_or(u32::MAX),
             weight: server.weight,
             capacity: server.capacity,
             ..PoolServer::new(server.id)
@@ -253,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn new_table_ends_the_expiry_of_the_old_one() {
+    fn new_table_ends_the_expiry_of_the_previous_table() {
         let mut table_ages = TableAges::new(Duration::ZERO);
         table_ages.opened_count_by_expired_service.extend([(service_index(1), 0), (service_index(2), 0)]);
         assert!(table_ages.record_new_table(service_index(1)) && !table_ages.record_new_table(service_index(1)));

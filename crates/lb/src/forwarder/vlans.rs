@@ -11,9 +11,10 @@ use super::Forwarder;
 use crate::resolvers::Neighbour;
 
 impl Forwarder {
-    /// Returns the VLAN of frames of `service` to `server`, or the VIPs' VLAN if that is another load balancer.
+    /// Returns the VLAN of frames of `service` to `server`. During a migration, `server` may be another load balancer,
+    /// which is in the VIPs' VLAN.
     pub(super) fn vlan_of(&self, service: &Service, server: &Server) -> Vlan {
-        let other_balancer = service.mode.migration.map(ServiceMigration::other_balancer);
+        let other_balancer = service.mode.migration.map(ServiceMigration::other_balancer_id);
         if other_balancer == Some(server.id) { self.vip_vlan } else { server.vlan }
     }
 
@@ -21,7 +22,7 @@ impl Forwarder {
         Some(Neighbour { vlan: self.vip_vlan, address: peer.address? })
     }
 
-    /// Returns the VLAN that has all servers of a service, or `None` if they are in several VLANs.
+    /// Returns the VLAN of all servers of a service, or `None` if they are in several VLANs.
     pub(super) fn broadcast_vlan(&self, service: &Service) -> Option<Vlan> {
         let mut vlans = service.servers.iter().map(|server| self.vlan_of(service, server));
         let first_vlan = vlans.next().unwrap_or_default();
@@ -38,17 +39,17 @@ impl Forwarder {
     /// Loads the program variant that the servers' VLANs require. Fails when the kernel rejects the program.
     pub(super) fn use_server_vlans(&mut self) -> anyhow::Result<()> {
         let vlans = self.all_server_vlans();
-        self.load_balancer.use_server_vlans(vlans)
+        self.load_balancer.enable_server_vlans(vlans)
     }
 
     /// Returns the name of the network device in the VIPs' VLAN.
-    pub(super) fn vip_device(&self) -> String {
-        vlan_device::device_for_vlan(&self.interface, self.vip_vlan).unwrap_or_else(|| self.interface.clone())
+    pub(super) fn vip_device_name(&self) -> String {
+        vlan_device::vlan_device_name(&self.interface, self.vip_vlan).unwrap_or_else(|| self.interface.clone())
     }
 
-    /// Returns the network device that receives the packets of each VLAN.
+    /// Returns the name of the network device that receives the packets of each VLAN.
     pub(super) fn device_of_each_vlan(&self) -> BTreeMap<Vlan, String> {
-        vlan_device::devices_for_vlans(&self.interface, self.all_server_vlans().into_iter().chain([self.vip_vlan]))
+        vlan_device::vlan_device_names(&self.interface, self.all_server_vlans().into_iter().chain([self.vip_vlan]))
     }
 
     /// Makes the driver leave VLAN tags in frames, if VLANs are in use. Logs problems of the VLAN devices.

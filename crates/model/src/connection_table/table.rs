@@ -19,11 +19,11 @@ use crate::tuple::{address_from_words, address_words};
 /// A 64-bit word of the connection table that packets and user space share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TableWord {
-    /// Word `connection_stack.top` of a partition.
-    StackTop(u32),
-    /// Word `connection_stack.hand` of a partition.
-    ClockHand(u32),
-    /// One word of an entry, given by its byte offset in `struct connection`.
+    /// Word `connection_stack.top` of the partition with this number.
+    PartitionStackTop(u32),
+    /// Word `connection_stack.hand` of the partition with this number.
+    PartitionClockHand(u32),
+    /// Word of the entry with this index, at this byte offset in `struct connection`.
     EntryWordAtOffset(ConnectionIndex, usize),
 }
 
@@ -31,9 +31,9 @@ pub enum TableWord {
 pub trait AtomicWordStorage {
     /// Loads a word with acquire order, so that earlier writes of the thread that stored the word become visible.
     fn load(&self, table_word: TableWord) -> u64;
-    /// Stores a word atomically with relaxed order. It may be used only for words that no other thread reads.
+    /// Stores a word atomically with relaxed order, so that the store makes no other write visible.
     fn store(&self, table_word: TableWord, value: u64);
-    /// Replaces the word's value `old` by `new` (acquire and release order). Returns whether the value was `old`.
+    /// Replaces the word's value by `new` if it is `old` (acquire and release order). Returns whether it was `old`.
     fn compare_exchange(&self, table_word: TableWord, old: u64, new: u64) -> bool;
     /// Stores a word atomically with release order, after all earlier stores. It publishes an entry's identity.
     fn publish(&self, table_word: TableWord, value: u64);
@@ -42,19 +42,19 @@ pub trait AtomicWordStorage {
 const IDENTITY_OFFSET: usize = offset_of!(intf::connection, identity);
 const PACKETS_OFFSET: usize = offset_of!(intf::connection, packets);
 const BYTES_OFFSET: usize = offset_of!(intf::connection, bytes);
-/// Offset of the word with `last_seen` (low half) and `opened` (high half).
+/// Offset in `struct connection` of the word with `last_seen` (low half) and `opened` (high half).
 const TIMES_OFFSET: usize = offset_of!(intf::connection, last_seen);
 const CLIENT_ADDRESS_OFFSET: usize = offset_of!(intf::connection, client_address);
-/// Offset of the word with `client_port`, `flags` and, in the high half, `next_free`.
+/// Offset in `struct connection` of the word with `client_port`, `flags` and, in the high half, `next_free`.
 const PORT_FLAGS_NEXT_OFFSET: usize = offset_of!(intf::connection, client_port);
-/// Offset of the word with `generation` in its low half.
+/// Offset in `struct connection` of the word with `generation` (low half).
 const GENERATION_OFFSET: usize = offset_of!(intf::connection, generation);
 
 const LOW_HALF_MASK: u64 = 0xffff_ffff;
 const FLAGS_SHIFT: u32 = 16;
 const NEXT_FREE_SHIFT: u32 = 32;
 
-/// Reason for which a new connection gets no entry of the connection table.
+/// Reason for which a new connection gets no entry in the connection table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TakeSlotError {
     /// The partition has no free slot.
@@ -63,20 +63,20 @@ pub enum TakeSlotError {
     Contended,
 }
 
-/// A new connection that needs an entry.
+/// New connection that needs an entry in the connection table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NewConnection {
-    /// Hash of the 4-tuple.
+    /// Hash of the connection's service and client.
     pub hash: ConnectionHash,
     /// Slot of the service in the load balancer's tables.
     pub service_slot: u16,
     /// Address and port of the client.
     pub client: SocketAddr,
-    /// Number of bytes of the frame with the SYN.
+    /// Number of bytes in the frame of the SYN.
     pub frame_bytes: u64,
 }
 
-/// A connection table in memory of type `M`.
+/// Connection table in memory of type `M`.
 #[derive(Debug, Clone)]
 pub struct ConnectionTable<M> {
     memory: M,
@@ -102,7 +102,8 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
     // ---- what packets do ----
 
     /// Takes a free slot for a new connection and fills its entry, as `take_connection()` of
-    /// `bpf/lb/connection_table.h` does. Fails if no slot is free, or if other operations were faster at each attempt.
+    /// `bpf/lb/connection_table.h` does. Fails if no slot is free, or if concurrent operations changed the stack at
+    /// each attempt.
     pub fn take_slot(
         &self,
         new_connection: &NewConnection,
@@ -110,17 +111,23 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
         now: ClockTicks,
     ) -> Result<ConnectionIndex, TakeSlotError> {
         let partition = new_connection.hash.partition(self.size);
-        let stack_top = TableWord::StackTop(partition);
+        let stack_top = TableWord::PartitionStackTop(partition);
         for _ in 0..intf::CONNECTION_TAKE_ATTEMPTS {
-            // BPF has no acquiring load, but the address of `next_free` depends on the first load, which orders both.
+            // BPF has no acquiring load, but the address of `next_free_slot_plus_one` depends on the first load, which
+            // orders both.
             let stack_top_value = self.memory.load(stack_top);
             let Some(slot) = (stack_top_value & u64::from(intf::CONNECTION_STACK_SLOT_MASK)).checked_sub(1) else {
                 return Err(TakeSlotError::PartitionFull);
             };
             let index = ConnectionIndex::new(partition, slot as u32);
-            // If another operation takes the entry meanwhile, `next_free` may have any value, but the exchange fails.
-            let next_free = self.next_free(index);
-            if self.memory.compare_exchange(stack_top, stack_top_value, updated_stack_top(stack_top_value, next_free)) {
+            // If another operation takes the entry meanwhile, `next_free_slot_plus_one` may have any value, but the
+            // exchange fails.
+            let next_free_slot_plus_one = self.next_free_slot_plus_one(index);
+            if self.memory.compare_exchange(
+                stack_top,
+                stack_top_value,
+                updated_stack_top(stack_top_value, next_free_slot_plus_one),
+            ) {
                 self.fill_entry(index, new_connection, server, now);
                 return Ok(index);
             }
@@ -138,7 +145,7 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
         is_expired: impl Fn(&Connection) -> bool,
     ) -> Option<(ConnectionIndex, Connection)> {
         let partition = new_connection.hash.partition(self.size);
-        let clock_hand = TableWord::ClockHand(partition);
+        let clock_hand = TableWord::PartitionClockHand(partition);
         (0..intf::CONNECTION_HAND_PROBES).find_map(|_| {
             let slot = self.memory.load(clock_hand);
             self.memory.store(clock_hand, slot.wrapping_add(1));
@@ -176,18 +183,25 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
     }
 
     /// Returns the entry and the server of the connection whose cookie has slot `slot`, as `find_connection()` in BPF
-    /// does. Returns `None` if the entry is free or has another connection.
-    pub fn find(&self, hash: ConnectionHash, slot: u32, service: u16) -> Option<(ConnectionIndex, ServerId)> {
+    /// does. Returns `None` if the entry is free or belongs to another connection.
+    pub fn find(&self, hash: ConnectionHash, slot: u32, service_slot: u16) -> Option<(ConnectionIndex, ServerId)> {
         let index = ConnectionIndex::new(hash.partition(self.size), slot);
         let identity =
             EntryIdentity::from_word(self.memory.load(TableWord::EntryWordAtOffset(index, IDENTITY_OFFSET)))?;
-        (identity.tag == hash.tag() && identity.service_slot == service).then_some((index, identity.server))
+        (identity.tag == hash.tag() && identity.service_slot == service_slot).then_some((index, identity.server))
     }
 
-    /// Counts a packet that is not a SYN, like `update_connection()` in BPF. Returns whether it starts the close.
-    pub fn record_packet(&self, index: ConnectionIndex, bytes: u64, is_closing_packet: bool, now: ClockTicks) -> bool {
+    /// Counts a packet that is not a SYN, like `update_connection()` in BPF. Returns whether it starts the connection's
+    /// close.
+    pub fn record_packet(
+        &self,
+        index: ConnectionIndex,
+        frame_bytes: u64,
+        is_closing_packet: bool,
+        now: ClockTicks,
+    ) -> bool {
         self.add_to_entry_word(index, PACKETS_OFFSET, 1);
-        self.add_to_entry_word(index, BYTES_OFFSET, bytes);
+        self.add_to_entry_word(index, BYTES_OFFSET, frame_bytes);
         self.set_last_seen(index, now);
         let (flags_word, closing_flag) = (
             TableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET),
@@ -200,7 +214,8 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
         starts_closing
     }
 
-    /// Records another SYN of a connection, like `reopen_connection()` in BPF. Returns whether it was closing.
+    /// Records another SYN of a connection, like `reopen_connection()` in BPF. Returns whether the connection was
+    /// closing.
     pub fn record_repeated_syn(&self, index: ConnectionIndex, now: ClockTicks) -> bool {
         let (flags_word, closing_flag) = (
             TableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET),
@@ -218,17 +233,17 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
     pub fn initialise(&self) {
         let last_slot = intf::CONNECTIONS_PER_PARTITION - 1;
         for index in self.size.entry_indexes() {
-            let next_free = if index.slot() == last_slot { 0 } else { index.slot() + 2 };
-            self.set_next_free(index, next_free);
+            let next_free_slot_plus_one = if index.slot() == last_slot { 0 } else { index.slot() + 2 };
+            self.set_next_free_slot(index, next_free_slot_plus_one);
         }
         for partition in 0..self.size.partition_count() {
-            self.memory.store(TableWord::StackTop(partition), updated_stack_top(0, 1));
+            self.memory.store(TableWord::PartitionStackTop(partition), updated_stack_top(0, 1));
         }
     }
 
-    /// Takes the entry away from its connection if it still has `identity`. If several callers try, only one succeeds.
-    /// That caller must [`push_slot`](Self::push_slot) the slot when no packet that read the identity is in flight any
-    /// longer.
+    /// Releases the entry from its connection if the entry still has identity `identity`. Of several callers, only one
+    /// succeeds. That caller must call [`push_slot`](Self::push_slot) once no packet that read the identity is in
+    /// flight.
     pub fn release(&self, index: ConnectionIndex, identity: EntryIdentity) -> bool {
         if !self.memory.compare_exchange(TableWord::EntryWordAtOffset(index, IDENTITY_OFFSET), identity.to_word(), 0) {
             return false;
@@ -240,10 +255,10 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
 
     /// Puts the slot of an entry onto the stack of its partition, after [`release`](Self::release).
     pub fn push_slot(&self, index: ConnectionIndex) {
-        let stack_top = TableWord::StackTop(index.partition());
+        let stack_top = TableWord::PartitionStackTop(index.partition());
         loop {
             let stack_top_value = self.memory.load(stack_top);
-            self.set_next_free(index, (stack_top_value & u64::from(intf::CONNECTION_STACK_SLOT_MASK)) as u32);
+            self.set_next_free_slot(index, (stack_top_value & u64::from(intf::CONNECTION_STACK_SLOT_MASK)) as u32);
             if self.memory.compare_exchange(
                 stack_top,
                 stack_top_value,
@@ -254,19 +269,19 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
         }
     }
 
-    /// Returns the free slots of a partition, starting at the stack's top. Packets may take slots meanwhile, but none
-    /// may be pushed.
+    /// Returns the free slots of a partition, starting at the stack's top. Packets may take slots during the call, but
+    /// no caller may push one.
     pub fn free_slots(&self, partition: u32) -> Vec<ConnectionIndex> {
         let mut slots = Vec::new();
-        let mut next_slot_plus_one =
-            (self.memory.load(TableWord::StackTop(partition)) & u64::from(intf::CONNECTION_STACK_SLOT_MASK)) as u32;
-        // A taken slot keeps its `next_free`, so the walk ends at the original bottom of the stack.
+        let mut next_slot_plus_one = (self.memory.load(TableWord::PartitionStackTop(partition))
+            & u64::from(intf::CONNECTION_STACK_SLOT_MASK)) as u32;
+        // A taken slot keeps its `next_free_slot_plus_one`, so the walk ends at the original bottom of the stack.
         while let Some(slot) =
             next_slot_plus_one.checked_sub(1).filter(|_| slots.len() < intf::CONNECTIONS_PER_PARTITION as usize)
         {
             let index = ConnectionIndex::new(partition, slot);
             slots.push(index);
-            next_slot_plus_one = self.next_free(index);
+            next_slot_plus_one = self.next_free_slot_plus_one(index);
         }
         slots
     }
@@ -314,20 +329,20 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
         self.memory.load(TableWord::EntryWordAtOffset(index, field_offset))
     }
 
-    fn next_free(&self, index: ConnectionIndex) -> u32 {
+    fn next_free_slot_plus_one(&self, index: ConnectionIndex) -> u32 {
         (self.memory.load(TableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET)) >> NEXT_FREE_SHIFT) as u32
     }
 
-    fn set_next_free(&self, index: ConnectionIndex, next_free: u32) {
+    fn set_next_free_slot(&self, index: ConnectionIndex, next_free_slot_plus_one: u32) {
         self.memory.store(
             TableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET),
-            u64::from(next_free) << NEXT_FREE_SHIFT,
+            u64::from(next_free_slot_plus_one) << NEXT_FREE_SHIFT,
         );
     }
 
-    fn set_port_and_flags(&self, index: ConnectionIndex, low_half: u64) {
+    fn set_port_and_flags(&self, index: ConnectionIndex, port_and_flags: u64) {
         let port_flags_word = TableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET);
-        self.memory.store(port_flags_word, self.memory.load(port_flags_word) & !LOW_HALF_MASK | low_half);
+        self.memory.store(port_flags_word, self.memory.load(port_flags_word) & !LOW_HALF_MASK | port_and_flags);
     }
 
     fn set_last_seen(&self, index: ConnectionIndex, now: ClockTicks) {
@@ -341,15 +356,15 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
     }
 }
 
-/// Returns the next word for the top of a stack. It has the new top slot plus one, or 0 for an empty stack, and an
+/// Returns the next value of a stack's top word. It has the new top slot plus one, or 0 for an empty stack, and an
 /// incremented count of changes, which prevents the ABA problem.
 fn updated_stack_top(stack_top_value: u64, slot_plus_one: u32) -> u64 {
     let change_count = (stack_top_value >> intf::CONNECTION_STACK_COUNT_SHIFT).wrapping_add(1);
     change_count << intf::CONNECTION_STACK_COUNT_SHIFT | u64::from(slot_plus_one & intf::CONNECTION_STACK_SLOT_MASK)
 }
 
-/// Tags and slots of the connections with a recent SYN, in sets selected by the connection's hash. They are only hints,
-/// because the identity of the entry decides.
+/// Set-associative cache of the slots of connections with a recent SYN, by connection hash. Its entries are only hints,
+/// because the identity of the connection table's entry decides.
 #[derive(Debug, Clone)]
 pub struct RecentConnections(Vec<[u32; intf::RECENT_WAYS as usize]>);
 
@@ -369,8 +384,8 @@ impl RecentConnections {
         Some(recent_entry & intf::CONNECTION_SLOT_MASK)
     }
 
-    /// Records a connection's slot for its next SYN at the front of its set, as `remember_connection()` in BPF does.
-    pub fn remember(&mut self, hash: ConnectionHash, index: ConnectionIndex) {
+    /// Records the slot of a connection with a SYN at the front of its set, as `remember_connection()` in BPF does.
+    pub fn record_syn_slot(&mut self, hash: ConnectionHash, index: ConnectionIndex) {
         let mut shifted_entry = hash.tag() & !intf::CONNECTION_SLOT_MASK | index.slot();
         for way in &mut self.0[hash.recent_syn_set_index()] {
             let displaced_entry = std::mem::replace(way, shifted_entry);
@@ -386,7 +401,7 @@ impl RecentConnections {
     }
 }
 
-/// Connection table memory in the heap of this process, which one or several threads may use.
+/// Memory of a connection table in the heap of this process, which several threads may use.
 #[derive(Debug)]
 pub struct HeapTableMemory {
     size: TableSize,
@@ -413,8 +428,8 @@ impl HeapTableMemory {
 
     fn atomic_word(&self, table_word: TableWord) -> &AtomicU64 {
         match table_word {
-            TableWord::StackTop(partition) => &self.stack_tops[partition as usize],
-            TableWord::ClockHand(partition) => &self.clock_hands[partition as usize],
+            TableWord::PartitionStackTop(partition) => &self.stack_tops[partition as usize],
+            TableWord::PartitionClockHand(partition) => &self.clock_hands[partition as usize],
             TableWord::EntryWordAtOffset(index, field_offset) => {
                 &self.entry_words
                     [index.position(self.size) as usize * WORDS_PER_ENTRY + field_offset / size_of::<u64>()]
@@ -451,15 +466,18 @@ mod tests {
 
     const SERVICE_SLOT: u16 = 9;
 
-    fn empty_table(entries: u64) -> ConnectionTable<HeapTableMemory> {
-        let size = TableSize::try_from(entries).unwrap();
+    fn empty_table(entry_count: u64) -> ConnectionTable<HeapTableMemory> {
+        let size = TableSize::try_from(entry_count).unwrap();
         let table = ConnectionTable::new(HeapTableMemory::new(size), size);
         table.initialise();
         table
     }
 
-    fn new_connection(client: u32) -> NewConnection {
-        let client = SocketAddr::new(Ipv4Addr::from(0x0a01_0000 + client / 60_000).into(), (client % 60_000) as u16);
+    fn new_connection(client_number: u32) -> NewConnection {
+        let client = SocketAddr::new(
+            Ipv4Addr::from(0x0a01_0000 + client_number / 60_000).into(),
+            (client_number % 60_000) as u16,
+        );
         let hash = ConnectionHash::new(
             &CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 },
             SERVICE_SLOT,
@@ -468,25 +486,25 @@ mod tests {
         NewConnection { hash, service_slot: SERVICE_SLOT, client, frame_bytes: 74 }
     }
 
-    fn server_of_client(client: u32) -> ServerId {
-        ServerId::try_from(u64::from(client) % 16_384).unwrap()
+    fn server_of_client(client_number: u32) -> ServerId {
+        ServerId::try_from(u64::from(client_number) % 16_384).unwrap()
     }
 
     #[test]
-    fn slot_is_allocated_once_until_freed() {
+    fn slot_is_taken_only_once_until_it_is_freed() {
         let table = empty_table(4096);
         let mut taken_slots = BTreeSet::new();
-        let mut rejected_count = 0;
+        let mut rejected_connection_count = 0;
         for client in 0..8000 {
             match table.take_slot(&new_connection(client), server_of_client(client), ClockTicks(3)) {
                 Ok(index) => assert!(taken_slots.insert((index, client))),
                 Err(take_error) => {
                     assert_eq!(take_error, TakeSlotError::PartitionFull);
-                    rejected_count += 1;
+                    rejected_connection_count += 1;
                 }
             }
         }
-        assert_eq!((taken_slots.len(), rejected_count), (4096, 8000 - 4096));
+        assert_eq!((taken_slots.len(), rejected_connection_count), (4096, 8000 - 4096));
         for (index, client) in &taken_slots {
             let syn = new_connection(*client);
             assert_eq!(table.find(syn.hash, index.slot(), SERVICE_SLOT), Some((*index, server_of_client(*client))));
@@ -507,7 +525,7 @@ mod tests {
     }
 
     #[test]
-    fn packets_update_their_entry_and_a_retransmitted_syn_finds_it() {
+    fn packets_update_the_entry_that_a_retransmitted_syn_finds() {
         let table = empty_table(1024);
         let syn = new_connection(1);
         let mut recent_connections = RecentConnections::default();
@@ -516,25 +534,25 @@ mod tests {
         };
         assert_eq!(find_by_syn(&recent_connections), None);
         table.take_slot(&self::new_connection(2), server_of_client(2), ClockTicks(10)).unwrap();
-        let index = table.take_slot(&syn, server_of_client(1), ClockTicks(10)).unwrap();
-        recent_connections.remember(syn.hash, index);
-        table.record_packet(index, 1500, false, ClockTicks(11));
-        table.record_packet(index, 66, true, ClockTicks(12));
-        let connection = table.connection(index).unwrap();
+        let entry_index = table.take_slot(&syn, server_of_client(1), ClockTicks(10)).unwrap();
+        recent_connections.record_syn_slot(syn.hash, entry_index);
+        table.record_packet(entry_index, 1500, false, ClockTicks(11));
+        table.record_packet(entry_index, 66, true, ClockTicks(12));
+        let connection = table.connection(entry_index).unwrap();
         assert_eq!((connection.packet_count, connection.byte_count), (3, 74 + 1500 + 66));
         assert_eq!(
             (connection.opened_at, connection.last_packet_at, connection.is_closing),
             (ClockTicks(10), ClockTicks(12), true)
         );
         assert_eq!(connection.client, syn.client);
-        assert_eq!(find_by_syn(&recent_connections), Some((index, server_of_client(1))));
-        table.record_repeated_syn(index, ClockTicks(20));
-        let connection = table.connection(index).unwrap();
+        assert_eq!(find_by_syn(&recent_connections), Some((entry_index, server_of_client(1))));
+        table.record_repeated_syn(entry_index, ClockTicks(20));
+        let connection = table.connection(entry_index).unwrap();
         assert_eq!(
             (connection.packet_count, connection.last_packet_at, connection.is_closing),
             (3, ClockTicks(20), false)
         );
-        assert!(table.release(index, connection.identity));
+        assert!(table.release(entry_index, connection.identity));
         assert_eq!(find_by_syn(&recent_connections), None);
     }
 }

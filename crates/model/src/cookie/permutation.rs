@@ -7,21 +7,21 @@
 
 use coreward_intf as intf;
 
-/// A family of keyed permutations of the numbers below 2^bits.
+/// Family of keyed permutations of the numbers below 2^`bit_count`. A connection's hash selects one of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KeyedPermutation {
     bit_count: u32,
 }
 
-/// Number of multiplications in a permutation. With two, the test
+/// Number of rounds in a permutation, with one multiplication each. With two rounds, the test
 /// `bit_flips_change_permuted_values_uniformly` fails.
 const ROUND_COUNT: u32 = 3;
 
 impl KeyedPermutation {
-    /// Permutation of the kind and the number in a cookie.
+    /// Permutation that hides the kind and the number in a cookie.
     pub const COOKIE: Self = Self { bit_count: intf::COOKIE_HIDDEN_BITS };
 
-    /// Permutation of the server's id in a cookie that the load balancer stamps.
+    /// Permutation that hides the server's id in a cookie that the load balancer stamps.
     pub const LB_STAMPED_COOKIE: Self = Self { bit_count: intf::LB_STAMPING_ID_BITS };
 
     /// Returns the number that hides `plain_number` in a cookie of the connection with hash `hash`. Both numbers are
@@ -68,10 +68,10 @@ impl KeyedPermutation {
 
 /// Returns the inverse of an odd factor modulo 2^20 by Newton's method, whose steps double the number of correct bits.
 fn modular_inverse(factor: u64) -> u64 {
-    let inverse_of_5_bits = factor.wrapping_mul(3) ^ 2;
+    let inverse_modulo_32 = factor.wrapping_mul(3) ^ 2;
     let newton_step =
         |approximation: u64| approximation.wrapping_mul(2u64.wrapping_sub(factor.wrapping_mul(approximation)));
-    newton_step(newton_step(inverse_of_5_bits))
+    newton_step(newton_step(inverse_modulo_32))
 }
 
 #[cfg(test)]
@@ -96,36 +96,36 @@ mod tests {
         }
     }
 
-    /// Two plain numbers, or two hidden ones, that differ in one bit lead to an unpredictable difference.
+    /// A change of one bit in a plain or a hidden number changes the converted number unpredictably.
     #[test]
     fn bit_flips_change_permuted_values_uniformly() {
         let mut rng = seeded_rng(4, 0);
         let draw_count = 1 << 19;
         for permutation in PERMUTATIONS {
-            let mut counts = vec![0u32; 1 << permutation.bit_count];
+            let mut difference_counts = vec![0u32; 1 << permutation.bit_count];
             for bit in 0..permutation.bit_count {
                 for convert in [KeyedPermutation::hide, KeyedPermutation::reveal] {
-                    counts.fill(0);
+                    difference_counts.fill(0);
                     let number = rng.next_u64() as u32 & permutation.mask() as u32;
                     for _ in 0..draw_count {
                         let hash = rng.next_u64();
                         let difference =
                             convert(permutation, hash, number) ^ convert(permutation, hash, number ^ 1 << bit);
-                        counts[difference as usize] += 1;
+                        difference_counts[difference as usize] += 1;
                     }
                     // By chance, 16 and 256 each are expected.
                     let expected_count = draw_count >> permutation.bit_count;
-                    let max_count = counts.iter().max().unwrap();
+                    let max_count = difference_counts.iter().max().unwrap();
                     assert!(*max_count < 30 + 2 * expected_count, "bit {bit} of {permutation:?}: {max_count}");
                 }
             }
         }
     }
 
-    /// A difference between hidden numbers that leads from one server to another is particular to its connection. In
-    /// another connection it leads there only by chance, so probing one connection does not help with another.
+    /// The difference between the hidden numbers of two servers depends on the connection. In another connection, it
+    /// leads to the second server only by chance, so probing one connection does not help with another.
     #[test]
-    fn known_difference_does_not_reach_the_server_in_another_connection() {
+    fn hidden_number_difference_does_not_help_in_another_connection() {
         let mut rng = seeded_rng(2, 0);
         for permutation in PERMUTATIONS {
             let number_count = 1 << permutation.bit_count;
@@ -150,20 +150,20 @@ mod tests {
         }
     }
 
-    /// Returns whether the differences of both connections' numbers have the same quotient modulo `modulo`.
-    fn difference_quotients_agree(known_numbers: [u32; 3], other_numbers: [u32; 3], modulo: u64) -> bool {
-        let subtract_modulo = |a: u32, b: u32| (u64::from(a) + modulo - u64::from(b) % modulo) % modulo;
+    /// Returns whether the quotients of two differences agree between the hidden numbers of two connections.
+    fn difference_quotients_agree(known_numbers: [u32; 3], other_numbers: [u32; 3], modulus: u64) -> bool {
+        let subtract_modular = |a: u32, b: u32| (u64::from(a) + modulus - u64::from(b) % modulus) % modulus;
         let [known_differences, other_differences] = [known_numbers, other_numbers]
-            .map(|numbers| [subtract_modulo(numbers[0], numbers[1]), subtract_modulo(numbers[0], numbers[2])]);
+            .map(|numbers| [subtract_modular(numbers[0], numbers[1]), subtract_modular(numbers[0], numbers[2])]);
         // The quotients known[1] / known[0] and other[1] / other[0] are compared by their cross products.
-        known_differences[1] * other_differences[0] % modulo == other_differences[1] * known_differences[0] % modulo
+        known_differences[1] * other_differences[0] % modulus == other_differences[1] * known_differences[0] % modulus
     }
 
-    /// A client that has probed one connection knows the differences between its hidden numbers. With two hidden
-    /// numbers of another connection, these must not reveal a third one. The test compares their quotient modulo a
-    /// prime (0), their quotient modulo 2^bits (1), and their XOR (2).
+    /// A client that has probed one connection knows the differences between its hidden numbers. They must not reveal a
+    /// third hidden number of another connection of which the client knows two. The test compares the differences'
+    /// quotients modulo a prime (0), their quotients modulo 2^bits (1), and their XORs (2).
     #[test]
-    fn known_differences_do_not_predict_those_of_another_connection() {
+    fn known_differences_do_not_predict_hidden_numbers_of_another_connection() {
         let mut rng = seeded_rng(3, 0);
         for (permutation, bits, prime) in
             [(KeyedPermutation::COOKIE, 15, 32_749u64), (KeyedPermutation::LB_STAMPED_COOKIE, 11, 2_039)]

@@ -12,8 +12,8 @@ pub enum CoreAssignmentMode {
     CompleteShare,
     /// Each core runs one service, and load hints move cores between the services (`dedicated`).
     Dedicated,
-    /// Each service has some cores of its own, and both share the other cores (`hybrid`). With load hints, the own
-    /// cores of the service with priority follow its constant load.
+    /// Each service has some cores of its own, and both share the other cores (`hybrid`). With load hints, the number
+    /// of the priority service's own cores follows its constant load.
     Hybrid,
 }
 
@@ -23,7 +23,7 @@ const ASSIGNMENT_MODE_NAMES: [(&str, CoreAssignmentMode); 3] = [
     ("hybrid", CoreAssignmentMode::Hybrid),
 ];
 
-/// Error returned for a name that no core assignment has.
+/// Error returned for the name of an unknown core assignment mode.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("assignment {0:?}: expected share, dedicated or hybrid")]
 pub struct UnknownAssignmentMode(pub String);
@@ -32,8 +32,8 @@ impl FromStr for CoreAssignmentMode {
     type Err = UnknownAssignmentMode;
 
     fn from_str(name: &str) -> Result<Self, UnknownAssignmentMode> {
-        let entry = ASSIGNMENT_MODE_NAMES.iter().find(|(known_name, _)| *known_name == name);
-        entry.map(|(_, assignment)| *assignment).ok_or_else(|| UnknownAssignmentMode(name.to_owned()))
+        let matching_entry = ASSIGNMENT_MODE_NAMES.iter().find(|(known_name, _)| *known_name == name);
+        matching_entry.map(|(_, assignment)| *assignment).ok_or_else(|| UnknownAssignmentMode(name.to_owned()))
     }
 }
 
@@ -50,17 +50,17 @@ impl fmt::Display for CoreAssignmentMode {
 pub struct AssignmentChange {
     /// Number of the service, 0 or 1.
     pub service: u8,
-    /// Number of the core.
+    /// Number of the core, counted from 0.
     pub core: u16,
     /// Whether the service runs on the core after the change.
     pub is_running: bool,
 }
 
-/// Number of cores that each of two services keeps for itself, whatever the other needs (`2` for both, or `2:0`).
+/// Numbers of cores that each of two services keeps for itself in any case (`2` for both, or `2:0`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReservedCores(pub [u16; 2]);
 
-/// Error returned for a text that is neither one nor two numbers of cores.
+/// Error returned for a text that is not a valid [`ReservedCores`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("reserved cores {0:?}: expected a number, or one for each service as in 2:0")]
 pub struct InvalidReservedCores(pub String);
@@ -101,8 +101,8 @@ fn exclusive_state(service: u8) -> [bool; 2] {
 }
 
 impl CoreAllocator {
-    /// Returns an allocator with the initial allocation. In mode `dedicated`, both services have equally many cores. In
-    /// mode `hybrid`, they have their reserved cores, service 0 first, and share the others.
+    /// Returns an allocator with the initial assignment of cores. In mode `dedicated`, both services have equally many
+    /// cores. In mode `hybrid`, they have their reserved cores, service 0 first, and share the others.
     pub fn new(mode: CoreAssignmentMode, core_count: u16, reserved_cores: ReservedCores) -> Self {
         let [first_own_count, second_own_count] = match mode {
             CoreAssignmentMode::CompleteShare => [0, 0],
@@ -112,8 +112,8 @@ impl CoreAllocator {
                 [first_own_count.min(core_count), second_own_count.min(core_count.saturating_sub(first_own_count))]
             }
         };
-        let services_on = |core| [core < core_count.saturating_sub(second_own_count), core >= first_own_count];
-        Self { mode, reserved_cores, services_by_core: (0..core_count).map(services_on).collect() }
+        let services_on_core = |core| [core < core_count.saturating_sub(second_own_count), core >= first_own_count];
+        Self { mode, reserved_cores, services_by_core: (0..core_count).map(services_on_core).collect() }
     }
 
     /// Returns the number of the server's cores.
@@ -126,7 +126,7 @@ impl CoreAllocator {
         self.services_by_core[usize::from(core)][usize::from(service)]
     }
 
-    /// Applies a load hint for `service`, and returns the changes. `is_other_service_waiting` is whether requests of
+    /// Applies a load hint for `service`, and returns the changes. `is_other_service_waiting` is true if requests of
     /// the other service wait at the NIC. `load` returns the number of requests that a service has at a core.
     pub fn apply_load_hint(
         &mut self,
@@ -144,11 +144,11 @@ impl CoreAllocator {
             CoreAssignmentMode::Dedicated => {
                 let (source_service, target_service) =
                     if hint == LoadHint::ScaleUp { (1 - service, service) } else { (service, 1 - service) };
-                let reserved_count = self.reserved_cores.0[usize::from(source_service)];
+                let reserved_core_count = self.reserved_cores.0[usize::from(source_service)];
                 self.reassign_one_core(
                     exclusive_state(source_service),
                     exclusive_state(target_service),
-                    reserved_count,
+                    reserved_core_count,
                     |core| load(0, core) + load(1, core),
                 )
             }
@@ -157,18 +157,18 @@ impl CoreAllocator {
     }
 
     /// Adjusts the number of service 0's own cores to its constant load, so that only bursts reach shared cores. The
-    /// number is right if as many own cores are idle as shared cores serve requests of service 0.
+    /// right number has as many idle own cores as there are shared cores that serve requests of service 0.
     fn adjust_own_cores(&mut self, load: impl Fn(u8, u16) -> u32) -> Vec<AssignmentChange> {
-        let idle_own_count = self.cores_in_state(exclusive_state(0)).filter(|core| load(0, *core) == 0).count();
+        let idle_own_core_count = self.cores_in_state(exclusive_state(0)).filter(|core| load(0, *core) == 0).count();
         let overflow_core_count = self.cores_in_state(BOTH_SERVICES).filter(|core| load(0, *core) > 0).count();
-        let [reserved_count, other_reserved_count] = self.reserved_cores.0;
-        if overflow_core_count > idle_own_count {
+        let [reserved_core_count, other_reserved_core_count] = self.reserved_cores.0;
+        if overflow_core_count > idle_own_core_count {
             // Service 1 always keeps a core.
-            self.reassign_one_core(BOTH_SERVICES, exclusive_state(0), (other_reserved_count == 0).into(), |core| {
+            self.reassign_one_core(BOTH_SERVICES, exclusive_state(0), (other_reserved_core_count == 0).into(), |core| {
                 load(1, core)
             })
-        } else if idle_own_count > overflow_core_count {
-            self.reassign_one_core(exclusive_state(0), BOTH_SERVICES, reserved_count, |core| load(0, core))
+        } else if idle_own_core_count > overflow_core_count {
+            self.reassign_one_core(exclusive_state(0), BOTH_SERVICES, reserved_core_count, |core| load(0, core))
         } else {
             Vec::new()
         }
@@ -195,11 +195,11 @@ impl CoreAllocator {
         }
         let Some(core) = self.cores_in_state(old_state).min_by_key(|core| load(*core)) else { return Vec::new() };
         self.services_by_core[usize::from(core)] = new_state;
-        let change_of = |service: u8| {
+        let change_for_service = |service: u8| {
             let is_running = new_state[usize::from(service)];
             (is_running != old_state[usize::from(service)]).then_some(AssignmentChange { service, core, is_running })
         };
-        [0, 1].into_iter().filter_map(change_of).collect()
+        [0, 1].into_iter().filter_map(change_for_service).collect()
     }
 }
 
@@ -208,27 +208,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dedicated_core_moves_to_the_service_that_needs_more() {
+    fn scale_up_hint_moves_a_dedicated_core_to_its_service() {
         let mut allocator = CoreAllocator::new(CoreAssignmentMode::Dedicated, 4, ReservedCores([1, 1]));
         let load = |service: u8, core: u16| if service == 0 { u32::from(10 - core) } else { 0 };
         let changes = allocator.apply_load_hint(0, LoadHint::ScaleUp, false, load);
-        let expected = [
+        let expected_changes = [
             AssignmentChange { service: 0, core: 3, is_running: true },
             AssignmentChange { service: 1, core: 3, is_running: false },
         ];
-        assert_eq!(changes, expected, "the least loaded of the other's");
+        assert_eq!(changes, expected_changes, "the least loaded of the other's");
         assert_eq!(allocator.apply_load_hint(0, LoadHint::ScaleUp, false, load), [], "the last one is reserved");
         assert_eq!(allocator.apply_load_hint(1, LoadHint::ScaleUp, true, load), [], "service 0 needs what it has");
         assert_eq!(allocator.apply_load_hint(0, LoadHint::ScaleDown, false, load).len(), 2);
         assert!(allocator.is_running(1, 3) && allocator.is_running(1, 2) && !allocator.is_running(1, 0));
     }
 
-    fn own_core_count(allocation: &CoreAllocator) -> usize {
-        allocation.cores_in_state(exclusive_state(0)).count()
+    fn service_0_own_core_count(allocator: &CoreAllocator) -> usize {
+        allocator.cores_in_state(exclusive_state(0)).count()
     }
 
-    /// Returns a load of service 0 at up to three cores, the first ones. Service 1 has requests at all its own cores,
-    /// most at the first.
+    /// Returns a load function with one request of service 0 at each of the first `busy_core_count` cores. Service 1
+    /// has `10 - core` requests at each core.
     fn load_on_first_cores(busy_core_count: u16) -> impl Fn(u8, u16) -> u32 {
         move |service, core| if service == 0 { (core < busy_core_count).into() } else { u32::from(10 - core) }
     }
@@ -242,37 +242,37 @@ mod tests {
                 && allocator.is_running(1, 4)
                 && !allocator.is_running(0, 5)
         );
-        let taken_core_change = [AssignmentChange { service: 1, core: 4, is_running: false }];
+        let core_loss_of_service_1 = [AssignmentChange { service: 1, core: 4, is_running: false }];
         assert_eq!(
             allocator.apply_load_hint(0, LoadHint::ScaleUp, true, load_on_first_cores(3)),
-            taken_core_change,
+            core_loss_of_service_1,
             "least load of service 1"
         );
         assert_eq!(
             allocator.apply_load_hint(0, LoadHint::ScaleDown, true, load_on_first_cores(3)),
-            [AssignmentChange { core: 3, ..taken_core_change[0] }]
+            [AssignmentChange { core: 3, ..core_loss_of_service_1[0] }]
         );
         assert_eq!(
             allocator.apply_load_hint(0, LoadHint::ScaleDown, true, load_on_first_cores(3)),
             [],
             "cores 1 and 2 serve it, 3 and 4 idle"
         );
-        let returned_core_change = [AssignmentChange { service: 1, core: 3, is_running: true }];
+        let core_return_to_service_1 = [AssignmentChange { service: 1, core: 3, is_running: true }];
         assert_eq!(
             allocator.apply_load_hint(0, LoadHint::ScaleDown, false, load_on_first_cores(1)),
-            returned_core_change
+            core_return_to_service_1
         );
         (0..9).for_each(|_| drop(allocator.apply_load_hint(0, LoadHint::ScaleDown, false, load_on_first_cores(0))));
-        assert_eq!(own_core_count(&allocator), 1, "reserved");
+        assert_eq!(service_0_own_core_count(&allocator), 1, "reserved");
         (0..9).for_each(|_| drop(allocator.apply_load_hint(0, LoadHint::ScaleUp, false, load_on_first_cores(6))));
-        assert_eq!(own_core_count(&allocator), 5, "service 1 has its reserved one");
+        assert_eq!(service_0_own_core_count(&allocator), 5, "service 1 has its reserved one");
     }
 
     #[test]
-    fn service_without_reserved_cores_keeps_a_shared_one() {
+    fn service_without_reserved_cores_keeps_one_shared_core() {
         let mut allocator = CoreAllocator::new(CoreAssignmentMode::Hybrid, 6, ReservedCores([1, 0]));
         (0..9).for_each(|_| drop(allocator.apply_load_hint(0, LoadHint::ScaleUp, false, load_on_first_cores(6))));
-        assert_eq!(own_core_count(&allocator), 5, "service 1 has a shared one");
+        assert_eq!(service_0_own_core_count(&allocator), 5, "service 1 has a shared one");
     }
 
     #[test]

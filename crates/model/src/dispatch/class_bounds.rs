@@ -2,13 +2,14 @@
 
 use super::{DispatchHeader, Dispatcher, TournamentTree};
 
-/// RingLeader's JBSRQ (NSDI'23, Sect. 4.2) for a stock server, whose queue is a FIFO that cannot preempt. A request
-/// earlier in the queue delays a later one whatever its priority, so every outstanding request counts in full (lambda =
-/// 1). Priority acts through eligibility instead, because a class may be excluded from some cores or have a lower bound
-/// there.
+/// Dispatcher that joins the shortest bounded queue (RingLeader's JBSRQ, NSDI'23, Sect. 4.2) of cores whose FIFO queues
+/// cannot preempt. A request earlier in the queue delays a later one whatever its priority, so every outstanding
+/// request counts in full (lambda = 1). Priority acts through eligibility instead, because a class may be excluded from
+/// some cores or have a lower bound there.
 ///
 /// No request waits at the NIC. A request goes to the core with the fewest outstanding requests among the cores below
-/// their bound for its class. Without such a core, the least loaded core open to the class gets it, which is counted.
+/// their bound for its class. If no core is below its bound, the least loaded core of the class gets the request, and a
+/// counter is incremented.
 #[derive(Debug, Clone)]
 pub struct ClassBoundedShortestQueue {
     outstanding_by_core: Vec<u32>,
@@ -22,7 +23,8 @@ pub struct ClassBoundedShortestQueue {
 const AT_BOUND_BIT: u32 = 1 << 30;
 const FORBIDDEN_BIT: u32 = 1 << 31;
 
-/// Maximum outstanding requests by class and core, below which a core takes another request. A core with 0 takes none.
+/// Bound on the outstanding requests of each core, by class. A core at its bound for a class takes no request of the
+/// class.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClassBounds {
     core_count: u16,
@@ -30,8 +32,8 @@ pub struct ClassBounds {
 }
 
 impl ClassBounds {
-    /// Reserves the first `reserved_core_count` cores for the highest class. Other classes are limited to
-    /// `reserved_bound` requests on these cores, and have at least one other core. Everywhere else the bound is
+    /// Returns bounds that reserve the first `reserved_core_count` cores for the highest class. Other classes are
+    /// limited to `reserved_bound` requests on these cores, and have at least one other core. All other bounds are
     /// `default_bound`.
     pub fn with_reserved_cores(
         core_count: u16,
@@ -41,16 +43,16 @@ impl ClassBounds {
         reserved_bound: u32,
     ) -> Self {
         let reserved_core_count = usize::from(reserved_core_count.min(core_count.saturating_sub(1)));
-        let bounds_of_class = |class: u8| {
+        let bounds_for_class = |class: u8| {
             let bound_at_core =
                 |core: usize| if class > 0 && core < reserved_core_count { reserved_bound } else { default_bound };
             (0..usize::from(core_count)).map(bound_at_core).collect()
         };
-        Self { core_count, bounds_by_class: (0..class_count.max(1)).map(bounds_of_class).collect() }
+        Self { core_count, bounds_by_class: (0..class_count.max(1)).map(bounds_for_class).collect() }
     }
 
     /// Returns the bound for `class` at each core.
-    pub fn for_class(&self, class: u8) -> &[u32] {
+    pub fn bounds_for_class(&self, class: u8) -> &[u32] {
         &self.bounds_by_class[usize::from(class).min(self.bounds_by_class.len() - 1)]
     }
 }
@@ -86,9 +88,9 @@ impl ClassBoundedShortestQueue {
 
 impl Dispatcher for ClassBoundedShortestQueue {
     #[inline]
-    fn place(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
+    fn place_request(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
         let class = usize::from(header.service).min(self.core_ranks_by_class.len() - 1);
-        let (core, rank) = self.core_ranks_by_class[class].least();
+        let (core, rank) = self.core_ranks_by_class[class].least_leaf();
         self.over_bound_request_count += u64::from(rank & AT_BOUND_BIT != 0);
         self.outstanding_by_core[usize::from(core)] += 1;
         self.update_rank(core);
@@ -107,28 +109,32 @@ mod tests {
     use super::super::tests::header;
     use super::*;
 
-    fn place_request(dispatcher: &mut ClassBoundedShortestQueue, class: u8) -> u16 {
-        dispatcher.place(0, &header(class, 1)).unwrap()
+    fn place_request_of_class(dispatcher: &mut ClassBoundedShortestQueue, class: u8) -> u16 {
+        dispatcher.place_request(0, &header(class, 1)).unwrap()
     }
 
     #[test]
-    fn low_class_stays_off_reserved_cores() {
+    fn low_class_gets_no_reserved_core() {
         let mut dispatcher = ClassBoundedShortestQueue::new(ClassBounds::with_reserved_cores(3, 2, 1, 2, 0));
-        let low_class_cores: Vec<_> = (0..6).map(|_| place_request(&mut dispatcher, 1)).collect();
+        let low_class_cores: Vec<_> = (0..6).map(|_| place_request_of_class(&mut dispatcher, 1)).collect();
         assert_eq!(low_class_cores, [1, 2, 1, 2, 1, 2], "also above the bound, which is counted");
         assert_eq!(dispatcher.over_bound_request_count(), 2);
-        assert_eq!((0..3).map(|_| place_request(&mut dispatcher, 0)).collect::<Vec<_>>(), [0, 0, 0]);
+        assert_eq!((0..3).map(|_| place_request_of_class(&mut dispatcher, 0)).collect::<Vec<_>>(), [0, 0, 0]);
         assert_eq!(dispatcher.over_bound_request_count(), 3, "core 0 had its two");
         dispatcher.record_completion(2, &header(1, 1));
         dispatcher.record_completion(2, &header(1, 1));
-        assert_eq!(place_request(&mut dispatcher, 0), 2, "a high class goes everywhere");
+        assert_eq!(place_request_of_class(&mut dispatcher, 0), 2, "a high class goes everywhere");
     }
 
     #[test]
     fn low_classes_use_idle_reserved_cores_below_their_bound() {
         let mut dispatcher = ClassBoundedShortestQueue::new(ClassBounds::with_reserved_cores(2, 2, 1, 4, 1));
         assert_eq!(
-            [place_request(&mut dispatcher, 1), place_request(&mut dispatcher, 1), place_request(&mut dispatcher, 1)],
+            [
+                place_request_of_class(&mut dispatcher, 1),
+                place_request_of_class(&mut dispatcher, 1),
+                place_request_of_class(&mut dispatcher, 1)
+            ],
             [0, 1, 1]
         );
     }
@@ -137,9 +143,9 @@ mod tests {
     fn at_least_one_core_is_not_reserved() {
         let bounds = ClassBounds::with_reserved_cores(2, 2, 5, 4, 0);
         assert_eq!(
-            (bounds.for_class(0), bounds.for_class(1), bounds.for_class(7)),
+            (bounds.bounds_for_class(0), bounds.bounds_for_class(1), bounds.bounds_for_class(7)),
             (&[4, 4][..], &[0, 4][..], &[0, 4][..])
         );
-        assert_eq!(ClassBounds::with_reserved_cores(1, 2, 1, 4, 0).for_class(1), [4]);
+        assert_eq!(ClassBounds::with_reserved_cores(1, 2, 1, 4, 0).bounds_for_class(1), [4]);
     }
 }

@@ -2,28 +2,29 @@
 
 use std::collections::VecDeque;
 
-/// Maximum number of services in one scheduler, because eligibility is a mask of 64 bits, as in RingLeader (Sect. 6).
+/// Maximum number of services in one scheduler. A mask of 64 bits has the eligible services, as in RingLeader (Sect.
+/// 6).
 pub const MAX_SERVICES: usize = 64;
 
 /// Rule by which the members of one level, either groups or a group's services, are ranked. The member of least rank is
 /// dispatched first. Among equal ranks, the member with the lowest index is first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ranking {
-    /// A member's parameter is its priority, where 0 is the highest.
+    /// Strict priority. A member's parameter is its priority, where 0 is the highest.
     StrictPriority,
-    /// A member's parameter is its weight (at least 1). Members with waiting requests are dispatched in proportion to
-    /// their weights (start-time fair queueing, one unit per request). A member that is not eligible catches up later.
+    /// Members with waiting requests are dispatched in proportion to their weights (start-time fair queueing, one unit
+    /// per request). A member's parameter is its weight (at least 1). A member that is not eligible catches up later.
     WeightedShare,
-    /// A member's parameter is the time from a request's arrival to its deadline.
+    /// Earliest deadline first. A member's parameter is the time from a request's arrival to its deadline.
     EarliestDeadline,
 }
 
-/// Services among which [`FirstEligibleOut::pop`] selects the next request.
+/// Rule by which eligibility affects the choice of the next request in [`FirstEligibleOut::pop`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Selection {
-    /// Only the eligible services. The one of least rank is selected.
+    /// Only the eligible services compete, and the one of least rank is selected.
     FirstEligible,
-    /// All services. If the one of least rank is not eligible, it blocks the others (PIFO, SIGCOMM'16).
+    /// All services compete. If the one of least rank is not eligible, it blocks the others (PIFO, SIGCOMM'16).
     Pifo,
 }
 
@@ -42,7 +43,7 @@ pub struct RateLimit {
 pub struct SchedulingParameters {
     /// Priority, weight or relative deadline, depending on the [`Ranking`].
     pub rank_parameter: u32,
-    /// Limit of the rate at which the member's requests are dispatched.
+    /// Limit on the rate at which the member's requests are dispatched.
     pub rate_limit: Option<RateLimit>,
 }
 
@@ -53,10 +54,10 @@ impl SchedulingParameters {
     }
 }
 
-/// Configuration of a group, which is a set of services that the first level ranks as one.
+/// Configuration of a group, which is a set of services that the scheduler's first level ranks as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupConfig {
-    /// Scheduling parameters of the group among the groups.
+    /// Scheduling parameters by which the group is ranked among the groups.
     pub parameters: SchedulingParameters,
     /// Rule by which the group's services are ranked.
     pub ranking: Ranking,
@@ -67,7 +68,7 @@ pub struct GroupConfig {
 pub struct QueueConfig {
     /// Index of the service's group.
     pub group_index: u8,
-    /// Scheduling parameters of the service within its group.
+    /// Scheduling parameters by which the service is ranked within its group.
     pub parameters: SchedulingParameters,
     /// Priority of the service when the buffer overflows. Requests of the highest number are dropped first.
     pub drop_priority: u8,
@@ -82,15 +83,15 @@ pub struct FirstEligibleOutConfig {
     pub groups: Vec<GroupConfig>,
     /// Services and their queues (1 to [`MAX_SERVICES`]).
     pub queues: Vec<QueueConfig>,
-    /// Services among which the next request is selected.
+    /// Rule by which eligibility affects the choice of the next request.
     pub selection: Selection,
     /// Maximum number of waiting requests, at least 1.
     pub capacity: usize,
 }
 
 impl FirstEligibleOutConfig {
-    /// Returns a configuration with one level in strict priority and without a limit on waiting requests. `priorities`
-    /// has the priority of each service.
+    /// Returns a configuration with one group of services in strict priority and without a limit on waiting requests.
+    /// `priorities` has the priority of each service.
     pub fn strict_priority(priorities: impl IntoIterator<Item = u8>) -> Self {
         let parameters_for = |priority: u8| SchedulingParameters::new(priority.into());
         let queue =
@@ -119,7 +120,7 @@ impl FirstEligibleOutConfig {
     }
 }
 
-/// Error returned for a configuration that no scheduler can have.
+/// Error returned for an invalid configuration of a first-eligible-out scheduler.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FirstEligibleOutConfigError {
     /// The number of services is 0 or above [`MAX_SERVICES`].
@@ -159,8 +160,8 @@ pub struct FirstEligibleOut<T> {
     group_ranking: Ranking,
     selection: Selection,
     capacity: usize,
-    waiting_count: usize,
-    /// Whether dispatching a request changes no rank and takes no token.
+    waiting_request_count: usize,
+    /// Whether no dispatch changes a rank or takes a token.
     is_stateless: bool,
     /// Bit mask of the services with waiting requests.
     backlogged_service_mask: u64,
@@ -192,9 +193,9 @@ struct ServiceQueue<T> {
 #[derive(Debug, Clone)]
 struct SchedulingState {
     parameters: SchedulingParameters,
-    /// Virtual time at which the member's next request starts.
+    /// Start tag of the member's next request (virtual time).
     start_tag: u64,
-    /// Time at which the member's token bucket would be full again.
+    /// Time at which the member's token bucket will be full if no request is dispatched.
     bucket_full_at: u64,
 }
 
@@ -227,7 +228,7 @@ impl SchedulingState {
         }
     }
 
-    /// Takes a token, and advances the member's start tag. Returns the new virtual time of the level.
+    /// Takes a token, and advances the member's start tag. Returns the new virtual time of the member's level.
     #[inline]
     fn record_dispatch(&mut self, now: u64, ranking: Ranking) -> u64 {
         if let Some(rate_limit) = self.parameters.rate_limit {
@@ -269,7 +270,7 @@ impl<T> FirstEligibleOut<T> {
             group_ranking,
             selection,
             capacity,
-            waiting_count: 0,
+            waiting_request_count: 0,
             is_stateless,
             backlogged_service_mask: 0,
             virtual_time: 0,
@@ -280,7 +281,7 @@ impl<T> FirstEligibleOut<T> {
 
     /// Returns the number of waiting requests of `service`.
     #[inline]
-    pub fn waiting_count(&self, service: u8) -> usize {
+    pub fn waiting_request_count(&self, service: u8) -> usize {
         self.queues[usize::from(service)].requests.len()
     }
 
@@ -289,10 +290,11 @@ impl<T> FirstEligibleOut<T> {
         self.queues[usize::from(service)].requests.front().map(|(arrival_time, _)| *arrival_time)
     }
 
-    /// Returns whether a request of an eligible service may skip the queue, because a push and a pop change nothing.
+    /// Returns whether a request of an eligible service may bypass the queue, because a push and a pop would change no
+    /// state.
     #[inline]
     pub fn can_bypass_queue(&self) -> bool {
-        self.waiting_count == 0 && self.is_stateless
+        self.waiting_request_count == 0 && self.is_stateless
     }
 
     /// Appends a request to the queue of `service`. `now` must not decrease from call to call.
@@ -302,8 +304,8 @@ impl<T> FirstEligibleOut<T> {
     #[inline]
     pub fn push(&mut self, now: u64, service: u8, request: T) -> Option<(u8, T)> {
         let mut dropped_request = None;
-        if self.waiting_count == self.capacity {
-            let victim_service = self.overflow_victim(service);
+        if self.waiting_request_count == self.capacity {
+            let victim_service = self.overflow_victim_service(service);
             if victim_service == service {
                 return Some((service, request));
             }
@@ -311,13 +313,13 @@ impl<T> FirstEligibleOut<T> {
                 .requests
                 .pop_back()
                 .map(|(_, youngest_request)| (victim_service, youngest_request));
-            self.record_removal(victim_service);
+            self.record_removed_request(victim_service);
         }
-        self.append(now, service, request);
+        self.append_to_queue(now, service, request);
         dropped_request
     }
 
-    /// Removes and returns the next request with its service, or `None` if none may be dispatched now. Bit s of
+    /// Removes and returns the next request with its service, or `None` if no request may be dispatched now. Bit s of
     /// `eligible_service_mask` is set if a core would take a request of service s.
     #[inline]
     pub fn pop(&mut self, now: u64, eligible_service_mask: u64) -> Option<(u8, T)> {
@@ -327,20 +329,24 @@ impl<T> FirstEligibleOut<T> {
         self.virtual_time = group.state.record_dispatch(now, self.group_ranking);
         group.virtual_time = queue.state.record_dispatch(now, group.ranking);
         let (_, request) = queue.requests.pop_front()?;
-        self.record_removal(service);
+        self.record_removed_request(service);
         Some((service, request))
     }
 
-    /// Returns the earliest time at which the rate limits allow a waiting request to go, or `None` if no request waits.
+    /// Returns the earliest time at which the rate limits permit the dispatch of a waiting request, or `None` if none
+    /// waits.
     pub fn next_token_time(&self) -> Option<u64> {
         let next_token_at = |service| {
-            let queue = &self.queues[usize::from(service)];
-            queue.state.next_token_at().max(self.groups[usize::from(queue.group_index)].state.next_token_at())
+            let service_queue = &self.queues[usize::from(service)];
+            service_queue
+                .state
+                .next_token_at()
+                .max(self.groups[usize::from(service_queue.group_index)].state.next_token_at())
         };
         bit_indices(self.backlogged_service_mask).map(next_token_at).min()
     }
 
-    fn append(&mut self, now: u64, service: u8, request: T) {
+    fn append_to_queue(&mut self, now: u64, service: u8, request: T) {
         let queue = &mut self.queues[usize::from(service)];
         if queue.requests.is_empty() {
             let group = &mut self.groups[usize::from(queue.group_index)];
@@ -351,11 +357,11 @@ impl<T> FirstEligibleOut<T> {
             self.backlogged_service_mask |= 1 << service;
         }
         queue.requests.push_back((now, request));
-        self.waiting_count += 1;
+        self.waiting_request_count += 1;
     }
 
-    fn record_removal(&mut self, service: u8) {
-        self.waiting_count -= 1;
+    fn record_removed_request(&mut self, service: u8) {
+        self.waiting_request_count -= 1;
         if self.queues[usize::from(service)].requests.is_empty() {
             self.backlogged_service_mask &= !(1 << service);
         }
@@ -363,13 +369,13 @@ impl<T> FirstEligibleOut<T> {
 
     /// Returns the service that must drop a request when a request of service `arriving_service` arrives at a full
     /// buffer.
-    fn overflow_victim(&self, arriving_service: u8) -> u8 {
+    fn overflow_victim_service(&self, arriving_service: u8) -> u8 {
         let drop_key = |service: u8| {
-            let arriving_count = usize::from(service == arriving_service);
+            let arriving_request_count = usize::from(service == arriving_service);
             (
                 self.queues[usize::from(service)].drop_priority,
-                self.waiting_count(service) + arriving_count,
-                arriving_count,
+                self.waiting_request_count(service) + arriving_request_count,
+                arriving_request_count,
             )
         };
         bit_indices(self.backlogged_service_mask | 1 << arriving_service)
@@ -398,7 +404,7 @@ impl<T> FirstEligibleOut<T> {
         (eligible_service_mask >> service & 1 == 1).then_some(service)
     }
 
-    /// Returns a group's earliest arrival, and the rank and the index of its next service.
+    /// Returns the earliest arrival time in a group, and the rank and the index of the group's next service.
     #[inline]
     fn next_service_in_group(
         &self,

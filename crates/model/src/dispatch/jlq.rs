@@ -17,16 +17,16 @@ impl JoinLightestQueue {
 
 impl Dispatcher for JoinLightestQueue {
     #[inline]
-    fn place(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
-        let (core, outstanding_work) = self.outstanding_work_by_core.least();
+    fn place_request(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
+        let (core, outstanding_work) = self.outstanding_work_by_core.least_leaf();
         self.outstanding_work_by_core.set_key(core, outstanding_work + header.expected_service_time);
         Some(core)
     }
 
     #[inline]
     fn record_completion(&mut self, core: u16, header: &DispatchHeader) {
-        let outstanding_work = self.outstanding_work_by_core.key(core);
-        self.outstanding_work_by_core.set_key(core, outstanding_work - header.expected_service_time);
+        let core_work = self.outstanding_work_by_core.key(core);
+        self.outstanding_work_by_core.set_key(core, core_work - header.expected_service_time);
     }
 }
 
@@ -36,13 +36,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lightest_queue_gets_the_request() {
+    fn queue_with_the_least_expected_work_gets_the_request() {
         let mut jlq = JoinLightestQueue::new(2);
         let placed_cores: Vec<_> = [5, 1, 1, 1, 1, 1, 1]
-            .map(|expected_service_time| jlq.place(0, &header(0, expected_service_time)).unwrap())
+            .map(|expected_service_time| jlq.place_request(0, &header(0, expected_service_time)).unwrap())
             .to_vec();
         assert_eq!(placed_cores, [0, 1, 1, 1, 1, 1, 0]);
         jlq.record_completion(0, &header(0, 5));
-        assert_eq!(jlq.place(0, &header(0, 1)), Some(0));
+        assert_eq!(jlq.place_request(0, &header(0, 1)), Some(0));
     }
 }

@@ -1,7 +1,8 @@
 //! Tournament tree, which has the minimum of many counters at all times.
 
-/// A tournament tree over the cores. The minimum takes constant time, and a changed key takes log2(cores) steps.
-/// Turbo's comparator tree (HPCA'23, Sect. V-A) and RingLeader's reduction tree (NSDI'23, Sect. 5.1) are alike.
+/// Tournament tree that finds the core with the least key. The minimum takes constant time, and a changed key takes
+/// log2(cores) steps. Turbo's comparator tree (HPCA'23, Sect. V-A) and RingLeader's reduction tree (NSDI'23, Sect. 5.1)
+/// work alike.
 #[derive(Debug, Clone)]
 pub struct TournamentTree<K: Key> {
     /// Node i has the children 2i and 2i+1, and the leaves are the last half. A node holds a key and, in lower bits,
@@ -10,15 +11,15 @@ pub struct TournamentTree<K: Key> {
     leaf_count: usize,
 }
 
-/// A leaf's key, which can be packed into a node.
+/// Key of a leaf, which can be packed into a node together with the leaf's index.
 pub trait Key: Copy {
-    /// Number that holds a key and, in lower bits, the index of a leaf.
+    /// Unsigned integer that holds a key and, in lower bits, the index of a leaf.
     type Node: Copy + Ord + std::fmt::Debug;
-    /// Node above all others, which is used for missing leaves.
+    /// Node greater than all others, which is used for missing leaves.
     const NO_LEAF: Self::Node;
 
     /// Returns a key and the index of its leaf, packed into one number.
-    fn node(self, leaf: u16) -> Self::Node;
+    fn node(self, leaf_index: u16) -> Self::Node;
     /// Returns the index of the leaf and the key that a node holds.
     fn leaf_and_key(node: Self::Node) -> (u16, Self);
 }
@@ -30,8 +31,8 @@ macro_rules! key {
             const NO_LEAF: $node = <$node>::MAX;
 
             #[inline]
-            fn node(self, leaf: u16) -> $node {
-                <$node>::from(self) << u16::BITS | <$node>::from(leaf)
+            fn node(self, leaf_index: u16) -> $node {
+                <$node>::from(self) << u16::BITS | <$node>::from(leaf_index)
             }
 
             #[inline]
@@ -46,7 +47,7 @@ key!(u32, u64);
 key!(u64, u128);
 
 impl<K: Key> TournamentTree<K> {
-    /// Returns a tree of `leaves` leaves (at least 1), each with the key `key`.
+    /// Returns a tree of `leaves` leaves (at least 1), all of which have the key `key`.
     pub fn new(leaves: u16, key: K) -> Self {
         assert!(leaves > 0, "a tournament without players");
         let leaf_count = usize::from(leaves).next_power_of_two();
@@ -78,7 +79,7 @@ impl<K: Key> TournamentTree<K> {
 
     /// Returns the index and the key of the leaf with the least key. Among equal keys, the lowest index wins.
     #[inline]
-    pub fn least(&self) -> (u16, K) {
+    pub fn least_leaf(&self) -> (u16, K) {
         K::leaf_and_key(self.nodes[1])
     }
 }
@@ -91,7 +92,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn least_leaf_equals_a_linear_search(
+        fn least_leaf_matches_a_linear_search(
             leaves in 1u16..70,
             changes in prop::collection::vec((any::<u16>(), prop_oneof![0u64..4, any::<u64>()]), 0..200),
         ) {
@@ -102,7 +103,7 @@ mod tests {
                 tree.set_key(index, key);
                 keys[usize::from(index)] = key;
                 let least_leaf = (0..leaves).min_by_key(|i| keys[usize::from(*i)]).unwrap();
-                prop_assert_eq!(tree.least(), (least_leaf, keys[usize::from(least_leaf)]));
+                prop_assert_eq!(tree.least_leaf(), (least_leaf, keys[usize::from(least_leaf)]));
                 prop_assert_eq!(tree.key(index), key);
             }
         }

@@ -47,13 +47,13 @@ pub struct DispatchHeader {
     pub service: u8,
     /// Expected service time, in the same unit for all requests (Turbo's request type field, HPCA'23, Sect. V-B).
     pub expected_service_time: u64,
-    /// Hash of the whole header, which differs between the requests of one connection.
+    /// Hash of the request's whole header, which differs between the requests of one connection.
     pub request_hash: u32,
-    /// RSS hash, which is the same for all requests of a connection.
+    /// RSS hash of the connection, which is the same for all its requests.
     pub flow_hash: u32,
 }
 
-/// A request that waited at the NIC, and the core to which it may go now.
+/// Request that waited at the NIC and is released to a core.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReleasedRequest {
     /// Service whose oldest waiting request is released.
@@ -64,14 +64,16 @@ pub struct ReleasedRequest {
 
 /// Dispatcher at the NIC, which selects the core that serves each request.
 pub trait Dispatcher {
-    /// Returns the core for a request that arrived at `now`, or `None` if it waits at the NIC in its service's queue.
-    fn place(&mut self, now: u64, header: &DispatchHeader) -> Option<u16>;
+    /// Returns the core for a request that arrived at `now`, or `None` if the request waits at the NIC in its service's
+    /// queue.
+    fn place_request(&mut self, now: u64, header: &DispatchHeader) -> Option<u16>;
 
-    /// Accounts for the response to a request that `core` served.
+    /// Accounts for the completion of a request that `core` served.
     fn record_completion(&mut self, core: u16, header: &DispatchHeader);
 
-    /// Returns a waiting request that may go to a core at `now`. It is called until `None` after `record_completion`.
-    fn release(&mut self, _now: u64) -> Option<ReleasedRequest> {
+    /// Returns a waiting request that may go to a core at `now`. Callers repeat the call until `None` after each
+    /// completion.
+    fn release_request(&mut self, _now: u64) -> Option<ReleasedRequest> {
         None
     }
 }

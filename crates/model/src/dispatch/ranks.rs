@@ -5,27 +5,27 @@ use std::num::NonZeroU16;
 use super::TournamentTree;
 use super::feo::MAX_SERVICES;
 
-/// Factor by which a request of lower priority counts in a service's rank, because preempting it has a cost. It is a
-/// number from 0 to 1 in thousandths, so that ranks are integers.
+/// Factor by which a request of lower priority counts in a service's rank, because preempting it has a cost. It is from
+/// 0 to 1, stored in thousandths so that ranks are integers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lambda(u16);
 
-/// Error returned for a factor that is not from 0 to 1.
+/// Error returned for a [`Lambda`] that is not from 0 to 1.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("lambda {0}: expected a number from 0 to 1")]
 pub struct LambdaOutOfRange(pub f64);
 
-/// Weight of a request of at least the same priority in a rank, in thousandths.
-const RANK_OF_ONE_REQUEST: u32 = 1000;
+/// Contribution to a rank of one request of the same or a higher priority, in thousandths.
+const FULL_REQUEST_WEIGHT: u32 = 1000;
 
 impl Lambda {
-    /// Factor that RingLeader's evaluation uses (NSDI'23, Sect. 7.1).
+    /// Value that RingLeader's evaluation uses (NSDI'23, Sect. 7.1).
     pub const PAPER_VALUE: Lambda = Lambda(200);
 
     /// Returns the factor `value` rounded to thousandths. Fails when `value` is not from 0 to 1.
     pub fn new(value: f64) -> Result<Self, LambdaOutOfRange> {
         if (0.0..=1.0).contains(&value) {
-            Ok(Self((value * f64::from(RANK_OF_ONE_REQUEST)).round() as u16))
+            Ok(Self((value * f64::from(FULL_REQUEST_WEIGHT)).round() as u16))
         } else {
             Err(LambdaOutOfRange(value))
         }
@@ -33,7 +33,7 @@ impl Lambda {
 
     /// Returns the factor, from 0 to 1.
     pub fn get(self) -> f64 {
-        f64::from(self.0) / f64::from(RANK_OF_ONE_REQUEST)
+        f64::from(self.0) / f64::from(FULL_REQUEST_WEIGHT)
     }
 }
 
@@ -49,7 +49,7 @@ pub enum RankRule {
     PerService,
 }
 
-/// Priority and factor of a service of the rank arrays.
+/// Priority and lambda of a service for which [`RankArrays`] rank the cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RankedService {
     /// Priority of the service, where 0 is the highest. Several services can have the same priority.
@@ -58,13 +58,13 @@ pub struct RankedService {
     pub lambda: Lambda,
 }
 
-/// Error returned for feedback about requests that were not sent to the core.
+/// Error returned for feedback about more requests than are outstanding at the core.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("feedback for {count} requests of service {service} at core {core}: {outstanding} are outstanding")]
 pub struct FeedbackError {
-    /// Index of the service.
+    /// Index of the service whose requests were answered.
     pub service: u8,
-    /// Index of the core.
+    /// Index of the core that answered the requests.
     pub core: u16,
     /// Number of answered requests according to the feedback.
     pub count: u32,
@@ -72,17 +72,17 @@ pub struct FeedbackError {
     pub outstanding: u32,
 }
 
-/// The ranks of every service at every core (RingLeader, NSDI'23, Sect. 4.2 and 5.1).
+/// Ranks of every core for every service (RingLeader, NSDI'23, Sect. 4.2 and 5.1).
 ///
-/// The rank of a core for a service is a weighted sum of the requests that are outstanding there. A core takes a
-/// request while its rank for that service is below the depth and the service is enabled there. The request goes to the
-/// core of least rank. Among equal cores, the one with the lowest index gets it.
+/// The rank of a core for a service is a weighted sum of the core's outstanding requests. A core takes a request while
+/// its rank for that service is below the maximum and the service is enabled there. The request goes to the core of
+/// least rank. Among equal cores, the one with the lowest index gets it.
 #[derive(Debug, Clone)]
 pub struct RankArrays {
     rank_limit: u32,
     /// Bit mask of the services whose next request at least one core would take.
     eligible_service_mask: u64,
-    services: Vec<ServiceRanks>,
+    ranks_by_service: Vec<ServiceRanks>,
 }
 
 #[derive(Debug, Clone)]
@@ -93,7 +93,7 @@ struct ServiceRanks {
     rank_by_core: Vec<u32>,
     /// Whether this service is enabled on each core.
     enabled_by_core: Vec<bool>,
-    /// Number of this service's requests that were sent to each core and not answered.
+    /// Number of this service's requests that were sent to each core and are not answered.
     outstanding_by_core: Vec<u32>,
     /// Ranks of the cores that would take a request of this service, or [`NOT_ELIGIBLE`] for the other cores.
     eligible_rank_by_core: TournamentTree<u32>,
@@ -103,11 +103,11 @@ const NOT_ELIGIBLE: u32 = u32::MAX;
 
 impl RankArrays {
     /// Returns the ranks of `cores` idle cores (at least 1), with every service enabled on every core. `depth` is the
-    /// maximum rank, in requests. Panics without cores, or with more than [`MAX_SERVICES`] services.
+    /// maximum rank of a core, in requests. Panics without cores, or with more than [`MAX_SERVICES`] services.
     pub fn new(cores: u16, services: &[RankedService], rule: RankRule, depth: NonZeroU16) -> Self {
         assert!(services.len() <= MAX_SERVICES, "{} services: expected at most {MAX_SERVICES}", services.len());
         let core_count = usize::from(cores);
-        let ranks = (0..services.len()).map(|own_service| ServiceRanks {
+        let service_ranks = (0..services.len()).map(|own_service| ServiceRanks {
             weight_by_service: (0..services.len())
                 .map(|other_service| rule.request_weight(services, own_service, other_service))
                 .collect(),
@@ -118,32 +118,32 @@ impl RankArrays {
         });
         let eligible_service_mask = (0..services.len()).fold(0, |mask, service| mask | 1 << service);
         Self {
-            rank_limit: u32::from(depth.get()) * RANK_OF_ONE_REQUEST,
+            rank_limit: u32::from(depth.get()) * FULL_REQUEST_WEIGHT,
             eligible_service_mask,
-            services: ranks.collect(),
+            ranks_by_service: service_ranks.collect(),
         }
     }
 
     /// Enables or disables `service` on `core` (RingLeader's EnableService and DisableService). Requests that are
-    /// already at the core stay there.
+    /// already at the core stay at it.
     pub fn set_enabled(&mut self, service: u8, core: u16, is_enabled: bool) {
-        self.services[usize::from(service)].enabled_by_core[usize::from(core)] = is_enabled;
+        self.ranks_by_service[usize::from(service)].enabled_by_core[usize::from(core)] = is_enabled;
         self.update_eligibility(service, core);
     }
 
     /// Returns whether `service` is enabled on `core`.
     pub fn is_enabled(&self, service: u8, core: u16) -> bool {
-        self.services[usize::from(service)].enabled_by_core[usize::from(core)]
+        self.ranks_by_service[usize::from(service)].enabled_by_core[usize::from(core)]
     }
 
     /// Returns the number of services.
     pub fn service_count(&self) -> usize {
-        self.services.len()
+        self.ranks_by_service.len()
     }
 
     /// Returns the number of cores.
     pub fn core_count(&self) -> u16 {
-        self.services.first().map_or(0, |service| service.rank_by_core.len() as u16)
+        self.ranks_by_service.first().map_or(0, |service| service.rank_by_core.len() as u16)
     }
 
     /// Returns the mask of the services whose next request at least one core would take, where bit s is service s.
@@ -154,22 +154,23 @@ impl RankArrays {
 
     /// Returns the rank of `core` for `service`, in thousandths.
     pub fn rank(&self, service: u8, core: u16) -> u32 {
-        self.services[usize::from(service)].rank_by_core[usize::from(core)]
+        self.ranks_by_service[usize::from(service)].rank_by_core[usize::from(core)]
     }
 
     /// Returns the number of outstanding requests of `service` at `core`.
     pub fn outstanding_count(&self, service: u8, core: u16) -> u32 {
-        self.services[usize::from(service)].outstanding_by_core[usize::from(core)]
+        self.ranks_by_service[usize::from(service)].outstanding_by_core[usize::from(core)]
     }
 
     /// Returns the number of outstanding requests of all services at `core`.
-    pub fn core_request_count(&self, core: u16) -> u32 {
-        self.services.iter().map(|service| service.outstanding_by_core[usize::from(core)]).sum()
+    pub fn core_outstanding_count(&self, core: u16) -> u32 {
+        self.ranks_by_service.iter().map(|service| service.outstanding_by_core[usize::from(core)]).sum()
     }
 
-    /// Returns the core of least rank on which `service` is enabled, even if it is full. This core gets the load hint.
+    /// Returns the core of least rank on which `service` is enabled, even if the core takes no request. It gets the
+    /// load hint.
     pub fn least_loaded_core(&self, service: u8) -> Option<u16> {
-        let service_ranks = &self.services[usize::from(service)];
+        let service_ranks = &self.ranks_by_service[usize::from(service)];
         let enabled_cores = (0..service_ranks.enabled_by_core.len() as u16)
             .filter(|core| service_ranks.enabled_by_core[usize::from(*core)]);
         enabled_cores.min_by_key(|core| service_ranks.rank_by_core[usize::from(*core)])
@@ -179,36 +180,36 @@ impl RankArrays {
     /// Returns `None` if no core takes the request.
     #[inline]
     pub fn assign_request(&mut self, service: u8) -> Option<u16> {
-        let (core, rank) = self.services[usize::from(service)].eligible_rank_by_core.least();
+        let (core, rank) = self.ranks_by_service[usize::from(service)].eligible_rank_by_core.least_leaf();
         if rank == NOT_ELIGIBLE {
             return None;
         }
-        self.services[usize::from(service)].outstanding_by_core[usize::from(core)] += 1;
-        self.update_ranks(service, core, |rank, weight| rank + weight);
+        self.ranks_by_service[usize::from(service)].outstanding_by_core[usize::from(core)] += 1;
+        self.update_core_ranks(service, core, |rank, weight| rank + weight);
         Some(core)
     }
 
-    /// Accounts for `count` requests of `service` that `core` has answered (RingLeader's LoadFeedback). Fails without
-    /// effect if fewer requests are outstanding at the core.
+    /// Accounts for `answered_count` requests of `service` that `core` has answered (RingLeader's LoadFeedback). Fails
+    /// without effect if fewer requests are outstanding at the core.
     #[inline]
-    pub fn record_feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), FeedbackError> {
-        let outstanding_count = &mut self.services[usize::from(service)].outstanding_by_core[usize::from(core)];
-        let Some(remaining_count) = outstanding_count.checked_sub(count) else {
-            return Err(FeedbackError { service, core, count, outstanding: *outstanding_count });
+    pub fn record_feedback(&mut self, service: u8, core: u16, answered_count: u32) -> Result<(), FeedbackError> {
+        let outstanding_count = &mut self.ranks_by_service[usize::from(service)].outstanding_by_core[usize::from(core)];
+        let Some(remaining_count) = outstanding_count.checked_sub(answered_count) else {
+            return Err(FeedbackError { service, core, count: answered_count, outstanding: *outstanding_count });
         };
         *outstanding_count = remaining_count;
-        self.update_ranks(service, core, |rank, weight| rank - weight * count);
+        self.update_core_ranks(service, core, |rank, weight| rank - weight * answered_count);
         Ok(())
     }
 
     #[inline]
-    fn update_ranks(&mut self, service: u8, core: u16, change: impl Fn(u32, u32) -> u32) {
-        for own_service in 0..self.services.len() as u8 {
-            let service_ranks = &mut self.services[usize::from(own_service)];
+    fn update_core_ranks(&mut self, service: u8, core: u16, change_rank: impl Fn(u32, u32) -> u32) {
+        for own_service in 0..self.ranks_by_service.len() as u8 {
+            let service_ranks = &mut self.ranks_by_service[usize::from(own_service)];
             let weight = service_ranks.weight_by_service[usize::from(service)];
             if weight != 0 {
                 service_ranks.rank_by_core[usize::from(core)] =
-                    change(service_ranks.rank_by_core[usize::from(core)], weight);
+                    change_rank(service_ranks.rank_by_core[usize::from(core)], weight);
                 self.update_eligibility(own_service, core);
             }
         }
@@ -216,23 +217,23 @@ impl RankArrays {
 
     #[inline]
     fn update_eligibility(&mut self, service: u8, core: u16) {
-        let service_ranks = &mut self.services[usize::from(service)];
+        let service_ranks = &mut self.ranks_by_service[usize::from(service)];
         let rank = service_ranks.rank_by_core[usize::from(core)];
         let is_eligible = service_ranks.enabled_by_core[usize::from(core)] && rank < self.rank_limit;
         service_ranks.eligible_rank_by_core.set_key(core, if is_eligible { rank } else { NOT_ELIGIBLE });
-        let eligible_bit = u64::from(service_ranks.eligible_rank_by_core.least().1 != NOT_ELIGIBLE);
-        self.eligible_service_mask = self.eligible_service_mask & !(1 << service) | eligible_bit << service;
+        let eligibility_bit = u64::from(service_ranks.eligible_rank_by_core.least_leaf().1 != NOT_ELIGIBLE);
+        self.eligible_service_mask = self.eligible_service_mask & !(1 << service) | eligibility_bit << service;
     }
 }
 
 impl RankRule {
-    /// Returns the weight of service `other_service`'s request in the rank of service `own_service`, in thousandths.
+    /// Returns the weight of one request of `other_service` in the ranks for `own_service`, in thousandths.
     fn request_weight(self, services: &[RankedService], own_service: usize, other_service: usize) -> u32 {
         match self {
-            Self::Ranked if services[other_service].priority <= services[own_service].priority => RANK_OF_ONE_REQUEST,
+            Self::Ranked if services[other_service].priority <= services[own_service].priority => FULL_REQUEST_WEIGHT,
             Self::Ranked => u32::from(services[own_service].lambda.0),
-            Self::Global => RANK_OF_ONE_REQUEST,
-            Self::PerService => u32::from(own_service == other_service) * RANK_OF_ONE_REQUEST,
+            Self::Global => FULL_REQUEST_WEIGHT,
+            Self::PerService => u32::from(own_service == other_service) * FULL_REQUEST_WEIGHT,
         }
     }
 }
@@ -249,10 +250,10 @@ mod tests {
         priorities.iter().map(|&priority| RankedService { priority, lambda: Lambda::PAPER_VALUE }).collect()
     }
 
-    /// Assigns `count` requests of `service` to core `core` of two.
-    fn assign_to_core(ranks: &mut RankArrays, service: u8, core: u16, count: u32) {
+    /// Assigns `request_count` requests of `service` to core `core` of two.
+    fn assign_to_core(ranks: &mut RankArrays, service: u8, core: u16, request_count: u32) {
         ranks.set_enabled(service, 1 - core, false);
-        (0..count).for_each(|_| assert_eq!(ranks.assign_request(service), Some(core)));
+        (0..request_count).for_each(|_| assert_eq!(ranks.assign_request(service), Some(core)));
         ranks.set_enabled(service, 1 - core, true);
     }
 
@@ -280,15 +281,15 @@ mod tests {
     }
 
     #[test]
-    fn feedback_for_requests_never_sent_is_an_error() {
+    fn feedback_for_more_requests_than_outstanding_is_rejected() {
         let mut ranks = RankArrays::new(2, &services_with_priorities(&[0, 1]), RankRule::Ranked, QUEUE_DEPTH);
         assign_to_core(&mut ranks, 1, 0, 2);
         let error = ranks.record_feedback(1, 0, 3).unwrap_err();
-        let expected = "feedback for 3 requests of service 1 at core 0: 2 are outstanding";
-        assert_eq!(error.to_string(), expected);
+        let expected_error = "feedback for 3 requests of service 1 at core 0: 2 are outstanding";
+        assert_eq!(error.to_string(), expected_error);
         assert_eq!((ranks.outstanding_count(1, 0), ranks.rank(1, 0)), (2, 2000), "nothing changes");
         assert_eq!((ranks.record_feedback(0, 0, 0), ranks.record_feedback(1, 0, 2)), (Ok(()), Ok(())));
-        assert_eq!(ranks.core_request_count(0), 0);
+        assert_eq!(ranks.core_outstanding_count(0), 0);
     }
 
     #[test]
@@ -313,9 +314,10 @@ mod tests {
     }
 
     proptest! {
-        /// Ranks are weighted sums of the outstanding requests, and the eligible core of least rank is selected.
+        /// Checks that ranks are weighted sums of the outstanding requests, and that the eligible core of least rank is
+        /// selected.
         #[test]
-        fn ranks_equal_the_weighted_sum_of_outstanding_requests(
+        fn ranks_match_the_weighted_sum_of_outstanding_requests(
             priorities in prop::collection::vec(0u8..3, 1..5),
             rule in prop_oneof![Just(RankRule::Ranked), Just(RankRule::Global), Just(RankRule::PerService)],
             cores in 1u16..5,
@@ -336,13 +338,13 @@ mod tests {
                     prop_assert_eq!(ranks.rank(service, core), expected_rank(&ranks, core));
                 }
                 let is_eligible = |core: &u16| ranks.is_enabled(service, *core) && expected_rank(&ranks, *core) < 4000;
-                let expected = (0..cores).filter(is_eligible).min_by_key(|core| expected_rank(&ranks, *core));
-                prop_assert_eq!(ranks.eligible_service_mask() >> service & 1 == 1, expected.is_some());
+                let expected_core = (0..cores).filter(is_eligible).min_by_key(|core| expected_rank(&ranks, *core));
+                prop_assert_eq!(ranks.eligible_service_mask() >> service & 1 == 1, expected_core.is_some());
                 match step {
-                    0 | 1 => prop_assert_eq!(ranks.assign_request(service), expected),
+                    0 | 1 => prop_assert_eq!(ranks.assign_request(service), expected_core),
                     2 => {
-                        let count = ranks.outstanding_count(service, core).min(2);
-                        prop_assert!(ranks.record_feedback(service, core, count).is_ok());
+                        let answered_count = ranks.outstanding_count(service, core).min(2);
+                        prop_assert!(ranks.record_feedback(service, core, answered_count).is_ok());
                     }
                     _ => ranks.set_enabled(service, core, !ranks.is_enabled(service, core)),
                 }

@@ -2,17 +2,16 @@
 
 use std::time::Duration;
 
-/// Returns the indexes of one worker's requests that are to be given up. `ages` has, in any order, the number of checks
-/// since each request's dispatch. Requests of age 0 are kept. `queued_datagrams` counts the datagrams in the worker's
-/// socket.
+/// Returns the indexes of one worker's requests that have expired. `ages` has each request's age, in checks since its
+/// dispatch. Requests of age 0 never expire. `queued_datagrams` is the number of datagrams in the worker's socket.
 ///
 /// The socket's queue is a FIFO, so it holds the youngest requests. Only older requests can have been read or dropped.
-/// Those above an age of `timeout` checks are given up, so at least as many requests remain as datagrams wait.
-pub fn expired_request_indexes(ages: &[u32], queued_datagrams: usize, timeout: u32) -> Vec<usize> {
+/// Of these, the ones older than `timeout_checks` expire, so at least as many requests remain as datagrams wait.
+pub fn expired_request_indexes(ages: &[u32], queued_datagrams: usize, timeout_checks: u32) -> Vec<usize> {
     let mut indexes_oldest_first: Vec<usize> = (0..ages.len()).filter(|index| ages[*index] > 0).collect();
     indexes_oldest_first.sort_by_key(|index| (std::cmp::Reverse(ages[*index]), *index));
     indexes_oldest_first.truncate(indexes_oldest_first.len().saturating_sub(queued_datagrams));
-    indexes_oldest_first.retain(|index| ages[*index] > timeout);
+    indexes_oldest_first.retain(|index| ages[*index] > timeout_checks);
     indexes_oldest_first
 }
 
@@ -20,7 +19,7 @@ pub fn expired_request_indexes(ages: &[u32], queued_datagrams: usize, timeout: u
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StallDetector {
     response_count: u64,
-    /// Last time at which the worker had no work, or had answered.
+    /// Last time at which the worker had no queued datagram or had sent a response.
     last_progress_at: Duration,
 }
 
@@ -30,7 +29,7 @@ impl StallDetector {
         Self { response_count, last_progress_at: now }
     }
 
-    /// Returns whether datagrams have waited, without a new response of the worker, for at least `stall_after`.
+    /// Returns whether datagrams have waited for at least `stall_after` without a new response of the worker.
     pub fn is_stalled(
         &mut self,
         now: Duration,
@@ -45,13 +44,13 @@ impl StallDetector {
     }
 }
 
-/// Service time learned from measurements, as an exponentially weighted moving average over checks.
+/// Exponentially weighted moving average of measured service times, updated once per check.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LearnedServiceTime {
     mean_ns: Option<f64>,
 }
 
-/// Weight of one check in the average, so that 7 checks with responses replace half of it.
+/// Weight of one check in the average. After 7 checks with responses, half of the old average is replaced.
 const NEWEST_CHECK_WEIGHT: f64 = 0.1;
 
 impl LearnedServiceTime {
@@ -61,9 +60,9 @@ impl LearnedServiceTime {
     }
 
     /// Adds the service times since the previous check, given by their sum (ns) and number.
-    pub fn add_service_times(&mut self, sum_ns: u64, count: u64) {
-        if count > 0 {
-            let check_mean_ns = sum_ns as f64 / count as f64;
+    pub fn add_service_times(&mut self, service_time_sum_ns: u64, response_count: u64) {
+        if response_count > 0 {
+            let check_mean_ns = service_time_sum_ns as f64 / response_count as f64;
             self.mean_ns = Some(
                 self.mean_ns.map_or(check_mean_ns, |mean_ns| mean_ns + NEWEST_CHECK_WEIGHT * (check_mean_ns - mean_ns)),
             );
@@ -81,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn request_that_may_still_be_queued_is_not_expired() {
+    fn request_possibly_in_the_socket_does_not_expire() {
         // The two youngest requests wait in the queue at any age, because the worker was stopped.
         assert_eq!(expired_request_indexes(&[30, 20, 25, 40], 2, 10), [3, 0]);
         assert_eq!(expired_request_indexes(&[30, 20, 25, 40], 4, 10), []);
@@ -93,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn worker_with_a_queue_and_no_response_is_stalled() {
+    fn worker_with_queued_datagrams_and_no_response_is_stalled() {
         let ms = Duration::from_millis;
         let mut detector = StallDetector::new(ms(0), 5);
         assert!(!detector.is_stalled(ms(1000), 5, 0, ms(300)), "nothing to do");

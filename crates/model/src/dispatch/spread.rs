@@ -18,7 +18,7 @@ impl RandomDispatcher {
 
 impl Dispatcher for RandomDispatcher {
     #[inline]
-    fn place(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
+    fn place_request(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
         Some(scale_hash(header.request_hash, self.core_count))
     }
 
@@ -31,7 +31,7 @@ pub(super) fn scale_hash(hash: u32, count: u16) -> u16 {
     ((u64::from(hash) * u64::from(count)) >> 32) as u16
 }
 
-/// Dispatcher that selects the cores in turn.
+/// Dispatcher that selects the cores in cyclic order.
 #[derive(Debug, Clone)]
 pub struct RoundRobinDispatcher {
     core_count: u16,
@@ -47,7 +47,7 @@ impl RoundRobinDispatcher {
 
 impl Dispatcher for RoundRobinDispatcher {
     #[inline]
-    fn place(&mut self, _now: u64, _header: &DispatchHeader) -> Option<u16> {
+    fn place_request(&mut self, _now: u64, _header: &DispatchHeader) -> Option<u16> {
         let core = self.next_core;
         self.next_core = if core + 1 < self.core_count { core + 1 } else { 0 };
         Some(core)
@@ -65,17 +65,19 @@ mod tests {
     #[test]
     fn random_dispatcher_reaches_all_cores_equally() {
         let mut random = RandomDispatcher::new(3);
-        let mut counts = [0; 3];
+        let mut request_count_by_core = [0; 3];
         for hash in (0..=u32::MAX).step_by(1 << 20) {
-            counts[usize::from(random.place(0, &DispatchHeader { request_hash: hash, ..header(0, 1) }).unwrap())] += 1;
+            request_count_by_core[usize::from(
+                random.place_request(0, &DispatchHeader { request_hash: hash, ..header(0, 1) }).unwrap(),
+            )] += 1;
         }
-        assert_eq!(counts, [1366, 1365, 1365]);
+        assert_eq!(request_count_by_core, [1366, 1365, 1365]);
     }
 
     #[test]
-    fn round_robin_visits_all_cores_in_turn() {
+    fn round_robin_selects_all_cores_in_cyclic_order() {
         let mut round_robin = RoundRobinDispatcher::new(3);
-        let placed_cores: Vec<_> = (0..5).map(|_| round_robin.place(0, &header(0, 1)).unwrap()).collect();
+        let placed_cores: Vec<_> = (0..5).map(|_| round_robin.place_request(0, &header(0, 1)).unwrap()).collect();
         assert_eq!(placed_cores, [0, 1, 2, 0, 1]);
     }
 }

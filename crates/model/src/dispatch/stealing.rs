@@ -2,8 +2,8 @@
 
 use super::TournamentTree;
 
-/// Work stealing from the longest queue. ZygOS (SOSP'17) and Shenango (NSDI'19) check queues in random order. The
-/// longest queue is the best one to find, so this policy is an upper bound for work stealing.
+/// Work stealing by idle cores from the longest queue. ZygOS (SOSP'17) and Shenango (NSDI'19) check queues in random
+/// order. The longest queue is the best victim, so this policy is an upper bound for work stealing.
 #[derive(Debug, Clone)]
 pub struct LongestQueueStealing {
     /// Queue lengths, inverted so that the longest queue has the smallest key.
@@ -44,11 +44,11 @@ impl LongestQueueStealing {
         self.inverted_queue_lengths.set_key(core, EMPTY_QUEUE_KEY - length);
     }
 
-    /// Returns the next transfer, from the longest queue to an idle core, where the lowest index wins among equals.
-    /// Returns `None` if no core is idle or no request is queued.
+    /// Returns the next transfer, from the longest queue to an idle core. Among equals, the core with the lowest index
+    /// is chosen. Returns `None` if no core is idle or no request is queued.
     pub fn next_steal(&self) -> Option<Steal> {
         let ((thief, busy_state), (victim, inverted_length)) =
-            (self.busy_state_by_core.least(), self.inverted_queue_lengths.least());
+            (self.busy_state_by_core.least_leaf(), self.inverted_queue_lengths.least_leaf());
         (busy_state == IDLE && inverted_length != EMPTY_QUEUE_KEY).then_some(Steal { thief, victim })
     }
 }

@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-/// A service time rounded to a mantissa of 11 bits and a power of two, from 1 ns to more than an hour. The request's
-/// entry stores it, so that a response subtracts exactly what its request added, even if the learned time has changed.
+/// Service time rounded to a mantissa of 11 bits and a power of two, from 1 ns to more than an hour. The entry of an
+/// outstanding request stores it, so that a response subtracts exactly the time that its request added. The learned
+/// service time may have changed since.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RoundedServiceTime(u16);
 
@@ -14,7 +15,8 @@ impl RoundedServiceTime {
     /// Maximum service time that can be stored (2047 << 31 ns, 73 minutes).
     pub const MAX: Duration = Duration::from_nanos((MANTISSA_MASK as u64) << 31);
 
-    /// Returns the nearest rounded time, within 1/2048. Longer times count as [`RoundedServiceTime::MAX`].
+    /// Returns the rounded time nearest to `time`, with an error of at most 1/2048. Longer times than the maximum count
+    /// as [`RoundedServiceTime::MAX`].
     pub fn new(time: Duration) -> Self {
         let ns = time.min(Self::MAX).as_nanos() as u64;
         let significant_bits = u64::BITS - ns.leading_zeros();
@@ -27,12 +29,12 @@ impl RoundedServiceTime {
         Self((exponent as u16) << MANTISSA_BITS | mantissa as u16)
     }
 
-    /// Returns the rounded time as the bits in an entry.
+    /// Returns the bits that store the rounded time in a request's entry.
     pub fn to_bits(self) -> u16 {
         self.0
     }
 
-    /// Returns the rounded time with these bits.
+    /// Returns the rounded time that these bits store.
     pub fn from_bits(bits: u16) -> Self {
         Self(bits)
     }

@@ -6,7 +6,7 @@ fn thresholds(rise: u32, fall: u32) -> Thresholds {
     Thresholds::new(rise, fall).unwrap()
 }
 
-fn verdicts_after_each_result(results: &[bool], thresholds: Thresholds) -> Vec<Option<HealthVerdict>> {
+fn verdict_after_each_result(results: &[bool], thresholds: Thresholds) -> Vec<Option<HealthVerdict>> {
     let mut tracker = HealthTracker::default();
     let verdict_after = |has_passed: &bool| {
         tracker.record_result(*has_passed, thresholds);
@@ -16,25 +16,25 @@ fn verdicts_after_each_result(results: &[bool], thresholds: Thresholds) -> Vec<O
 }
 
 #[test]
-fn server_goes_down_and_up_after_its_thresholds() {
+fn verdict_changes_after_the_fall_and_rise_thresholds() {
     use HealthVerdict::{Down, Up};
     let results = [true, false, false, true, false, false, false, true, false, true, true, false];
-    let expected = [Up, Up, Up, Up, Up, Up, Down, Down, Down, Down, Up, Up];
-    assert_eq!(verdicts_after_each_result(&results, thresholds(2, 3)), expected.map(Some));
+    let expected_verdicts = [Up, Up, Up, Up, Up, Up, Down, Down, Down, Down, Up, Up];
+    assert_eq!(verdict_after_each_result(&results, thresholds(2, 3)), expected_verdicts.map(Some));
 }
 
 #[test]
 fn server_without_verdict_goes_down_after_the_fall_threshold() {
     let no_verdict = None;
     assert_eq!(
-        verdicts_after_each_result(&[false, false, false], thresholds(2, 3)),
+        verdict_after_each_result(&[false, false, false], thresholds(2, 3)),
         [no_verdict, no_verdict, Some(HealthVerdict::Down)]
     );
-    assert_eq!(verdicts_after_each_result(&[false, true], thresholds(2, 3)), [no_verdict, Some(HealthVerdict::Up)]);
+    assert_eq!(verdict_after_each_result(&[false, true], thresholds(2, 3)), [no_verdict, Some(HealthVerdict::Up)]);
 }
 
 #[test]
-fn status_range_contains_its_bounds() {
+fn status_range_includes_its_bounds() {
     let codes = StatusRange::new(200, 204).unwrap();
     assert!(codes.contains(200) && codes.contains(204) && !codes.contains(205) && !codes.contains(199));
     assert_eq!(codes.to_string(), "200-204");
@@ -46,7 +46,7 @@ fn observer_verdicts(verdicts: &[(u8, HealthVerdict)]) -> BTreeMap<u8, HealthVer
     verdicts.iter().copied().collect()
 }
 
-fn majority_verdicts_or(
+fn majority_verdicts_with_previous(
     observers: &[BTreeMap<u8, HealthVerdict>],
     previous_verdict: HealthVerdict,
 ) -> Vec<(u8, HealthVerdict)> {
@@ -55,61 +55,67 @@ fn majority_verdicts_or(
 }
 
 #[test]
-fn majority_of_observers_decides_and_a_tie_keeps_the_verdict() {
+fn observer_majority_decides_and_a_tie_keeps_the_verdict() {
     use HealthVerdict::{Down, Up};
     let a = observer_verdicts(&[(1, Up), (2, Down)]);
     let b = observer_verdicts(&[(1, Up), (2, Up)]);
     for previous_verdict in [Up, Down] {
-        assert_eq!(majority_verdicts_or(&[a.clone(), b.clone()], previous_verdict), [(1, Up), (2, previous_verdict)]);
-        assert_eq!(majority_verdicts_or(&[a.clone(), a.clone(), b.clone()], previous_verdict), [(1, Up), (2, Down)]);
+        assert_eq!(
+            majority_verdicts_with_previous(&[a.clone(), b.clone()], previous_verdict),
+            [(1, Up), (2, previous_verdict)]
+        );
+        assert_eq!(
+            majority_verdicts_with_previous(&[a.clone(), a.clone(), b.clone()], previous_verdict),
+            [(1, Up), (2, Down)]
+        );
     }
-    assert_eq!(majority_verdicts_or(&[], Up), []);
+    assert_eq!(majority_verdicts_with_previous(&[], Up), []);
 }
 
 #[test]
-fn observer_that_finds_no_server_up_is_ignored() {
+fn observer_that_finds_every_server_down_is_ignored() {
     use HealthVerdict::{Down, Up};
     let cut_off_observer = observer_verdicts(&[(1, Down), (2, Down), (3, Down)]);
     let working_observer = observer_verdicts(&[(1, Up), (2, Down), (3, Up)]);
     assert_eq!(
-        majority_verdicts_or(&[cut_off_observer.clone(), cut_off_observer.clone(), working_observer], Up),
+        majority_verdicts_with_previous(&[cut_off_observer.clone(), cut_off_observer.clone(), working_observer], Up),
         [(1, Up), (2, Down), (3, Up)]
     );
     assert_eq!(
-        majority_verdicts_or(&[cut_off_observer.clone(), cut_off_observer], Up),
+        majority_verdicts_with_previous(&[cut_off_observer.clone(), cut_off_observer], Up),
         [(1, Down), (2, Down), (3, Down)]
     );
 }
 
 proptest! {
-    /// Compares each verdict with its definition, evaluated backwards from the newest result.
+    /// Compares each verdict with its definition, which is evaluated from the newest result backwards.
     #[test]
-    fn verdict_changes_after_consecutive_results_only(
+    fn verdict_changes_only_after_enough_consecutive_results(
         results in prop::collection::vec(any::<bool>(), 1..60), rise in 1u32..6, fall in 1u32..6,
     ) {
-        let actual_verdicts = verdicts_after_each_result(&results, thresholds(rise, fall));
+        let actual_verdicts = verdict_after_each_result(&results, thresholds(rise, fall));
         for result_index in 0..results.len() {
             let previous_verdict = if result_index == 0 { None } else { actual_verdicts[result_index - 1] };
             let newest_first = results[..=result_index].iter().rev();
-            let equal_results_in_a_row =
+            let consecutive_equal_result_count =
                 newest_first.take_while(|result| **result == results[result_index]).count() as u32;
-            let expected = match (previous_verdict, results[result_index]) {
+            let expected_verdict = match (previous_verdict, results[result_index]) {
                 (None, true) => Some(HealthVerdict::Up),
-                (None | Some(HealthVerdict::Up), false) if equal_results_in_a_row >= fall => Some(HealthVerdict::Down),
-                (Some(HealthVerdict::Down), true) if equal_results_in_a_row >= rise => Some(HealthVerdict::Up),
+                (None | Some(HealthVerdict::Up), false) if consecutive_equal_result_count >= fall => Some(HealthVerdict::Down),
+                (Some(HealthVerdict::Down), true) if consecutive_equal_result_count >= rise => Some(HealthVerdict::Up),
                 _ => previous_verdict,
             };
-            prop_assert_eq!(actual_verdicts[result_index], expected, "result {}", result_index);
+            prop_assert_eq!(actual_verdicts[result_index], expected_verdict, "result {}", result_index);
         }
     }
 
     #[test]
-    fn fewer_results_than_the_threshold_change_no_verdict(runs in prop::collection::vec(1u32..3, 1..20)) {
+    fn fewer_results_than_the_threshold_change_no_verdict(run_lengths in prop::collection::vec(1u32..3, 1..20)) {
         let mut tracker = HealthTracker::default();
         let thresholds = thresholds(3, 3);
         tracker.record_result(true, thresholds);
         let mut has_passed = false;
-        for run in runs {
+        for run in run_lengths {
             for _ in 0..run {
                 prop_assert!(!tracker.record_result(has_passed, thresholds));
             }
@@ -119,18 +125,18 @@ proptest! {
     }
 
     #[test]
-    fn jittered_interval_is_at_most_the_interval(fraction in 0.0..=1.0f64, draw in 0.0..=1.0f64, ms in 1u64..100_000) {
-        let interval = Duration::from_millis(ms);
+    fn jittered_interval_does_not_exceed_the_interval(fraction in 0.0..=1.0f64, draw in 0.0..=1.0f64, interval_ms in 1u64..100_000) {
+        let interval = Duration::from_millis(interval_ms);
         let jittered_interval = Jitter::new(fraction).unwrap().jittered_interval(interval, draw);
         prop_assert!(jittered_interval <= interval && jittered_interval >= interval.mul_f64(0.0999), "{:?}",
             jittered_interval);
     }
 
-    /// An observer that is cut off from all servers changes no verdict, as long as another one finds a server up.
+    /// A cut-off observer finds every server down, while another observer finds a server up.
     #[test]
     fn observer_cut_off_from_all_servers_changes_no_verdict(
         up_states_by_observer in prop::collection::vec(prop::collection::btree_map(0u8..8, any::<bool>(), 1..8), 1..5),
-        down_before: bool,
+        was_down_before: bool,
     ) {
         let to_verdict = |up: bool| if up { HealthVerdict::Up } else { HealthVerdict::Down };
         let mut observers: Vec<BTreeMap<u8, HealthVerdict>> =
@@ -140,9 +146,9 @@ proptest! {
         prop_assume!(observers.iter().any(|verdict_by_target| {
             verdict_by_target.values().any(|verdict| *verdict == HealthVerdict::Up)
         }));
-        let expected = majority_verdicts_or(&observers, to_verdict(!down_before));
+        let expected_verdicts = majority_verdicts_with_previous(&observers, to_verdict(!was_down_before));
         observers.push((0..8).map(|target| (target, HealthVerdict::Down)).collect());
-        prop_assert_eq!(majority_verdicts_or(&observers, to_verdict(!down_before)), expected);
+        prop_assert_eq!(majority_verdicts_with_previous(&observers, to_verdict(!was_down_before)), expected_verdicts);
     }
 }
 

@@ -31,15 +31,16 @@ struct FrameSource {
 }
 
 impl LoadBalancer {
-    /// Processes a frame of the VIPs' VLAN, whose tag was removed.
-    pub(super) fn receive_untagged(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> Outcome {
+    /// Processes a frame in the VLAN of the VIPs, after its VLAN tag was removed.
+    pub(super) fn process_untagged_frame(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> Outcome {
         if let Some(reply_outcome) = self.process_reply(frame) {
             return reply_outcome;
         }
-        let mut service_slot = None;
-        let decision = self.parse_and_decide(frame, now_ns, &mut service_slot).unwrap_or_else(Decision::from_counter);
-        let outcome = decision.outcome(service_slot);
-        if decision.forwards() {
+        let mut service_slot_if_known = None;
+        let decision =
+            self.parse_and_decide(frame, now_ns, &mut service_slot_if_known).unwrap_or_else(Decision::from_counter);
+        let outcome = decision.outcome(service_slot_if_known);
+        if decision.is_forwarded() {
             let frame_bytes = frame.len() as u64;
             if let NewIdentification::PreviousServerId(previous_server_id) = decision.identification {
                 packet::set_identification(frame, previous_server_id);
@@ -49,10 +50,10 @@ impl LoadBalancer {
             }
             let slot_and_server = outcome.service_slot.zip(outcome.server);
             if let Err(drop_counter) = self.rewrite_for_forwarding(frame, &decision, slot_and_server, now_ns) {
-                self.count_connections(&decision, slot_and_server);
-                return Decision { counter: drop_counter, ..decision }.outcome(service_slot);
+                self.count_opened_and_closed_connection(&decision, slot_and_server);
+                return Decision { counter: drop_counter, ..decision }.outcome(service_slot_if_known);
             }
-            self.count_connections(&decision, slot_and_server);
+            self.count_opened_and_closed_connection(&decision, slot_and_server);
             if let Some((_, server)) = slot_and_server {
                 self.count_traffic(server, frame_bytes);
             }
@@ -60,7 +61,8 @@ impl LoadBalancer {
         outcome
     }
 
-    /// Rewrites a frame for the service's forwarding method. Fails with the packet's counter if the packet is dropped.
+    /// Rewrites a frame for the service's forwarding method. Fails with the counter of the drop if the packet is
+    /// dropped.
     fn rewrite_for_forwarding(
         &mut self,
         frame: &mut Vec<u8>,
@@ -69,21 +71,22 @@ impl LoadBalancer {
         now_ns: u64,
     ) -> Result<(), ParseEndCounter> {
         if let Some((service_slot, server)) = slot_and_server {
-            let forwarding = self.service(service_slot).mode.forwarding;
-            if forwarding.encapsulates() {
+            let forwarding_method = self.service(service_slot).settings.forwarding;
+            if forwarding_method.encapsulates() {
                 let tunnel = *self.tunnel_by_server.get(&server).ok_or(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED)?;
-                let mtu = self.settings.outer_header.mtu - forwarding.overhead_bytes(tunnel.address);
-                if packet::ip_packet_bytes(frame) > mtu {
-                    return Err(self.drop_exceeding_mtu(frame, service_slot, mtu, now_ns));
+                let inner_mtu_bytes =
+                    self.settings.outer_header.mtu_bytes - forwarding_method.overhead_bytes(tunnel.address);
+                if packet::ip_packet_bytes(frame) > inner_mtu_bytes {
+                    return Err(self.drop_packet_exceeding_mtu(frame, service_slot, inner_mtu_bytes, now_ns));
                 }
-                self.encapsulate(frame, forwarding, tunnel);
+                self.encapsulate(frame, forwarding_method, tunnel);
             }
         }
         set_macs(frame, decision.destination_mac, self.own_mac);
         Ok(())
     }
 
-    /// Parses a frame and decides on it. Sets `out_service_slot` to the slot of the service as soon as it is known.
+    /// Parses a frame and decides on its packet. Sets `out_service_slot` to the service's slot as soon as it is known.
     fn parse_and_decide(
         &mut self,
         frame: &[u8],
@@ -95,7 +98,7 @@ impl LoadBalancer {
             return Err(NOT_A_SERVICE);
         }
         // In IPv6, the protocol is known only behind the extension headers.
-        if frame_fields.vip.is_ipv4() && !self.is_balanced_protocol(frame_fields.protocol) {
+        if frame_fields.vip.is_ipv4() && !self.is_handled_protocol(frame_fields.protocol) {
             return Err(NOT_A_SERVICE);
         }
         let ip_packet = packet::parse_ip(frame)?;
@@ -106,17 +109,17 @@ impl LoadBalancer {
                 self.decide_icmp_error(&ip_packet, sender, now_ns, out_service_slot)
             }
             (packet::PROTOCOL_ICMP, _) => Err(NOT_A_SERVICE),
-            (protocol, _) if !self.is_balanced_protocol(protocol) => Err(NOT_A_SERVICE),
+            (protocol, _) if !self.is_handled_protocol(protocol) => Err(NOT_A_SERVICE),
             (UDP_PROTOCOL_NUMBER, FragmentPart::Later) => self.decide_later_fragment(&ip_packet, out_service_slot),
             (UDP_PROTOCOL_NUMBER, _) | (_, FragmentPart::Whole) => {
-                self.decide_packet_with_ports(&ip_packet, &sender, now_ns, out_service_slot)
+                self.decide_tcp_or_udp_packet(&ip_packet, &sender, now_ns, out_service_slot)
             }
             (_, _) => Err(intf::LB_COUNTER_DROP_FRAGMENT),
         }
     }
 
-    /// Decides on a segment of TCP, a datagram of UDP, or the first fragment of one.
-    fn decide_packet_with_ports(
+    /// Decides on a TCP segment, a UDP datagram, or the first fragment of a UDP datagram.
+    fn decide_tcp_or_udp_packet(
         &mut self,
         ip_packet: &IpPacket<'_>,
         sender: &FrameSource,
@@ -126,29 +129,33 @@ impl LoadBalancer {
         let is_udp = ip_packet.protocol == UDP_PROTOCOL_NUMBER;
         let malformed_counter =
             if is_udp { intf::LB_COUNTER_DROP_MALFORMED_UDP } else { intf::LB_COUNTER_DROP_MALFORMED_TCP };
-        let ports = packet::parse_ports(ip_packet, malformed_counter)?;
-        let service_slot = self.find_service_slot(ip_packet.vip, ports.1, ip_packet.protocol)?;
+        let source_and_destination_port = packet::parse_ports(ip_packet, malformed_counter)?;
+        let service_slot = self.find_service_slot(ip_packet.vip, source_and_destination_port.1, ip_packet.protocol)?;
         *out_service_slot = Some(service_slot);
-        let packet = if is_udp { packet::parse_udp(ip_packet, ports) } else { packet::parse_tcp(ip_packet, ports) }?;
+        let packet = if is_udp {
+            packet::parse_udp(ip_packet, source_and_destination_port)
+        } else {
+            packet::parse_tcp(ip_packet, source_and_destination_port)
+        }?;
         let decision = self.decide(service_slot, &packet, sender, now_ns);
-        self.record_first_fragment(ip_packet, service_slot, &decision);
+        self.store_server_of_first_fragment(ip_packet, service_slot, &decision);
         Ok(decision)
     }
 
-    /// Returns whether the program handles a protocol. UDP is not compiled in while no service needs it.
-    fn is_balanced_protocol(&self, protocol: u8) -> bool {
+    /// Returns whether the BPF program handles the protocol. Its code for UDP is left out while no service needs UDP.
+    fn is_handled_protocol(&self, protocol: u8) -> bool {
         let has_udp_service =
-            || self.service_slots_by_address.keys().any(|(.., protocol)| *protocol == UDP_PROTOCOL_NUMBER);
+            || self.service_slot_by_address.keys().any(|(.., protocol)| *protocol == UDP_PROTOCOL_NUMBER);
         matches!(protocol, TCP_PROTOCOL_NUMBER | packet::PROTOCOL_ICMP)
             || protocol == UDP_PROTOCOL_NUMBER && has_udp_service()
     }
 
     pub(super) fn find_service_slot(&self, vip: IpAddr, port: u16, protocol: u8) -> Result<usize, ParseEndCounter> {
-        self.service_slots_by_address.get(&(vip, port, protocol)).copied().ok_or(NOT_A_SERVICE)
+        self.service_slot_by_address.get(&(vip, port, protocol)).copied().ok_or(NOT_A_SERVICE)
     }
 
-    /// Decides on an ICMP error, which goes to the server whose packet it quotes. The cookie in the quoted TSval or the
-    /// flow table identifies the server. Without either, the error is broadcast.
+    /// Decides on an ICMP error, which goes to the server whose packet the error quotes. The cookie in the quoted TSval
+    /// or the flow table identifies the server. If neither does, the error is broadcast.
     fn decide_icmp_error(
         &mut self,
         ip_packet: &IpPacket<'_>,
@@ -156,22 +163,22 @@ impl LoadBalancer {
         now_ns: u64,
         out_service_slot: &mut Option<usize>,
     ) -> Result<Decision, ParseEndCounter> {
-        let quote = packet::parse_quote(ip_packet)?;
+        let quote = packet::parse_quoted_packet(ip_packet)?;
         let service_slot = self.find_service_slot(quote.vip.ip(), quote.vip.port(), quote.protocol)?;
         *out_service_slot = Some(service_slot);
         let tuple = FourTuple::new(quote.client, quote.vip).expect("of one packet");
         let protocol = if quote.protocol == UDP_PROTOCOL_NUMBER { Protocol::Udp } else { Protocol::Tcp };
         if let Some(id) = self.quoted_lb_stamped_server(service_slot, &tuple, protocol, quote.tsval) {
-            return Ok(self.deliver_to(service_slot, id, intf::LB_COUNTER_ICMP_ERROR));
+            return Ok(self.decide_delivery_to_server(service_slot, id, intf::LB_COUNTER_ICMP_ERROR));
         }
         let cookie_tsval = quote.tsval.filter(|_| self.service(service_slot).has_cookies());
-        let mut event = None;
+        let mut extra_event = None;
         match cookie_tsval.map(|value| cookie::decode_cookie(&self.keys, &tuple, value)) {
             Some(Cookie::Server(id)) if self.service(service_slot).server(id).is_some() => {
-                return Ok(self.deliver_to(service_slot, id, intf::LB_COUNTER_ICMP_ERROR));
+                return Ok(self.decide_delivery_to_server(service_slot, id, intf::LB_COUNTER_ICMP_ERROR));
             }
             Some(Cookie::TableIndex(cookie_index)) if self.service(service_slot).is_stateful() => {
-                match self.decide_by_index(
+                match self.decide_by_cookie_index(
                     service_slot,
                     &tuple,
                     cookie_index,
@@ -180,17 +187,18 @@ impl LoadBalancer {
                     now_ns,
                 ) {
                     IndexLookup::Decided(decision, _) => return Ok(decision),
-                    IndexLookup::UnknownConnection => event = Some(intf::LB_EVENT_CONNECTION_UNKNOWN),
+                    IndexLookup::UnknownConnection => extra_event = Some(intf::LB_EVENT_CONNECTION_UNKNOWN),
                     IndexLookup::UnknownServer => {}
                 }
             }
             _ => {}
         }
         let decision = self.decide_icmp_error_by_flow(service_slot, &tuple, protocol, ip_packet.client, now_ns);
-        Ok(Decision { extra_event: event, ..decision })
+        Ok(Decision { extra_event, ..decision })
     }
 
-    /// Returns the server in the quoted cookie of LB-side stamping. Connections in the flow table have no cookie.
+    /// Returns the server that the cookie in the quoted TSval names, for a service with LB-side stamping. Returns
+    /// `None` for a connection in the flow table, because its TSval has no cookie.
     fn quoted_lb_stamped_server(
         &mut self,
         service_slot: usize,
@@ -206,24 +214,29 @@ impl LoadBalancer {
         self.service(service_slot).server(id).is_some().then_some(id)
     }
 
-    /// Decides on an ICMP error from `source` that quotes no usable cookie.
+    /// Decides by the flow table on an ICMP error from `source_address` that quotes no usable cookie.
     fn decide_icmp_error_by_flow(
         &mut self,
         service_slot: usize,
         tuple: &FourTuple,
         protocol: Protocol,
-        source: IpAddr,
+        source_address: IpAddr,
         now_ns: u64,
     ) -> Decision {
         let flow_entry = self
             .find_flow(service_slot, tuple, protocol)
-            .filter(|entry| self.is_usable(service_slot, entry.server, false));
-        match (flow_entry, self.service(service_slot).other_balancer()) {
-            (Some(entry), _) => self.deliver_to(service_slot, entry.server, intf::LB_COUNTER_ICMP_ERROR),
+            .filter(|entry| self.may_receive_packet(service_slot, entry.server, false));
+        match (flow_entry, self.service(service_slot).other_balancer_id()) {
+            (Some(entry), _) => self.decide_delivery_to_server(service_slot, entry.server, intf::LB_COUNTER_ICMP_ERROR),
             (None, Some(other_balancer)) => self.decide_other_balancer(service_slot, other_balancer),
             (None, None) => {
                 let over_rate_counter = intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED;
-                self.deliver_broadcast((service_slot, source), intf::LIMITED_ICMP_ERROR, over_rate_counter, now_ns)
+                self.decide_broadcast(
+                    (service_slot, source_address),
+                    intf::LIMITED_ICMP_ERROR,
+                    over_rate_counter,
+                    now_ns,
+                )
             }
         }
     }
@@ -233,43 +246,44 @@ impl LoadBalancer {
         ip_packet: &IpPacket<'_>,
         out_service_slot: &mut Option<usize>,
     ) -> Result<Decision, ParseEndCounter> {
-        let fragment_target = self.fragment_targets.get(&FragmentKey::of(ip_packet)).filter(|(service_slot, id)| {
-            self.services[*service_slot].as_ref().is_some_and(|service| service.server(*id).is_some())
-        });
+        let fragment_target =
+            self.fragment_targets.get(&FragmentKey::from_packet(ip_packet)).filter(|(service_slot, id)| {
+                self.services[*service_slot].as_ref().is_some_and(|service| service.server(*id).is_some())
+            });
         let (service_slot, id) = *fragment_target.ok_or(intf::LB_COUNTER_DROP_FRAGMENT)?;
         *out_service_slot = Some(service_slot);
-        Ok(self.deliver_to(service_slot, id, intf::LB_COUNTER_FRAGMENT))
+        Ok(self.decide_delivery_to_server(service_slot, id, intf::LB_COUNTER_FRAGMENT))
     }
 
-    fn record_first_fragment(&mut self, ip_packet: &IpPacket<'_>, service_slot: usize, decision: &Decision) {
+    fn store_server_of_first_fragment(&mut self, ip_packet: &IpPacket<'_>, service_slot: usize, decision: &Decision) {
         if let (FragmentPart::First, true, Some(server)) =
-            (ip_packet.fragment_part, decision.forwards(), decision.server)
+            (ip_packet.fragment_part, decision.is_forwarded(), decision.server)
         {
-            self.fragment_targets.insert(FragmentKey::of(ip_packet), (service_slot, server));
+            self.fragment_targets.insert(FragmentKey::from_packet(ip_packet), (service_slot, server));
         }
     }
 
-    fn count_connections(&mut self, decision: &Decision, slot_and_server: Option<(usize, ServerId)>) {
+    fn count_opened_and_closed_connection(&mut self, decision: &Decision, slot_and_server: Option<(usize, ServerId)>) {
         let Some((service_slot, server)) = slot_and_server else { return };
-        *self.opened_connections_by_slot.entry(service_slot).or_default() += u64::from(decision.opens_connection);
+        *self.opened_connection_count_by_slot.entry(service_slot).or_default() += u64::from(decision.opens_connection);
         let traffic: &mut ServerTraffic = self.traffic_by_server.entry(server).or_default();
         traffic.opened_connection_count += u64::from(decision.opens_connection);
         traffic.closed_connection_count += u64::from(decision.closes_connection);
     }
 
-    fn count_traffic(&mut self, server: ServerId, bytes: u64) {
+    fn count_traffic(&mut self, server: ServerId, frame_bytes: u64) {
         if self.settings.counts_traffic {
             let traffic = self.traffic_by_server.entry(server).or_default();
             traffic.packet_count += 1;
-            traffic.frame_bytes += bytes;
+            traffic.frame_bytes += frame_bytes;
         }
     }
 
     fn decide(&mut self, service_slot: usize, packet: &Packet, sender: &FrameSource, now_ns: u64) -> Decision {
-        let Some(migration) = self.service(service_slot).mode.migration else {
+        let Some(migration) = self.service(service_slot).settings.migration else {
             return self.decide_within_mode(service_slot, packet, sender, now_ns);
         };
-        let (other_balancer, is_syn) = (migration.other_balancer(), packet.tcp_flags & SYN != 0);
+        let (other_balancer, is_syn) = (migration.other_balancer_id(), packet.tcp_flags & SYN != 0);
         if is_syn && matches!(migration, ServiceMigration::HandedOverTo(_)) {
             return self.decide_other_balancer(service_slot, other_balancer);
         }
@@ -281,23 +295,27 @@ impl LoadBalancer {
         }
     }
 
-    /// Decides on a packet of a connection that has no state on this load balancer. `slot_and_source` is the service's
-    /// slot and the packet's source.
-    pub(super) fn decide_unknown_connection(&mut self, slot_and_source: (usize, IpAddr), now_ns: u64) -> Decision {
-        match self.service(slot_and_source.0).other_balancer() {
+    /// Decides on a packet of a connection without state on this load balancer. `slot_and_source` is the service's slot
+    /// and the packet's source address.
+    pub(super) fn decide_packet_of_unknown_connection(
+        &mut self,
+        slot_and_source: (usize, IpAddr),
+        now_ns: u64,
+    ) -> Decision {
+        match self.service(slot_and_source.0).other_balancer_id() {
             Some(other_balancer) => self.decide_other_balancer(slot_and_source.0, other_balancer),
             None => {
                 let over_rate_counter = intf::LB_COUNTER_DROP_UNKNOWN_COOKIE;
-                self.deliver_broadcast(slot_and_source, intf::LIMITED_UNKNOWN_COOKIE, over_rate_counter, now_ns)
+                self.decide_broadcast(slot_and_source, intf::LIMITED_UNKNOWN_COOKIE, over_rate_counter, now_ns)
             }
         }
     }
 
-    /// Forwards to the other load balancer of a migration. The packet carries `NO_SERVER` as previous server, so that
-    /// no server forwards it again.
-    fn decide_other_balancer(&self, service_slot: usize, id: ServerId) -> Decision {
+    /// Forwards a packet to the other load balancer of a migration. The packet carries `NO_SERVER` as the previous
+    /// server, so that no server forwards it once more.
+    fn decide_other_balancer(&self, service_slot: usize, other_balancer_id: ServerId) -> Decision {
         let decision = self
-            .deliver_to(service_slot, id, intf::LB_COUNTER_TO_OTHER_BALANCER)
+            .decide_delivery_to_server(service_slot, other_balancer_id, intf::LB_COUNTER_TO_OTHER_BALANCER)
             .with_previous_server(intf::NO_SERVER as u16);
         Decision { server: None, ..decision }
     }
@@ -310,12 +328,12 @@ impl LoadBalancer {
         now_ns: u64,
     ) -> Decision {
         let service = self.service(service_slot);
-        let mode = service.mode;
+        let mode = service.settings;
         let is_syn = packet.tcp_flags & SYN != 0;
         if self.is_lb_stamped(service_slot) {
             return match is_syn && packet.tsecr.is_some() {
                 true => match self.find_unstamped_server(service_slot, packet) {
-                    Some(id) => self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION),
+                    Some(id) => self.decide_delivery_to_server(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION),
                     None => self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
                 },
                 false => self.decide_lb_stamped(service_slot, packet),
@@ -337,9 +355,14 @@ impl LoadBalancer {
         }
     }
 
-    /// Forwards to server `id`, the only one that may have the connection. Drops the packet if the server's MAC address
-    /// is unknown.
-    pub(super) fn deliver_to(&self, service_slot: usize, id: ServerId, counter: intf::lb_counter) -> Decision {
+    /// Forwards a packet to server `id`, the only one that may have the connection. Drops the packet if the server's
+    /// MAC address is unknown.
+    pub(super) fn decide_delivery_to_server(
+        &self,
+        service_slot: usize,
+        id: ServerId,
+        counter: intf::lb_counter,
+    ) -> Decision {
         match self.service(service_slot).server(id).and_then(|server| server.mac) {
             Some(mac) => Decision { destination_mac: mac, server: Some(id), ..Decision::from_counter(counter) },
             None => Decision::from_counter(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED),
@@ -354,10 +377,10 @@ impl LoadBalancer {
     ) -> Decision {
         let service = self.services[service_slot].as_mut().expect("in the directory");
         let recent_placements = (packet.protocol == Protocol::Tcp).then_some(&mut self.recent_placements);
-        match service.select_server(service_slot, recent_placements, &packet.tuple()) {
-            Some(id) => {
-                self.deliver_to(service_slot, id, counter).with_opens_connection(counter == placement_counter(true))
-            }
+        match service.select_server(service_slot, recent_placements, &packet.four_tuple()) {
+            Some(id) => self
+                .decide_delivery_to_server(service_slot, id, counter)
+                .with_opens_connection(counter == placement_counter(true)),
             None => Decision::from_counter(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER),
         }
     }
@@ -370,13 +393,13 @@ impl LoadBalancer {
         sender: &FrameSource,
         now_ns: u64,
     ) -> Decision {
-        let tuple = packet.tuple();
+        let tuple = packet.four_tuple();
         match cookie::decode_cookie(&self.keys, &tuple, tsecr) {
             Cookie::Server(id) if self.service(service_slot).server(id).is_some() => self
-                .deliver_to(service_slot, id, intf::LB_COUNTER_ESTABLISHED)
+                .decide_delivery_to_server(service_slot, id, intf::LB_COUNTER_ESTABLISHED)
                 .with_closes_connection(packet.is_closing()),
             Cookie::TableIndex(cookie_index) if self.service(service_slot).is_stateful() => {
-                match self.decide_by_index(
+                match self.decide_by_cookie_index(
                     service_slot,
                     &tuple,
                     cookie_index,
@@ -389,33 +412,34 @@ impl LoadBalancer {
                         self.connection_table_state.record_packet(index, sender.frame_bytes, packet.is_closing()),
                     ),
                     IndexLookup::UnknownConnection => self
-                        .decide_unknown_connection((service_slot, packet.client.ip()), now_ns)
-                        .with_event(intf::LB_EVENT_CONNECTION_UNKNOWN),
+                        .decide_packet_of_unknown_connection((service_slot, packet.client.ip()), now_ns)
+                        .with_extra_event(intf::LB_EVENT_CONNECTION_UNKNOWN),
                     IndexLookup::UnknownServer => {
-                        self.decide_unknown_connection((service_slot, packet.client.ip()), now_ns)
+                        self.decide_packet_of_unknown_connection((service_slot, packet.client.ip()), now_ns)
                     }
                 }
             }
-            _ => self.decide_unknown_connection((service_slot, packet.client.ip()), now_ns),
+            _ => self.decide_packet_of_unknown_connection((service_slot, packet.client.ip()), now_ns),
         }
     }
 
-    /// Returns whether the server may get the packet. For a SYN, it must take new connections.
-    pub(super) fn is_usable(&self, service_slot: usize, server: ServerId, is_syn: bool) -> bool {
+    /// Returns whether the server may get a packet. For a SYN, the server must take new connections.
+    pub(super) fn may_receive_packet(&self, service_slot: usize, server: ServerId, is_syn: bool) -> bool {
         let service = self.service(service_slot);
         if is_syn { service.takes_new_connections(server) } else { service.server(server).is_some() }
     }
 
-    /// Returns the flow entry of the bucket's server if that server may get the packet. The decision carries the id of
-    /// the bucket's previous server.
+    /// Returns the server of the packet's bucket as a flow entry, or `None` if that server may not get the packet. The
+    /// decision carries the id of the bucket's previous server.
     pub(super) fn decide_by_bucket(&mut self, service_slot: usize, packet: &Packet) -> (Option<FlowEntry>, Decision) {
         let is_syn = packet.tcp_flags & SYN != 0;
         match self
             .bucket_entry(service_slot, packet)
-            .filter(|choice| self.is_usable(service_slot, choice.server, is_syn))
+            .filter(|choice| self.may_receive_packet(service_slot, choice.server, is_syn))
         {
             Some(choice) => {
-                let decision = self.deliver_to(service_slot, choice.server, intf::LB_COUNTER_BUCKET_HASH);
+                let decision =
+                    self.decide_delivery_to_server(service_slot, choice.server, intf::LB_COUNTER_BUCKET_HASH);
                 (Some(choice), decision.with_previous_server(choice.encode_state_field()))
             }
             None => (None, Decision::from_counter(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER)),
@@ -423,10 +447,13 @@ impl LoadBalancer {
     }
 
     fn bucket_entry(&self, service_slot: usize, packet: &Packet) -> Option<FlowEntry> {
-        self.service(service_slot).placement.as_ref().and_then(|placement| placement.bucket_entry(&packet.tuple()))
+        self.service(service_slot)
+            .placement
+            .as_ref()
+            .and_then(|placement| placement.flow_entry_of_bucket(&packet.four_tuple()))
     }
 
-    /// Decides on a SYN without a usable flow entry. `unusable_entry` is its unusable flow entry, if it has one.
+    /// Decides on a SYN whose flow has no usable entry. `unusable_entry` is the flow's unusable entry, if it has one.
     fn decide_syn_without_cookie(
         &mut self,
         service_slot: usize,
@@ -452,26 +479,26 @@ impl LoadBalancer {
         {
             previous_server = Some(unusable_entry.server);
         }
-        let entry = FlowEntry { previous_server, ..FlowEntry::of(server) };
+        let new_flow_entry = FlowEntry { previous_server, ..FlowEntry::for_server(server) };
         self.services[service_slot].as_mut().expect("in the directory").has_flows = true;
         self.insert_flow_entry(
             service_slot,
             packet,
-            entry,
+            new_flow_entry,
             entry_need,
-            decision.with_previous_server(entry.encode_state_field()),
+            decision.with_previous_server(new_flow_entry.encode_state_field()),
         )
     }
 
     fn decide_without_cookie(&mut self, service_slot: usize, packet: &Packet, now_ns: u64) -> Decision {
         let is_syn = packet.tcp_flags & SYN != 0;
         let service = self.service(service_slot);
-        let is_beamer = service.mode.consistency == Consistency::Beamer;
+        let is_beamer = service.settings.consistency == Consistency::Beamer;
         let flow_entry =
             if is_beamer && !service.has_flows { None } else { self.find_packet_flow(service_slot, packet) };
-        if let Some(entry) = flow_entry.filter(|entry| self.is_usable(service_slot, entry.server, is_syn)) {
+        if let Some(entry) = flow_entry.filter(|entry| self.may_receive_packet(service_slot, entry.server, is_syn)) {
             return self
-                .deliver_to(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE)
+                .decide_delivery_to_server(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE)
                 .with_previous_server(entry.encode_state_field());
         }
         if is_syn {
@@ -484,16 +511,16 @@ impl LoadBalancer {
             let (slot_and_source, over_rate_counter) =
                 ((service_slot, packet.client.ip()), intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED);
             return self
-                .deliver_broadcast(slot_and_source, intf::LIMITED_RESET, over_rate_counter, now_ns)
+                .decide_broadcast(slot_and_source, intf::LIMITED_RESET, over_rate_counter, now_ns)
                 .with_previous_server(intf::NO_SERVER as u16);
         }
         // Connections of this load balancer are in the flow table since their second packet. The other load balancer
         // must get all packets of its own connections.
-        if let Some(ServiceMigration::HandedOverTo(other_balancer)) = self.service(service_slot).mode.migration {
+        if let Some(ServiceMigration::HandedOverTo(other_balancer)) = self.service(service_slot).settings.migration {
             return self.decide_other_balancer(service_slot, other_balancer);
         }
         let (choice, decision) = self.decide_by_bucket(service_slot, packet);
-        match choice.filter(|_| decision.forwards()) {
+        match choice.filter(|_| decision.is_forwarded()) {
             Some(choice) => self.insert_flow_entry(service_slot, packet, choice, FlowEntryNeed::Hint, decision),
             None => decision,
         }
@@ -506,23 +533,29 @@ impl LoadBalancer {
         let opens_flow = is_syn || is_udp;
         let flow_entry = self
             .find_packet_flow(service_slot, packet)
-            .filter(|entry| self.is_usable(service_slot, entry.server, is_syn));
+            .filter(|entry| self.may_receive_packet(service_slot, entry.server, is_syn));
         if let Some(entry) = flow_entry.filter(|entry| !is_udp || !self.service(service_slot).is_down(entry.server)) {
-            return self.deliver_to(
+            return self.decide_delivery_to_server(
                 service_slot,
                 entry.server,
                 if is_syn { placement_counter(true) } else { intf::LB_COUNTER_FLOW_TABLE },
             );
         }
-        if let Some(other_balancer) = self.service(service_slot).other_balancer().filter(|_| !opens_flow) {
+        if let Some(other_balancer) = self.service(service_slot).other_balancer_id().filter(|_| !opens_flow) {
             return self.decide_other_balancer(service_slot, other_balancer);
         }
         let decision = self.decide_by_rule(service_slot, packet, placement_counter(opens_flow));
         match (decision.server.filter(|_| opens_flow), flow_entry) {
-            (Some(server), _) => {
-                self.insert_flow_entry(service_slot, packet, FlowEntry::of(server), FlowEntryNeed::Needed, decision)
+            (Some(server), _) => self.insert_flow_entry(
+                service_slot,
+                packet,
+                FlowEntry::for_server(server),
+                FlowEntryNeed::Needed,
+                decision,
+            ),
+            (None, Some(entry)) => {
+                self.decide_delivery_to_server(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE)
             }
-            (None, Some(entry)) => self.deliver_to(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE),
             (None, None) => decision,
         }
     }
@@ -539,20 +572,22 @@ impl LoadBalancer {
         Decision { extra_event: is_inserted.then_some(intf::LB_EVENT_FLOW_INSERTED), ..decision }
     }
 
-    /// Broadcasts a packet within the rate limits. `slot_and_source` is the service's slot and the packet's source.
-    pub(super) fn deliver_broadcast(
+    /// Broadcasts a packet within the rate limits. `slot_and_source` is the service's slot and the packet's source
+    /// address.
+    pub(super) fn decide_broadcast(
         &mut self,
         slot_and_source: (usize, IpAddr),
         reason: BroadcastReason,
         over_rate_counter: intf::lb_counter,
         now_ns: u64,
     ) -> Decision {
-        if self.service(slot_and_source.0).mode.forwarding.encapsulates() || !self.has_broadcast_vlan(slot_and_source.0)
+        if self.service(slot_and_source.0).settings.forwarding.encapsulates()
+            || !self.has_broadcast_vlan(slot_and_source.0)
         {
             return Decision::from_counter(intf::LB_COUNTER_DROP_NOT_BROADCAST);
         }
         if !self.broadcast_limiter.take_tokens(
-            &self.connection_table_state.key,
+            &self.connection_table_state.connection_key,
             slot_and_source,
             reason,
             &self.settings.broadcast_rates,
@@ -568,7 +603,7 @@ impl LoadBalancer {
     }
 }
 
-/// Returns whether an ICMP packet is IPv4, and an ICMPv6 packet IPv6.
+/// Returns whether an ICMP packet is in IPv4, or an ICMPv6 packet in IPv6.
 fn icmp_version_matches_ip_version(packet: &IpPacket<'_>) -> bool {
     packet.vip.is_ipv6() == (packet.protocol == PROTOCOL_ICMPV6)
 }

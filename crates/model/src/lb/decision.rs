@@ -6,22 +6,22 @@ use super::packet::TimestampField;
 use super::{MacAddress, Outcome, XdpVerdict};
 use crate::ServerId;
 
-/// New value of the identification field in the IP header.
+/// Change of the identification field in the IP header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NewIdentification {
     Unchanged,
-    /// Id of the bucket's previous server, or `NO_SERVER`.
+    /// The field gets the id of the bucket's previous server, or `NO_SERVER`.
     PreviousServerId(u16),
 }
 
-/// Outcome of a packet, with its destination and its changes if it is forwarded.
+/// Decision on a packet, with the destination and the changes of a forwarded packet.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Decision {
     pub counter: intf::lb_counter,
     pub destination_mac: MacAddress,
     pub server: Option<ServerId>,
     pub identification: NewIdentification,
-    /// TSecr that is replaced, and its new value.
+    /// Position of the TSecr to be replaced, and its new value.
     pub new_tsecr: Option<(TimestampField, u32)>,
     pub extra_event: Option<intf::lb_event>,
     /// Whether the placement rule selected the server of a new connection.
@@ -64,7 +64,7 @@ impl Decision {
         Self { identification, ..self }
     }
 
-    pub fn with_event(self, event: intf::lb_event) -> Self {
+    pub fn with_extra_event(self, event: intf::lb_event) -> Self {
         Self { extra_event: Some(event), ..self }
     }
 
@@ -76,7 +76,7 @@ impl Decision {
         Self { identification: NewIdentification::PreviousServerId(previous_server_id), ..self }
     }
 
-    pub fn forwards(&self) -> bool {
+    pub fn is_forwarded(&self) -> bool {
         self.outcome(None).verdict() == XdpVerdict::Transmit
     }
 

@@ -14,71 +14,73 @@ use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};
 
 const ENTRIES_PER_SET: usize = intf::FLOW_SET_ENTRIES as usize;
-/// Number of 64-bit words in a set, which are `flow` and `use` of `struct flow_set`.
+/// Number of 64-bit words in a set of the flow table, which are `flow` and `use` of `struct flow_set`.
 const WORDS_PER_SET: usize = size_of::<intf::flow_set>() / size_of::<u64>();
 
-/// Entry of the flow table, which has the destination of a flow.
+/// Entry of the flow table, which has the server of a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FlowEntry {
     /// Server to which the flow's packets go.
     pub server: ServerId,
-    /// Server to which the flow's server forwards packets of unknown connections.
+    /// Server to which the flow's server forwards packets of connections that it does not know.
     pub previous_server: Option<ServerId>,
     /// State of the flow's TCP handshake.
     pub handshake: HandshakeState,
 }
 
-/// State of a flow's TCP handshake in a service with LB-side stamping. Other flows are [`Open`](Self::Open).
+/// State of a flow's TCP handshake in a service with LB-side stamping. In other services, flows are
+/// [`Open`](Self::Open).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HandshakeState {
     /// The client has sent a packet after the SYN-ACK.
     Open,
-    /// Unstamped SYN-ACK without a later packet from the client (`HALF_OPEN_FLOW`), with bits of the SYN-ACK's TSval.
-    HalfOpenSince(u16),
-    /// The client has answered a stamped SYN-ACK of another server (`STAMPED_FLOW`).
+    /// The server sent an unstamped SYN-ACK, and the client no packet since (`HALF_OPEN_FLOW`). The value is bits of
+    /// the SYN-ACK's TSval.
+    HalfOpenWithTsvalBits(u16),
+    /// The client answered a stamped SYN-ACK of another server (`STAMPED_FLOW`), so the cookie identifies the server.
     Stamped,
 }
 
 impl HandshakeState {
-    /// Returns the state after an unstamped SYN-ACK with TSval `tsval`.
+    /// Returns the half-open state after an unstamped SYN-ACK with TSval `tsval`.
     pub(super) fn half_open(tsval: u32) -> Self {
-        Self::HalfOpenSince((tsval >> intf::HALF_OPEN_TIME_SHIFT) as u16)
+        Self::HalfOpenWithTsvalBits((tsval >> intf::HALF_OPEN_TIME_SHIFT) as u16)
     }
 
     pub(super) fn is_half_open(self) -> bool {
-        matches!(self, Self::HalfOpenSince(_))
+        matches!(self, Self::HalfOpenWithTsvalBits(_))
     }
 
-    /// Returns whether a client that sends `tsecr` may have received the SYN-ACK of this half-open connection. The
+    /// Returns whether `tsecr` may come from a client that received the SYN-ACK of this half-open connection. The
     /// SYN-ACK had no cookie in its TSval, so only the time can be compared.
     pub(super) fn is_answered_by(self, tsecr: u32) -> bool {
-        let Self::HalfOpenSince(time) = self else { return false };
-        let time_difference = (tsecr >> intf::HALF_OPEN_TIME_SHIFT).wrapping_sub(time.into());
-        let tolerance = intf::HALF_OPEN_TIME_TOLERANCE;
-        time_difference.wrapping_add(tolerance) & intf::HALF_OPEN_TIME_MASK <= 2 * tolerance
+        let Self::HalfOpenWithTsvalBits(time) = self else { return false };
+        let tsval_time_difference = (tsecr >> intf::HALF_OPEN_TIME_SHIFT).wrapping_sub(time.into());
+        let time_tolerance = intf::HALF_OPEN_TIME_TOLERANCE;
+        tsval_time_difference.wrapping_add(time_tolerance) & intf::HALF_OPEN_TIME_MASK <= 2 * time_tolerance
     }
 
     fn from_state_field(field: u16) -> Self {
         match u32::from(field) {
             intf::STAMPED_FLOW => Self::Stamped,
             field if field & intf::HALF_OPEN_FLOW_MASK == intf::HALF_OPEN_FLOW => {
-                Self::HalfOpenSince((field & intf::HALF_OPEN_TIME_MASK) as u16)
+                Self::HalfOpenWithTsvalBits((field & intf::HALF_OPEN_TIME_MASK) as u16)
             }
             _ => Self::Open,
         }
     }
 }
 
-/// Importance of a flow table entry for its flow.
+/// Importance of an entry in the flow table for its flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FlowEntryNeed {
-    /// The entry is a hint, because the bucket leads to the same server unless it has moved since.
+    /// The entry is a hint, because the bucket selects the same server unless it has moved since.
     Hint,
-    /// Only the entry leads to the flow's server.
+    /// Only the entry identifies the flow's server.
     Needed,
 }
 
-/// Key by which later fragments of a datagram are matched with the first one.
+/// Key by which the later fragments of a datagram are matched with its first fragment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct FragmentKey {
     client: IpAddr,
@@ -88,29 +90,29 @@ pub(super) struct FragmentKey {
 }
 
 impl FragmentKey {
-    pub fn of(packet: &IpPacket<'_>) -> Self {
+    pub fn from_packet(packet: &IpPacket<'_>) -> Self {
         let IpPacket { client, vip, identification, protocol, .. } = *packet;
         Self { client, vip, identification, protocol }
     }
 }
 
 impl FlowEntry {
-    /// Returns the entry of a new connection to `server`.
-    pub(super) fn of(server: ServerId) -> Self {
+    /// Returns the flow entry of a new connection to `server`.
+    pub(super) fn for_server(server: ServerId) -> Self {
         Self { server, previous_server: None, handshake: HandshakeState::Open }
     }
 
-    /// Returns handshake state and previous server as one field of `struct flow_table_entry`.
+    /// Returns the handshake state and the previous server as one field of `struct flow_table_entry`.
     pub(super) fn encode_state_field(self) -> u16 {
         match (self.handshake, self.previous_server) {
-            (HandshakeState::HalfOpenSince(time), _) => intf::HALF_OPEN_FLOW as u16 | time,
+            (HandshakeState::HalfOpenWithTsvalBits(time), _) => intf::HALF_OPEN_FLOW as u16 | time,
             (HandshakeState::Stamped, _) => intf::STAMPED_FLOW as u16,
             (HandshakeState::Open, Some(previous_server)) => previous_server.get(),
             (HandshakeState::Open, None) => intf::NO_SERVER as u16,
         }
     }
 
-    fn flow_word_low_bits(self) -> u64 {
+    fn encode_flow_word_low_bits(self) -> u64 {
         u64::from(self.encode_state_field()) << intf::FLOW_PREVIOUS_SHIFT | u64::from(self.server.get())
     }
 
@@ -125,7 +127,7 @@ impl FlowEntry {
     }
 }
 
-/// The flow table, in which a flow may use any entry of its set.
+/// Set-associative flow table, in which a flow may use any entry of its set.
 #[derive(Debug)]
 pub(super) struct FlowTable {
     words: Vec<u64>,
@@ -148,14 +150,14 @@ fn service_slot_in_use_word(use_word: u64) -> u64 {
     use_word >> intf::FLOW_SERVICE_SHIFT & 0xffff
 }
 
-fn age_ticks(use_word: u64, now: ClockTicks) -> u64 {
+fn ticks_since_last_use(use_word: u64, now: ClockTicks) -> u64 {
     (now.0.wrapping_sub(use_word as u32) as i32).max(0) as u64
 }
 
 fn is_flow_idle(use_word: u64, now: ClockTicks) -> bool {
     let idle_limit_ticks =
         if use_word >> intf::FLOW_UDP_SHIFT & 1 == 1 { intf::FLOW_IDLE_UDP_TICKS } else { intf::FLOW_IDLE_TCP_TICKS };
-    age_ticks(use_word, now) > u64::from(idle_limit_ticks)
+    ticks_since_last_use(use_word, now) > u64::from(idle_limit_ticks)
 }
 
 impl FlowTable {
@@ -177,12 +179,12 @@ impl FlowTable {
     /// Returns the entry of a flow that has not been idle for too long, and marks it as used at `now`.
     pub fn find(&mut self, key: FlowKey, now: ClockTicks) -> Option<FlowEntry> {
         let (flow_words, use_words) = self.flow_set_mut(key);
-        let position = flow_words.iter().position(|flow_word| flow_word >> intf::FLOW_TAG_SHIFT == key.tag())?;
-        if is_flow_idle(use_words[position], now) {
+        let entry_index = flow_words.iter().position(|flow_word| flow_word >> intf::FLOW_TAG_SHIFT == key.tag())?;
+        if is_flow_idle(use_words[entry_index], now) {
             return None;
         }
-        use_words[position] = use_words[position] & !u64::from(u32::MAX) | u64::from(now.0);
-        Some(FlowEntry::from_flow_word(flow_words[position]))
+        use_words[entry_index] = use_words[entry_index] & !u64::from(u32::MAX) | u64::from(now.0);
+        Some(FlowEntry::from_flow_word(flow_words[entry_index]))
     }
 
     /// Inserts or changes the entry of a flow. Returns false if the entry is a hint for which there is no room.
@@ -191,7 +193,7 @@ impl FlowTable {
         // Criteria for the replacement of an entry, the most important first.
         let replacement_rank = |position: usize| {
             let (flow_word, use_word) = (flow_words[position], use_words[position]);
-            let is_flow = flow_word >> intf::FLOW_TAG_SHIFT == key.tag();
+            let is_same_flow = flow_word >> intf::FLOW_TAG_SHIFT == key.tag();
             let is_replaceable = flow_word == 0 || is_flow_idle(use_word, now);
             let is_hint = use_word >> intf::FLOW_HINT_SHIFT & 1 == 1;
             let is_own_service = service_slot_in_use_word(use_word) == key.service_slot;
@@ -204,30 +206,30 @@ impl FlowTable {
             let is_half_open =
                 HandshakeState::from_state_field((flow_word >> intf::FLOW_PREVIOUS_SHIFT) as u16).is_half_open();
             (
-                is_flow,
+                is_same_flow,
                 is_replaceable,
                 is_hint,
                 same_service_count + usize::from(is_own_service),
                 is_own_service,
                 is_half_open,
-                age_ticks(use_word, now),
+                ticks_since_last_use(use_word, now),
             )
         };
-        let position =
+        let entry_index =
             (0..ENTRIES_PER_SET).rev().max_by_key(|position| replacement_rank(*position)).expect("a set has entries");
-        let (is_flow, is_free, is_hint, ..) = replacement_rank(position);
+        let (is_flow, is_free, is_hint, ..) = replacement_rank(entry_index);
         if entry_need == FlowEntryNeed::Hint && !(is_flow || is_free || is_hint) {
             return false;
         }
-        flow_words[position] = key.tag() << intf::FLOW_TAG_SHIFT | entry.flow_word_low_bits();
-        use_words[position] = u64::from(entry_need == FlowEntryNeed::Hint) << intf::FLOW_HINT_SHIFT
+        flow_words[entry_index] = key.tag() << intf::FLOW_TAG_SHIFT | entry.encode_flow_word_low_bits();
+        use_words[entry_index] = u64::from(entry_need == FlowEntryNeed::Hint) << intf::FLOW_HINT_SHIFT
             | u64::from(key.protocol == Protocol::Udp) << intf::FLOW_UDP_SHIFT
             | key.service_slot << intf::FLOW_SERVICE_SHIFT
             | u64::from(now.0);
         true
     }
 
-    pub fn remove_service(&mut self, service_slot: usize) {
+    pub fn remove_flows_of_service(&mut self, service_slot: usize) {
         for set in self.words.chunks_mut(WORDS_PER_SET) {
             let (flow_words, use_words) = set.split_at_mut(ENTRIES_PER_SET);
             let flows_of_service = flow_words
@@ -245,7 +247,7 @@ impl LoadBalancer {
         FlowKey { hash, service_slot: service_slot as u64, protocol }
     }
 
-    /// Returns the entry of a flow, even if the service no longer has its server.
+    /// Returns the entry of a flow, even if its server has left the service.
     pub(super) fn find_flow(
         &mut self,
         service_slot: usize,
@@ -253,14 +255,15 @@ impl LoadBalancer {
         protocol: Protocol,
     ) -> Option<FlowEntry> {
         let key = self.flow_key(service_slot, tuple, protocol);
-        self.flow_table.find(key, self.connection_table_state.clock)
+        self.flow_table.find(key, self.connection_table_state.now)
     }
 
     pub(super) fn find_packet_flow(&mut self, service_slot: usize, packet: &Packet) -> Option<FlowEntry> {
-        self.find_flow(service_slot, &packet.tuple(), packet.protocol)
+        self.find_flow(service_slot, &packet.four_tuple(), packet.protocol)
     }
 
-    /// Returns the entry of a packet's flow to a service with LB-side stamping, or `None` for a stamped connection.
+    /// Returns the flow entry of an unstamped connection to a service with LB-side stamping, or `None` for a stamped
+    /// one.
     pub(super) fn find_unstamped_flow(&mut self, service_slot: usize, packet: &Packet) -> Option<FlowEntry> {
         self.find_packet_flow(service_slot, packet).filter(|entry| entry.handshake != HandshakeState::Stamped)
     }
@@ -273,7 +276,7 @@ impl LoadBalancer {
         entry: FlowEntry,
         entry_need: FlowEntryNeed,
     ) -> bool {
-        let key = self.flow_key(service_slot, &packet.tuple(), packet.protocol);
-        self.flow_table.insert(key, entry, entry_need, self.connection_table_state.clock)
+        let key = self.flow_key(service_slot, &packet.four_tuple(), packet.protocol);
+        self.flow_table.insert(key, entry, entry_need, self.connection_table_state.now)
     }
 }

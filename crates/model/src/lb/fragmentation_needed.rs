@@ -22,13 +22,13 @@ const ICMPV6_PACKET_TOO_BIG: u8 = 2;
 const IPV6_MIN_MTU: usize = 1280;
 
 impl LoadBalancer {
-    /// Drops the packet in `frame` to the service in slot `service_slot`, because it is longer than `mtu`. Replaces
-    /// `frame` by an ICMP error to the packet's sender, if one may be sent. Returns the counter.
-    pub(super) fn drop_exceeding_mtu(
+    /// Drops the packet in `frame` to the service in slot `service_slot`, because it is longer than `mtu_bytes`.
+    /// Replaces `frame` by an ICMP error to the packet's sender, if an error may be sent. Returns the packet's counter.
+    pub(super) fn drop_packet_exceeding_mtu(
         &mut self,
         frame: &mut Vec<u8>,
         service_slot: usize,
-        mtu: usize,
+        mtu_bytes: usize,
         now_ns: u64,
     ) -> intf::lb_counter {
         let is_ipv6 = packet_ipv6::is_ipv6(frame);
@@ -39,7 +39,7 @@ impl LoadBalancer {
         let limit_reason = intf::LIMITED_FRAGMENTATION_NEEDED;
         let is_sent = may_answer
             && self.broadcast_limiter.take_tokens(
-                &self.connection_table_state.key,
+                &self.connection_table_state.connection_key,
                 (service_slot, source),
                 limit_reason,
                 &self.settings.broadcast_rates,
@@ -48,9 +48,13 @@ impl LoadBalancer {
         if !is_sent {
             return intf::LB_COUNTER_DROP_EXCEEDS_MTU;
         }
-        let sender = packet::source_mac(frame);
-        *frame = if is_ipv6 { icmpv6_packet_too_big(frame, mtu) } else { icmp_fragmentation_needed(frame, mtu) };
-        set_macs(frame, sender, self.own_mac);
+        let sender_mac = packet::source_mac(frame);
+        *frame = if is_ipv6 {
+            create_icmpv6_packet_too_big(frame, mtu_bytes)
+        } else {
+            create_icmp_fragmentation_needed(frame, mtu_bytes)
+        };
+        set_macs(frame, sender_mac, self.own_mac);
         intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED
     }
 }
@@ -65,18 +69,18 @@ fn may_send_icmp_error(frame: &[u8]) -> bool {
 
 fn may_send_icmpv6_error(frame: &[u8]) -> bool {
     let IpAddr::V6(source) = packet_ipv6::ipv6_address_at(frame, ETHERNET_HEADER_BYTES + 8) else { return false };
-    packet_ipv6::packet_bytes(frame) > IPV6_MIN_MTU
+    packet_ipv6::ip_packet_bytes(frame) > IPV6_MIN_MTU
         && frame[ETHERNET_HEADER_BYTES + 6] != PROTOCOL_ICMPV6
         && !source.is_multicast()
         && source != Ipv6Addr::UNSPECIFIED
 }
 
-/// Returns the ICMP error about the packet in `frame`, without MAC addresses.
-fn icmp_fragmentation_needed(frame: &[u8], mtu: usize) -> Vec<u8> {
+/// Returns a frame with the ICMP error about the packet in `frame`. The MAC addresses are not set.
+fn create_icmp_fragmentation_needed(frame: &[u8], mtu_bytes: usize) -> Vec<u8> {
     let quoted_packet = &frame[ETHERNET_HEADER_BYTES..][..QUOTED_BYTES_IPV4];
     let [client, vip] = packet::ipv4_addresses(quoted_packet);
     let mut message = vec![ICMP_DESTINATION_UNREACHABLE, ICMP_FRAGMENTATION_NEEDED, 0, 0];
-    message.extend((mtu as u32).to_be_bytes());
+    message.extend((mtu_bytes as u32).to_be_bytes());
     message.extend(quoted_packet);
     let checksum = packet::checksum(&message);
     message[2..4].copy_from_slice(&checksum.to_be_bytes());
@@ -87,17 +91,17 @@ fn icmp_fragmentation_needed(frame: &[u8], mtu: usize) -> Vec<u8> {
         packet_bytes,
         protocol: PROTOCOL_ICMP,
     };
-    [&frame[..ETHERNET_HEADER_BYTES], &header.ipv4_header(vip, client), &message].concat()
+    [&frame[..ETHERNET_HEADER_BYTES], &header.encode_ipv4_header(vip, client), &message].concat()
 }
 
-/// Returns the ICMPv6 error about the packet in `frame`, without MAC addresses.
-fn icmpv6_packet_too_big(frame: &[u8], mtu: usize) -> Vec<u8> {
+/// Returns a frame with the ICMPv6 error about the packet in `frame`. The MAC addresses are not set.
+fn create_icmpv6_packet_too_big(frame: &[u8], mtu_bytes: usize) -> Vec<u8> {
     let quoted_packet = &frame[ETHERNET_HEADER_BYTES..][..QUOTED_BYTES_IPV6];
-    let address_at_offset =
+    let address_bytes_at =
         |offset: usize| Ipv6Addr::from(<[u8; 16]>::try_from(&quoted_packet[offset..offset + 16]).expect("16 bytes"));
-    let (client, vip) = (address_at_offset(8), address_at_offset(24));
+    let (client, vip) = (address_bytes_at(8), address_bytes_at(24));
     let mut message = vec![ICMPV6_PACKET_TOO_BIG, 0, 0, 0];
-    message.extend((mtu.max(IPV6_MIN_MTU) as u32).to_be_bytes());
+    message.extend((mtu_bytes.max(IPV6_MIN_MTU) as u32).to_be_bytes());
     message.extend(quoted_packet);
     let pseudo_header =
         [&vip.octets()[..], &client.octets(), &(message.len() as u32).to_be_bytes(), &[0, 0, 0, PROTOCOL_ICMPV6]];
@@ -110,5 +114,5 @@ fn icmpv6_packet_too_big(frame: &[u8], mtu: usize) -> Vec<u8> {
         packet_bytes,
         protocol: PROTOCOL_ICMPV6,
     };
-    [&frame[..ETHERNET_HEADER_BYTES], &header.ipv6_header(vip, client), &message].concat()
+    [&frame[..ETHERNET_HEADER_BYTES], &header.encode_ipv6_header(vip, client), &message].concat()
 }

@@ -9,7 +9,7 @@ pub(super) const ICMP_HEADER_BYTES: usize = 8;
 /// Minimum number of bytes of an IP payload that an ICMP error quotes (RFC 792).
 pub(super) const MIN_QUOTED_PAYLOAD_BYTES: usize = 8;
 
-/// Counter of a packet whose parsing ends early, which also gives the reason.
+/// Counter of a packet whose parsing ends early. The counter also identifies the reason.
 pub(super) type ParseEndCounter = intf::lb_counter;
 /// Counter of a packet that belongs to no service.
 pub(super) const NOT_A_SERVICE: ParseEndCounter = intf::LB_COUNTER_PASSED_NOT_SERVICE;
@@ -22,7 +22,7 @@ pub(super) fn u32_at(frame: &[u8], offset: usize) -> u32 {
     u32::from_be_bytes(frame[offset..offset + 4].try_into().expect("four bytes"))
 }
 
-/// Fields of the Ethernet and IP header that are read first, without checks.
+/// Fields of the Ethernet and IP headers that are read before the headers are checked.
 pub(super) struct FrameFields {
     pub destination_mac: [u8; 6],
     /// Protocol number, or the number of the next header in IPv6.
@@ -33,12 +33,12 @@ pub(super) struct FrameFields {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FragmentPart {
     Whole,
-    /// The first of several fragments, which has the transport header.
+    /// First of several fragments, which has the transport header.
     First,
     Later,
 }
 
-/// An IP packet or a fragment of one.
+/// Parsed IP packet or fragment.
 pub(super) struct IpPacket<'a> {
     pub client: IpAddr,
     pub vip: IpAddr,
@@ -47,7 +47,7 @@ pub(super) struct IpPacket<'a> {
     pub fragment_part: FragmentPart,
     /// Offset of the transport header from the start of the frame.
     pub transport_offset: usize,
-    /// Bytes from the end of the IP headers to the end of the packet.
+    /// Bytes from the end of the IP headers to the end of the IP packet.
     pub payload: &'a [u8],
 }
 

@@ -1,9 +1,9 @@
 //! Reference model of the load balancer, packet by packet. It is a second implementation of `bpf/lb/lb.bpf.c`, follows
 //! that file's introduction and docs/design.md, and is as plain as speed allows.
 //!
-//! [`LoadBalancer::receive`] takes a frame and the time and returns the outcome. The frame, the counters and all state
-//! are then the same, bit for bit, as the BPF program's. So the two can be compared (`make fuzz`), and results of the
-//! model (`make consistency`) hold for the program.
+//! [`LoadBalancer::process_frame`] takes a frame and the time and returns the outcome. The frame, the counters and all
+//! state are then the same, bit for bit, as the BPF program's. So the two can be compared (`make fuzz`), and results of
+//! the model (`make consistency`) hold for the program.
 //!
 //! * [`mod@packet`], [`mod@ip_packet`], [`mod@packet_ipv6`], [`mod@timestamp_option`]: parsing and rewriting of a frame
 //! * [`mod@place`]: new connections
@@ -60,11 +60,11 @@ pub type MacAddress = [u8; 6];
 /// Return value of the XDP program for a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum XdpVerdict {
-    /// `XDP_DROP`.
+    /// `XDP_DROP`, by which the frame is dropped.
     Drop,
     /// `XDP_PASS`, by which the frame continues to the kernel's network stack.
     Pass,
-    /// `XDP_TX`, by which the frame is sent out of the device on which it came.
+    /// `XDP_TX`, by which the frame is sent from the device at which it arrived.
     Transmit,
 }
 
@@ -84,18 +84,18 @@ impl XdpVerdict {
 pub struct Outcome {
     /// Counter in which the frame was counted (`enum lb_counter`).
     pub counter: intf::lb_counter,
-    /// Slot of the service in whose counters the frame was counted, or `None` if it belongs to no service.
+    /// Slot of the service in whose counters the frame was counted, or `None` if the frame belongs to no service.
     pub service_slot: Option<usize>,
     /// Server to which the frame was sent, if any.
     pub server: Option<ServerId>,
-    /// Connection table entry that the TSecr of a SYN carries to the server, if any.
+    /// Index of the connection table entry that the TSecr of a SYN carries to the server, if any.
     pub syn_table_entry: Option<u32>,
-    /// Event that is counted in addition (`enum lb_event`), if any.
+    /// Additional event that was counted for the frame (`enum lb_event`), if any.
     pub event: Option<intf::lb_event>,
 }
 
 impl Outcome {
-    /// Returns the verdict that follows from the counter. `enum lb_counter` is sorted by verdict, with one exception.
+    /// Returns the XDP verdict of the frame, which its counter determines.
     pub fn verdict(&self) -> XdpVerdict {
         match self.counter {
             intf::LB_COUNTER_PASSED_NOT_SERVICE | intf::LB_COUNTER_REPLY_STAMPED | intf::LB_COUNTER_REPLY_UNCHANGED => {
@@ -109,50 +109,50 @@ impl Outcome {
     }
 }
 
-/// A server in the load balancer's maps.
+/// Server in the load balancer's maps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Server {
-    /// MAC address of the server, or `None` if it is not resolved.
+    /// MAC address of the server, or `None` if it has not been resolved.
     pub mac: Option<MacAddress>,
     /// Whether the server takes new connections.
     pub is_eligible: bool,
 }
 
-/// Counters of the traffic from a load balancer to one server since the creation of its maps.
+/// Counters of the traffic from a load balancer to one server since its maps were created.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerTraffic {
     /// Number of new connections for which the placement rule selected the server.
     pub opened_connection_count: u64,
-    /// Number of packets with a cookie and FIN or RST. Without a connection table, a retransmission counts again.
+    /// Number of packets with a cookie and FIN or RST. Without a connection table, a retransmission counts once more.
     pub closed_connection_count: u64,
-    /// Number of all packets, which is counted only if a policy needs it.
+    /// Number of packets, which are counted only if a policy needs the number.
     pub packet_count: u64,
-    /// Number of bytes in the frames of all packets.
+    /// Number of bytes in the frames of these packets.
     pub frame_bytes: u64,
 }
 
 #[derive(Debug)]
 struct Service {
-    address: ServiceAddress,
-    mode: ServiceSettings,
+    service_address: ServiceAddress,
+    settings: ServiceSettings,
     servers: Vec<Option<Server>>,
     /// Servers that are down according to the load balancer's own checks.
-    masked_servers: HashSet<ServerId>,
+    locally_down_servers: HashSet<ServerId>,
     down_servers: HashSet<ServerId>,
     placement: Option<InstalledTable>,
-    /// Counter of the placement rule `RoundRobin`, which continues from table to table.
+    /// Counter of the placement rule `RoundRobin`, which continues when a new table is installed.
     round_robin_counter: u64,
     /// Whether a SYN has inserted a flow of the service into the flow table.
     has_flows: bool,
 }
 
 impl Service {
-    fn new(address: ServiceAddress, mode: ServiceSettings) -> Self {
+    fn new(service_address: ServiceAddress, settings: ServiceSettings) -> Self {
         Self {
-            address,
-            mode,
+            service_address,
+            settings,
             servers: vec![None; ServerId::COUNT],
-            masked_servers: HashSet::new(),
+            locally_down_servers: HashSet::new(),
             down_servers: HashSet::new(),
             placement: None,
             round_robin_counter: 0,
@@ -161,24 +161,24 @@ impl Service {
     }
 
     fn is_stateful(&self) -> bool {
-        self.mode.consistency == Consistency::Stateful
+        self.settings.consistency == Consistency::Stateful
     }
 
     fn has_cookies(&self) -> bool {
-        self.mode.timestamps == TimestampOrigin::Server
-            && matches!(self.mode.consistency, Consistency::Stateless | Consistency::Stateful)
+        self.settings.timestamps == TimestampOrigin::Server
+            && matches!(self.settings.consistency, Consistency::Stateless | Consistency::Stateful)
     }
 
-    /// Returns the id of the other load balancer in a migration, which has some of the service's connections.
-    fn other_balancer(&self) -> Option<ServerId> {
-        self.mode.migration.map(ServiceMigration::other_balancer)
+    /// Returns the id of the other load balancer of a migration, which has some of the service's connections.
+    fn other_balancer_id(&self) -> Option<ServerId> {
+        self.settings.migration.map(ServiceMigration::other_balancer_id)
     }
 
     fn server(&self, id: ServerId) -> Option<Server> {
         self.servers[usize::from(id.get())]
     }
 
-    /// Returns whether a server of the placement table can take a new connection.
+    /// Returns whether a server that the placement table selected can take a new connection.
     fn is_eligible_with_mac(&self, id: ServerId) -> bool {
         self.server(id).is_some_and(|server| server.mac.is_some() && server.is_eligible)
     }
@@ -189,22 +189,22 @@ impl Service {
     }
 
     fn is_down(&self, id: ServerId) -> bool {
-        self.masked_servers.contains(&id) || self.down_servers.contains(&id)
+        self.locally_down_servers.contains(&id) || self.down_servers.contains(&id)
     }
 }
 
 /// Settings of a load balancer, which are table sizes, rate limits, outer headers and VLANs.
 #[derive(Debug, Clone, Copy)]
 pub struct LoadBalancerSettings {
-    /// Rate limits of broadcasts, for each reason to broadcast.
+    /// Rate limits of broadcasts, by the reason for the broadcast.
     pub broadcast_rates: [BroadcastRates; BROADCAST_REASON_COUNT],
-    /// Number of sets of the flow table.
+    /// Number of sets in the flow table.
     pub flow_set_count: u32,
-    /// Number of entries of the connection table.
+    /// Number of entries in the connection table.
     pub connection_table_size: TableSize,
     /// Whether packets and bytes are counted for each server.
     pub counts_traffic: bool,
-    /// Fields that all outer headers share.
+    /// Outer header fields that are the same for all servers.
     pub outer_header: OuterHeader,
     /// VLANs of the load balancer.
     pub vlans: Vlans,
@@ -217,7 +217,7 @@ pub struct LoadBalancer {
     own_mac: MacAddress,
     keys: FleetCookieKeys,
     services: Vec<Option<Service>>,
-    service_slots_by_address: HashMap<(IpAddr, u16, u8), usize>,
+    service_slot_by_address: HashMap<(IpAddr, u16, u8), usize>,
     vips: HashSet<IpAddr>,
     recent_placements: RecentPlacements,
     flow_table: FlowTable,
@@ -231,7 +231,7 @@ pub struct LoadBalancer {
     lb_stamping: LbStamping,
     traffic_by_server: HashMap<ServerId, ServerTraffic>,
     /// Number of new connections by service slot.
-    opened_connections_by_slot: HashMap<usize, u64>,
+    opened_connection_count_by_slot: HashMap<usize, u64>,
 }
 
 impl LoadBalancer {
@@ -245,7 +245,7 @@ impl LoadBalancer {
             own_mac,
             keys,
             services: (0..intf::MAX_SERVICES).map(|_| None).collect(),
-            service_slots_by_address: HashMap::new(),
+            service_slot_by_address: HashMap::new(),
             vips: HashSet::new(),
             recent_placements: RecentPlacements::default(),
             flow_table: FlowTable::new(settings.flow_set_count),
@@ -257,7 +257,7 @@ impl LoadBalancer {
             connection_table_state: ConnectionTableState::new(settings.connection_table_size),
             lb_stamping,
             traffic_by_server: HashMap::new(),
-            opened_connections_by_slot: HashMap::new(),
+            opened_connection_count_by_slot: HashMap::new(),
         }
     }
 
@@ -268,7 +268,7 @@ impl LoadBalancer {
         self.keys = keys;
     }
 
-    /// Sets the fields that all outer headers share.
+    /// Sets the outer header fields that are the same for all servers.
     pub fn set_outer_header(&mut self, outer_header: OuterHeader) {
         self.settings.outer_header = outer_header;
     }
@@ -286,30 +286,29 @@ impl LoadBalancer {
     /// Sets the services, and returns the slot of each. A known service keeps its slot with its state, and a new one
     /// gets the lowest free slot. Panics if there are more services than slots.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceSettings)]) -> Vec<usize> {
-        let stateful_slots_before = self.stateful_slots();
+        let old_stateful_slots = self.stateful_slots();
         for service_slot in &mut self.services {
-            let is_kept = |service: &Service| services.iter().any(|(address, _)| *address == service.address);
-            *service_slot = service_slot.take().filter(is_kept);
+            let has_kept_address =
+                |service: &Service| services.iter().any(|(address, _)| *address == service.service_address);
+            *service_slot = service_slot.take().filter(has_kept_address);
         }
         for (address, mode) in services {
-            let known_service = self.services.iter_mut().flatten().find(|service| service.address == *address);
+            let known_service = self.services.iter_mut().flatten().find(|service| service.service_address == *address);
             if let Some(service) = known_service {
-                service.mode = *mode;
+                service.settings = *mode;
             }
         }
-        let stateful_slots_now = self.stateful_slots();
-        let formerly_stateful_slots: Vec<usize> = stateful_slots_before
-            .into_iter()
-            .filter(|service_slot| !stateful_slots_now.contains(service_slot))
-            .collect();
-        self.connection_table_state.free_service_entries(&formerly_stateful_slots);
+        let new_stateful_slots = self.stateful_slots();
+        let formerly_stateful_slots: Vec<usize> =
+            old_stateful_slots.into_iter().filter(|service_slot| !new_stateful_slots.contains(service_slot)).collect();
+        self.connection_table_state.free_entries_of_services(&formerly_stateful_slots);
         let service_slots: Vec<usize> =
-            services.iter().map(|(address, mode)| self.allocate_slot(*address, *mode)).collect();
-        self.service_slots_by_address.clear();
+            services.iter().map(|(address, mode)| self.find_or_allocate_slot(*address, *mode)).collect();
+        self.service_slot_by_address.clear();
         self.vips.clear();
         for ((address, _), service_slot) in services.iter().zip(&service_slots) {
             let vip_socket = address.vip_and_port;
-            self.service_slots_by_address
+            self.service_slot_by_address
                 .insert((vip_socket.ip(), vip_socket.port(), address.protocol.iana_number()), *service_slot);
             self.vips.insert(vip_socket.ip());
         }
@@ -322,39 +321,39 @@ impl LoadBalancer {
         (0..self.services.len()).filter(is_stateful_slot).collect()
     }
 
-    fn allocate_slot(&mut self, address: ServiceAddress, mode: ServiceSettings) -> usize {
+    fn find_or_allocate_slot(&mut self, address: ServiceAddress, mode: ServiceSettings) -> usize {
         let has_address =
-            |service: &Option<Service>| service.as_ref().is_some_and(|service| service.address == address);
+            |service: &Option<Service>| service.as_ref().is_some_and(|service| service.service_address == address);
         if let Some(service_slot) = self.services.iter().position(has_address) {
             return service_slot;
         }
         let free_slot = self.services.iter().position(Option::is_none).expect("at most as many services as slots");
         self.services[free_slot] = Some(Service::new(address, mode));
         // Remove the flows of the service that previously had the slot.
-        self.flow_table.remove_service(free_slot);
+        self.flow_table.remove_flows_of_service(free_slot);
         self.fragment_targets.retain(|_, (service_slot, _)| *service_slot != free_slot);
-        self.lb_stamping.remove_service(free_slot);
-        self.opened_connections_by_slot.remove(&free_slot);
+        self.lb_stamping.remove_state_of_service(free_slot);
+        self.opened_connection_count_by_slot.remove(&free_slot);
         free_slot
     }
 
-    /// Sets whether a server of the service in slot `service` is down according to the load balancer's own checks.
-    pub fn set_server_masked(&mut self, service: usize, id: ServerId, is_masked: bool) {
-        let masked_servers = &mut self.service_mut(service).masked_servers;
+    /// Sets whether a server of the service in slot `service_slot` is down according to the load balancer's own checks.
+    pub fn set_server_locally_down(&mut self, service_slot: usize, id: ServerId, is_masked: bool) {
+        let locally_down_servers = &mut self.service_mut(service_slot).locally_down_servers;
         if is_masked {
-            masked_servers.insert(id)
+            locally_down_servers.insert(id)
         } else {
-            masked_servers.remove(&id)
+            locally_down_servers.remove(&id)
         };
     }
 
-    /// Adds, changes or (with `None`) removes a server. Its MAC address is the same for all services.
-    pub fn set_server(&mut self, service: usize, id: ServerId, server: Option<Server>) {
-        self.update_lb_stamped_server(service, id, server);
-        self.service_mut(service).servers[usize::from(id.get())] = server;
+    /// Adds, changes or (with `None`) removes a server of a service. A changed MAC address applies to all its services.
+    pub fn set_server(&mut self, service_slot: usize, id: ServerId, server: Option<Server>) {
+        self.update_lb_stamped_server(service_slot, id, server);
+        self.service_mut(service_slot).servers[usize::from(id.get())] = server;
         let Some(Server { mac, .. }) = server else {
-            self.service_mut(service).masked_servers.remove(&id);
-            self.service_mut(service).down_servers.remove(&id);
+            self.service_mut(service_slot).locally_down_servers.remove(&id);
+            self.service_mut(service_slot).down_servers.remove(&id);
             return;
         };
         for service in self.services.iter_mut().flatten() {
@@ -364,46 +363,46 @@ impl LoadBalancer {
         }
     }
 
-    /// Installs a placement table of the service in slot `service`.
-    pub fn install_table(&mut self, service: usize, table: PlacementTable) {
-        let service = self.service_mut(service);
+    /// Installs a placement table for the service in slot `service_slot`.
+    pub fn install_table(&mut self, service_slot: usize, table: PlacementTable) {
+        let service = self.service_mut(service_slot);
         service.down_servers = table.down_servers.iter().copied().collect();
         service.placement = Some(InstalledTable::new(table));
     }
 
-    /// Sets the time `paid_until` (ns) of the selected token buckets, which limit broadcasts.
-    pub fn set_paid_until(&mut self, buckets: TokenBucketSelector, paid_until: u64) {
-        self.broadcast_limiter.set_paid_until(buckets, paid_until);
+    /// Sets the time (ns) until which the selected token buckets, which limit broadcasts, count as paid.
+    pub fn set_paid_until(&mut self, buckets: TokenBucketSelector, paid_until_ns: u64) {
+        self.broadcast_limiter.set_paid_until(buckets, paid_until_ns);
     }
 
-    /// Sets the key of the hash of connections in the connection table. It must be called before the first connection.
+    /// Sets the key of the connection hash of the connection table. Callers set it before the first connection.
     pub fn set_connection_key(&mut self, key: CookieKey) {
-        self.connection_table_state.key = key;
+        self.connection_table_state.connection_key = key;
     }
 
-    /// Sets this load balancer's own number among the owners of connection tables.
+    /// Sets this load balancer's own number among the load balancers with a connection table.
     pub fn set_owner_number(&mut self, owner: Option<TableOwnerNumber>) {
         self.connection_table_state.owner_number = owner;
     }
 
     /// Sets the maximum number of connection table entries of one source prefix, or `None` for no limit.
-    pub fn set_max_entries_per_source(&mut self, per_source: Option<u32>) {
-        self.connection_table_state.max_entries_per_source = per_source;
+    pub fn set_max_entries_per_source(&mut self, max_entry_count: Option<u32>) {
+        self.connection_table_state.max_entries_per_source = max_entry_count;
     }
 
-    /// Sets the state of another load balancer that has a connection table.
+    /// Sets the reachability of another load balancer that has a connection table.
     pub fn set_other_owner(&mut self, number: TableOwnerNumber, owner: TableOwner) {
         self.connection_table_state.owners[usize::from(number.get())] = owner;
     }
 
-    /// Sets the clock that timestamps the entries of the connection table.
-    pub fn set_clock(&mut self, clock: ClockTicks) {
-        self.connection_table_state.clock = clock;
+    /// Sets the time of the clock that timestamps the entries of the connection table.
+    pub fn set_clock(&mut self, now: ClockTicks) {
+        self.connection_table_state.now = now;
     }
 
-    /// Records a sweep of the connection table by user space.
+    /// Records that user space has swept the connection table at the current time.
     pub fn record_sweep(&mut self) {
-        self.connection_table_state.last_sweep = self.connection_table_state.clock;
+        self.connection_table_state.last_sweep = self.connection_table_state.now;
     }
 
     /// Returns all connections that have an entry in the connection table.
@@ -416,9 +415,10 @@ impl LoadBalancer {
         self.connection_table_state.connection(index)
     }
 
-    /// Frees the entries of these connections. Entries that got another connection or a later packet are kept.
-    pub fn free_connections(&mut self, connections: &[Connection]) {
-        self.connection_table_state.free_connections(connections);
+    /// Frees the entries of these connections. Entries that belong to another connection by now, or got a packet,
+    /// remain.
+    pub fn free_unchanged_connections(&mut self, connections: &[Connection]) {
+        self.connection_table_state.free_unchanged_connections(connections);
     }
 
     /// Returns whether a service has the slot `service_slot`.
@@ -427,31 +427,34 @@ impl LoadBalancer {
     }
 
     /// Returns the number of connections assigned to each core since the service's placement table was installed.
-    pub fn assigned_counts(&self, service: usize) -> &[u32] {
-        self.service(service).placement.as_ref().map_or(&[], |placement| &placement.state.assigned_counts)
+    pub fn assigned_connection_counts(&self, service_slot: usize) -> &[u32] {
+        self.service(service_slot)
+            .placement
+            .as_ref()
+            .map_or(&[], |placement| &placement.state.assigned_connection_counts)
     }
 
     /// Returns the service's counter of the placement rule `RoundRobin`.
-    pub fn round_robin_counter(&self, service: usize) -> u64 {
-        self.service(service).round_robin_counter
+    pub fn round_robin_counter(&self, service_slot: usize) -> u64 {
+        self.service(service_slot).round_robin_counter
     }
 
-    /// Returns the traffic to each server that got a packet.
-    pub fn traffic(&self) -> &HashMap<ServerId, ServerTraffic> {
+    /// Returns the traffic counters of each server that got a packet.
+    pub fn traffic_by_server(&self) -> &HashMap<ServerId, ServerTraffic> {
         &self.traffic_by_server
     }
 
     /// Returns the address of the service in slot `service_slot`, if there is one.
     pub fn service_address(&self, service_slot: usize) -> Option<ServiceAddress> {
-        self.services.get(service_slot)?.as_ref().map(|service| service.address)
+        self.services.get(service_slot)?.as_ref().map(|service| service.service_address)
     }
 
-    /// Returns the number of new connections of the service in slot `service`.
-    pub fn opened_connections(&self, service: usize) -> u64 {
-        self.opened_connections_by_slot.get(&service).copied().unwrap_or_default()
+    /// Returns the number of new connections to the service in slot `service_slot`.
+    pub fn opened_connection_count(&self, service_slot: usize) -> u64 {
+        self.opened_connection_count_by_slot.get(&service_slot).copied().unwrap_or_default()
     }
 
-    /// Returns the words of the flow table in the layout of `struct flow_set`.
+    /// Returns the words of the flow table, in the layout of `struct flow_set`.
     pub fn flow_table_words(&self) -> &[u64] {
         self.flow_table.words()
     }

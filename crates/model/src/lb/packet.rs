@@ -37,7 +37,8 @@ pub(super) fn ipv4_addresses(packet: &[u8]) -> [Ipv4Addr; 2] {
     [12, 16].map(|offset| Ipv4Addr::from(u32_at(packet, offset)))
 }
 
-/// Returns the fields that are read first, or `None` unless the frame is IP with a whole destination address.
+/// Returns the fields that are read before the checks, or `None` unless the frame has a complete IP destination
+/// address.
 pub(super) fn read_frame_fields(frame: &[u8]) -> Option<FrameFields> {
     if packet_ipv6::is_ipv6(frame) {
         return packet_ipv6::read_frame_fields(frame);
@@ -52,7 +53,7 @@ pub(super) fn read_frame_fields(frame: &[u8]) -> Option<FrameFields> {
     })
 }
 
-fn fragment_part(packet: &[u8]) -> FragmentPart {
+fn read_fragment_part(packet: &[u8]) -> FragmentPart {
     match u16_at(packet, 6) {
         field if field & FRAGMENT_OFFSET_MASK != 0 => FragmentPart::Later,
         field if field & MORE_FRAGMENTS_FLAG != 0 => FragmentPart::First,
@@ -61,7 +62,7 @@ fn fragment_part(packet: &[u8]) -> FragmentPart {
 }
 
 /// Returns the length in bytes of the IPv4 header at the start of `packet`, or `None` if it is not IPv4.
-fn ipv4_header_length(packet: &[u8]) -> Option<usize> {
+fn ipv4_header_bytes(packet: &[u8]) -> Option<usize> {
     let length = usize::from(packet[0] & 0xf) * 4;
     (packet[0] >> 4 == 4 && length >= IPV4_HEADER_BYTES).then_some(length)
 }
@@ -74,7 +75,7 @@ pub(super) fn parse_ip(frame: &[u8]) -> Result<IpPacket<'_>, ParseEndCounter> {
 fn parse_ipv4(frame: &[u8]) -> Result<IpPacket<'_>, ParseEndCounter> {
     const MALFORMED: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_IPV4;
     let packet = &frame[ETHERNET_HEADER_BYTES..];
-    let header_bytes = ipv4_header_length(packet).ok_or(MALFORMED)?;
+    let header_bytes = ipv4_header_bytes(packet).ok_or(MALFORMED)?;
     let total_bytes = usize::from(u16_at(packet, 2));
     if total_bytes < header_bytes || total_bytes > packet.len() {
         return Err(MALFORMED);
@@ -84,21 +85,25 @@ fn parse_ipv4(frame: &[u8]) -> Result<IpPacket<'_>, ParseEndCounter> {
         vip: ipv4_address_at(packet, 16),
         protocol: packet[9],
         identification: u16_at(packet, 4).into(),
-        fragment_part: fragment_part(packet),
+        fragment_part: read_fragment_part(packet),
         transport_offset: ETHERNET_HEADER_BYTES + header_bytes,
         payload: &packet[header_bytes..total_bytes],
     })
 }
 
-/// Returns the source and the destination port. Fails with the counter `malformed` if the packet is too short for both.
-pub(super) fn parse_ports(packet: &IpPacket<'_>, malformed: ParseEndCounter) -> Result<(u16, u16), ParseEndCounter> {
+/// Returns the source and the destination port. Fails with counter `malformed_counter` if the packet is too short for
+/// both.
+pub(super) fn parse_ports(
+    packet: &IpPacket<'_>,
+    malformed_counter: ParseEndCounter,
+) -> Result<(u16, u16), ParseEndCounter> {
     if packet.payload.len() < 4 {
-        return Err(malformed);
+        return Err(malformed_counter);
     }
     Ok((u16_at(packet.payload, 0), u16_at(packet.payload, 2)))
 }
 
-/// Fields of a packet to a service on which decisions depend.
+/// Fields of a client's packet to a service on which decisions depend.
 #[derive(Debug, Clone)]
 pub(super) struct Packet {
     pub client: SocketAddr,
@@ -112,13 +117,13 @@ pub(super) struct Packet {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TimestampField {
     pub value: u32,
-    /// Offset of the TCP header in the frame, and offset of TSecr in the TCP header.
+    /// Offset of the TCP header in the frame.
     transport_offset: usize,
     field_offset: usize,
 }
 
 impl TimestampField {
-    /// Returns the TSval of the frame, which precedes TSecr, with its position.
+    /// Returns the TSval that precedes this TSecr in the frame, with its position.
     pub fn preceding_tsval(self, frame: &[u8]) -> TimestampField {
         let tsval_offset = self.field_offset - 4;
         TimestampField {
@@ -130,7 +135,7 @@ impl TimestampField {
 }
 
 impl Packet {
-    pub fn tuple(&self) -> FourTuple {
+    pub fn four_tuple(&self) -> FourTuple {
         FourTuple::new(self.client, self.vip).expect("of one packet")
     }
 
@@ -139,22 +144,29 @@ impl Packet {
     }
 }
 
-/// Parses a TCP packet from a client. `ports` are its source and its destination port.
-pub(super) fn parse_tcp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEndCounter> {
-    let parsed_packet = parse_tcp_header(packet, ports)?;
+/// Parses a TCP packet from a client with these source and destination ports.
+pub(super) fn parse_tcp(
+    packet: &IpPacket<'_>,
+    source_and_destination_port: (u16, u16),
+) -> Result<Packet, ParseEndCounter> {
+    let parsed_packet = parse_tcp_header(packet, source_and_destination_port)?;
     let flags = parsed_packet.tcp_flags;
     // Only a SYN opens a connection, and clients send no SYN-ACK. All other packets have ACK, except a bare RST.
-    let are_flags_possible = if flags & SYN != 0 { flags & (ACK | FIN | RST) == 0 } else { flags & (ACK | RST) != 0 };
-    are_flags_possible.then_some(parsed_packet).ok_or(intf::LB_COUNTER_DROP_MALFORMED_TCP)
+    let are_flags_valid = if flags & SYN != 0 { flags & (ACK | FIN | RST) == 0 } else { flags & (ACK | RST) != 0 };
+    are_flags_valid.then_some(parsed_packet).ok_or(intf::LB_COUNTER_DROP_MALFORMED_TCP)
 }
 
-/// Parses a TCP packet from a server, and returns it as a client's packet of the same connection.
-pub(super) fn parse_tcp_reply(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEndCounter> {
-    let Packet { client, vip, protocol, tcp_flags: flags, tsecr } = parse_tcp_header(packet, ports)?;
+/// Parses a TCP packet from a server, and returns it as if the client had sent it.
+pub(super) fn parse_tcp_reply(
+    packet: &IpPacket<'_>,
+    source_and_destination_port: (u16, u16),
+) -> Result<Packet, ParseEndCounter> {
+    let Packet { client, vip, protocol, tcp_flags: flags, tsecr } =
+        parse_tcp_header(packet, source_and_destination_port)?;
     Ok(Packet { client: vip, vip: client, protocol, tcp_flags: flags, tsecr })
 }
 
-fn parse_tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEndCounter> {
+fn parse_tcp_header(packet: &IpPacket<'_>, source_and_destination_port: (u16, u16)) -> Result<Packet, ParseEndCounter> {
     const MALFORMED: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_TCP;
     let segment = packet.payload;
     if segment.len() < TCP_HEADER_BYTES {
@@ -171,12 +183,18 @@ fn parse_tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, 
             transport_offset: packet.transport_offset,
             field_offset: TCP_HEADER_BYTES + option_offset + 6,
         });
-    let (client, vip) = (SocketAddr::new(packet.client, ports.0), SocketAddr::new(packet.vip, ports.1));
+    let (client, vip) = (
+        SocketAddr::new(packet.client, source_and_destination_port.0),
+        SocketAddr::new(packet.vip, source_and_destination_port.1),
+    );
     Ok(Packet { client, vip, protocol: Protocol::Tcp, tcp_flags: flags, tsecr })
 }
 
-/// Parses a whole UDP datagram, or the first fragment of one. `ports` are its source and its destination port.
-pub(super) fn parse_udp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEndCounter> {
+/// Parses a whole UDP datagram, or the first fragment of one, with these source and destination ports.
+pub(super) fn parse_udp(
+    packet: &IpPacket<'_>,
+    source_and_destination_port: (u16, u16),
+) -> Result<Packet, ParseEndCounter> {
     const MALFORMED: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_UDP;
     if packet.payload.len() < UDP_HEADER_BYTES {
         return Err(MALFORMED);
@@ -187,15 +205,18 @@ pub(super) fn parse_udp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Pack
     {
         return Err(MALFORMED);
     }
-    let (client, vip) = (SocketAddr::new(packet.client, ports.0), SocketAddr::new(packet.vip, ports.1));
+    let (client, vip) = (
+        SocketAddr::new(packet.client, source_and_destination_port.0),
+        SocketAddr::new(packet.vip, source_and_destination_port.1),
+    );
     Ok(Packet { client, vip, protocol: Protocol::Udp, tcp_flags: 0, tsecr: None })
 }
 
-pub(super) fn parse_quote(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCounter> {
-    if packet.vip.is_ipv6() { packet_ipv6::parse_quote(packet) } else { parse_quote_ipv4(packet) }
+pub(super) fn parse_quoted_packet(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCounter> {
+    if packet.vip.is_ipv6() { packet_ipv6::parse_quoted_packet(packet) } else { parse_quoted_ipv4_packet(packet) }
 }
 
-fn parse_quote_ipv4(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCounter> {
+fn parse_quoted_ipv4_packet(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCounter> {
     const MALFORMED: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
     if packet.fragment_part != FragmentPart::Whole {
         return Err(NOT_A_SERVICE);
@@ -211,11 +232,11 @@ fn parse_quote_ipv4(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCount
     if quoted_packet.len() < IPV4_HEADER_BYTES {
         return Err(MALFORMED);
     }
-    let header_bytes = ipv4_header_length(quoted_packet).ok_or(MALFORMED)?;
+    let header_bytes = ipv4_header_bytes(quoted_packet).ok_or(MALFORMED)?;
     if quoted_packet.len() < header_bytes + MIN_QUOTED_PAYLOAD_BYTES {
         return Err(MALFORMED);
     }
-    if ipv4_address_at(quoted_packet, 12) != packet.vip || fragment_part(quoted_packet) == FragmentPart::Later {
+    if ipv4_address_at(quoted_packet, 12) != packet.vip || read_fragment_part(quoted_packet) == FragmentPart::Later {
         return Err(NOT_A_SERVICE);
     }
     let quoted_segment = &quoted_packet[header_bytes..];
@@ -234,7 +255,7 @@ pub(super) fn checksum(bytes: &[u8]) -> u16 {
     !((folded_sum & 0xffff) + (folded_sum >> 16)) as u16
 }
 
-/// Returns a checksum after the change of a covered word from `old` to `new` (RFC 1624, Eqn. 3).
+/// Returns a checksum after a covered word changed from `old` to `new` (RFC 1624, Eqn. 3).
 fn updated_checksum(checksum: u16, old: u16, new: u16) -> u16 {
     let add_ones_complement = |a: u16, b: u16| {
         let sum = u32::from(a) + u32::from(b);
@@ -243,7 +264,7 @@ fn updated_checksum(checksum: u16, old: u16, new: u16) -> u16 {
     !add_ones_complement(add_ones_complement(!checksum, !old), new)
 }
 
-/// Sets TSecr (or TSval, if `tsecr` is the position of TSval) to `value`, and updates the TCP checksum.
+/// Sets the TSecr at the position `tsecr` to `value`, and updates the TCP checksum. The position may also be TSval's.
 pub(super) fn set_tsecr(frame: &mut [u8], tsecr: &TimestampField, value: u32) {
     let (value_offset, checksum_offset) = (tsecr.transport_offset + tsecr.field_offset, tsecr.transport_offset + 16);
     for half_offset in [0, 2] {
@@ -251,9 +272,12 @@ pub(super) fn set_tsecr(frame: &mut [u8], tsecr: &TimestampField, value: u32) {
             (u16_at(frame, value_offset + half_offset), (value >> (16 - 8 * half_offset)) as u16);
         // At an odd offset both bytes count in the other half of the checksum's words (RFC 1071, Sect. 2 B).
         let is_odd_offset = !tsecr.field_offset.is_multiple_of(2);
-        let in_checksum_order = |value_half: u16| if is_odd_offset { value_half.swap_bytes() } else { value_half };
-        let new_checksum =
-            updated_checksum(u16_at(frame, checksum_offset), in_checksum_order(old_half), in_checksum_order(new_half));
+        let to_checksum_byte_order = |value_half: u16| if is_odd_offset { value_half.swap_bytes() } else { value_half };
+        let new_checksum = updated_checksum(
+            u16_at(frame, checksum_offset),
+            to_checksum_byte_order(old_half),
+            to_checksum_byte_order(new_half),
+        );
         frame[checksum_offset..checksum_offset + 2].copy_from_slice(&new_checksum.to_be_bytes());
     }
     frame[value_offset..value_offset + 4].copy_from_slice(&value.to_be_bytes());
@@ -265,21 +289,21 @@ pub(super) fn source_mac(frame: &[u8]) -> [u8; 6] {
 
 pub(super) fn ip_packet_bytes(frame: &[u8]) -> usize {
     if packet_ipv6::is_ipv6(frame) {
-        return packet_ipv6::packet_bytes(frame);
+        return packet_ipv6::ip_packet_bytes(frame);
     }
     usize::from(u16_at(frame, ETHERNET_HEADER_BYTES + 2))
 }
 
-/// Returns the type of service (IPv4) or the traffic class (IPv6).
-pub(super) fn traffic_class(frame: &[u8]) -> u8 {
+/// Returns the packet's type of service (IPv4) or traffic class (IPv6).
+pub(super) fn read_traffic_class(frame: &[u8]) -> u8 {
     if packet_ipv6::is_ipv6(frame) {
         return (u16_at(frame, ETHERNET_HEADER_BYTES) >> 4) as u8;
     }
     frame[ETHERNET_HEADER_BYTES + 1]
 }
 
-/// Returns the client and the ports of a forwarded packet, on which its outer header depends. The ports are 0 if no
-/// decision reads them.
+/// Returns the client's address and the ports of a forwarded packet, from which the flow's port is derived. The ports
+/// are 0 in ICMP packets and later fragments.
 pub(super) fn client_and_ports(frame: &[u8]) -> (IpAddr, [u8; 4]) {
     let packet = parse_ip(frame).expect("a packet that is forwarded");
     let has_ports =
@@ -288,7 +312,7 @@ pub(super) fn client_and_ports(frame: &[u8]) -> (IpAddr, [u8; 4]) {
     (packet.client, ports.unwrap_or_default())
 }
 
-/// Sets the identification (IPv4) or the flow label (IPv6).
+/// Sets the packet's identification (IPv4) or flow label (IPv6).
 pub(super) fn set_identification(frame: &mut [u8], identification: u16) {
     if packet_ipv6::is_ipv6(frame) {
         return packet_ipv6::set_flow_label(frame, identification);
@@ -304,7 +328,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn updated_checksum_equals_the_example_of_rfc_1624() {
+    fn updated_checksum_matches_the_example_of_rfc_1624() {
         // The example of RFC 1624, Sect. 4: 0xdd2f, a word that goes from 0x5555 to 0x3285.
         assert_eq!(updated_checksum(0xdd2f, 0x5555, 0x3285), 0x0000);
     }

@@ -33,7 +33,7 @@ pub(super) fn ipv6_address_at(bytes: &[u8], offset: usize) -> IpAddr {
     Ipv6Addr::from(<[u8; 16]>::try_from(&bytes[offset..offset + 16]).expect("16 bytes")).into()
 }
 
-/// Returns the fields that are read first from a frame that [`is_ipv6`] accepted.
+/// Returns the fields that are read before the checks, from a frame that [`is_ipv6`] accepted.
 pub(super) fn read_frame_fields(frame: &[u8]) -> Option<FrameFields> {
     Some(FrameFields {
         destination_mac: frame[..6].try_into().expect("six bytes"),
@@ -49,7 +49,7 @@ pub(super) fn parse_ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEndCounter> 
     if packet[0] >> 4 != 6 || packet_end > packet.len() {
         return Err(intf::LB_COUNTER_DROP_MALFORMED_IPV6);
     }
-    let ExtensionHeaderChainEnd { protocol, fragment_part, identification, transport_offset } =
+    let TransportHeaderPosition { protocol, fragment_part, identification, transport_offset } =
         skip_extension_headers(&packet[..packet_end])?;
     Ok(IpPacket {
         client: ipv6_address_at(packet, 8),
@@ -62,31 +62,31 @@ pub(super) fn parse_ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEndCounter> 
     })
 }
 
-/// End of a chain of extension headers, which is the transport header and its position.
-struct ExtensionHeaderChainEnd {
+/// Transport header at the end of a chain of extension headers, with its position.
+struct TransportHeaderPosition {
     protocol: u8,
     fragment_part: FragmentPart,
-    /// Identification of a fragmented datagram, or 0 for a whole one.
+    /// Identification of a fragmented datagram, or 0 for an unfragmented one.
     identification: u32,
     /// Offset of the transport header from the start of the IPv6 header.
     transport_offset: usize,
 }
 
-/// Skips the extension headers of a packet. Fails with a counter if they are malformed or too long.
-fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionHeaderChainEnd, ParseEndCounter> {
+/// Skips the extension headers of a packet. Fails with a counter if the headers are malformed or too long.
+fn skip_extension_headers(packet: &[u8]) -> Result<TransportHeaderPosition, ParseEndCounter> {
     let (mut next_header, mut offset) = (packet[6], IPV6_HEADER_BYTES);
     for _ in 0..MAX_EXTENSION_HEADERS {
         if !EXTENSION_HEADERS.contains(&next_header) {
             break;
         }
         let header_start = packet.get(offset..offset + 4).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;
-        let header_length = usize::from(header_start[1]);
+        let length_field = usize::from(header_start[1]);
         let (header_number, field) = (next_header, u16_at(header_start, 2));
         next_header = header_start[0];
         offset += match header_number {
             FRAGMENT_HEADER => 8,
-            AUTHENTICATION_HEADER => (header_length + 2) * 4,
-            _ => (header_length + 1) * 8,
+            AUTHENTICATION_HEADER => (length_field + 2) * 4,
+            _ => (length_field + 1) * 8,
         };
         if ETHERNET_HEADER_BYTES + offset > MAX_TRANSPORT_OFFSET {
             return Err(intf::LB_COUNTER_DROP_EXTENSION_HEADERS);
@@ -96,7 +96,7 @@ fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionHeaderChainEnd, Pars
             let fragment_part = if field & !0x7 == 0 { FragmentPart::First } else { FragmentPart::Later };
             let identification = packet.get(offset - 4..offset).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;
             let identification = u32::from_be_bytes(identification.try_into().expect("four bytes"));
-            return Ok(ExtensionHeaderChainEnd {
+            return Ok(TransportHeaderPosition {
                 protocol: next_header,
                 fragment_part,
                 identification,
@@ -104,7 +104,7 @@ fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionHeaderChainEnd, Pars
             });
         }
     }
-    Ok(ExtensionHeaderChainEnd {
+    Ok(TransportHeaderPosition {
         protocol: next_header,
         fragment_part: FragmentPart::Whole,
         identification: 0,
@@ -112,7 +112,7 @@ fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionHeaderChainEnd, Pars
     })
 }
 
-pub(super) fn parse_quote(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCounter> {
+pub(super) fn parse_quoted_packet(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCounter> {
     const MALFORMED: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
     let message = packet.payload;
     if message.len() < ICMP_HEADER_BYTES {
@@ -139,11 +139,11 @@ pub(super) fn parse_quote(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEn
     })
 }
 
-pub(super) fn packet_bytes(frame: &[u8]) -> usize {
+pub(super) fn ip_packet_bytes(frame: &[u8]) -> usize {
     IPV6_HEADER_BYTES + usize::from(u16_at(frame, ETHERNET_HEADER_BYTES + 4))
 }
 
-pub(super) fn set_flow_label(frame: &mut [u8], label: u16) {
+pub(super) fn set_flow_label(frame: &mut [u8], flow_label: u16) {
     frame[ETHERNET_HEADER_BYTES + 1] &= 0xf0;
-    frame[ETHERNET_HEADER_BYTES + 2..ETHERNET_HEADER_BYTES + 4].copy_from_slice(&label.to_be_bytes());
+    frame[ETHERNET_HEADER_BYTES + 2..ETHERNET_HEADER_BYTES + 4].copy_from_slice(&flow_label.to_be_bytes());
 }

@@ -8,7 +8,7 @@ use crate::placement::{PlacementRule, PlacementState, PlacementTable, draw_two_b
 use crate::rss::ToeplitzTables;
 use crate::{FourTuple, ServerId};
 
-/// Maximum number of members that are tried when the selected server cannot take a connection.
+/// Maximum number of members that are tried if the selected server cannot take a connection.
 const MAX_FALLBACK_MEMBERS: usize = 16;
 
 #[derive(Debug, Clone)]
@@ -20,7 +20,7 @@ pub(super) struct InstalledTable {
 
 impl InstalledTable {
     pub fn new(placement_table: PlacementTable) -> Self {
-        let toeplitz_tables = placement_table.groups.iter().map(|key| key.toeplitz_tables()).collect();
+        let toeplitz_tables = placement_table.rss_key_by_group.iter().map(|key| key.toeplitz_tables()).collect();
         Self { state: PlacementState::for_table(&placement_table), toeplitz_tables, placement_table }
     }
 
@@ -28,24 +28,26 @@ impl InstalledTable {
         self.toeplitz_tables[group].hash(&tuple.bytes())
     }
 
-    /// Returns whether the rule can select different servers for the same packet.
+    /// Returns whether the placement rule can select different servers for packets of the same connection.
     fn has_stateful_rule(&self) -> bool {
         matches!(self.placement_table.rule, PlacementRule::LeastAssigned | PlacementRule::RoundRobin)
     }
 
-    /// Returns the bucket's server and its previous one, whatever their loads, or `None` for a table without members.
-    pub fn bucket_entry(&self, tuple: &FourTuple) -> Option<FlowEntry> {
+    /// Returns the server of the packet's bucket and the bucket's previous server, whatever their loads. Returns `None`
+    /// for a table without members.
+    pub fn flow_entry_of_bucket(&self, tuple: &FourTuple) -> Option<FlowEntry> {
         if self.placement_table.members.is_empty() {
             return None;
         }
-        let bucket_index = self.placement_table.bucket_count.bucket(self.toeplitz_hash(0, tuple)) as usize;
+        let bucket_index = self.placement_table.bucket_count.bucket_of_hash(self.toeplitz_hash(0, tuple)) as usize;
         let server = *self.placement_table.consistent_servers.get(bucket_index)?;
         let previous_server = self.placement_table.previous_consistent_servers.get(bucket_index).copied().flatten();
-        Some(FlowEntry { previous_server, ..FlowEntry::of(server) })
+        Some(FlowEntry { previous_server, ..FlowEntry::for_server(server) })
     }
 }
 
-/// Servers lately selected by rules with state, direct-mapped by hash in one word each, as in `bpf/include/intf.h`.
+/// Direct-mapped cache, by connection hash, of servers that rules with state selected recently. Each entry is one word,
+/// as in `bpf/include/intf.h`.
 #[derive(Debug, Clone)]
 pub(super) struct RecentPlacements(Vec<u64>);
 
@@ -60,7 +62,7 @@ impl RecentPlacements {
         &self.0
     }
 
-    fn entry_key(hash: u32, generation: u64, service_slot: usize) -> u64 {
+    fn encode_entry_key(hash: u32, generation: u64, service_slot: usize) -> u64 {
         u64::from(hash) << intf::RECENT_HASH_SHIFT
             | u64::from(intf::RECENT_VALID_BIT)
             | (generation & u64::from(intf::RECENT_GENERATION_MASK)) << intf::RECENT_GENERATION_SHIFT
@@ -81,7 +83,7 @@ impl RecentPlacements {
 
 impl Service {
     /// Selects a server that can take a new connection. With `recent_placements`, a retransmitted SYN goes to the same
-    /// server. Without it, a datagram is placed independently of earlier ones.
+    /// server as the first one. Without them, a datagram is placed independently of earlier ones.
     pub(super) fn select_server(
         &mut self,
         service_slot: usize,
@@ -89,9 +91,10 @@ impl Service {
         tuple: &FourTuple,
     ) -> Option<ServerId> {
         // The placement is taken out of the service while the service's servers are borrowed.
-        let mut placement = self.placement.take()?;
-        let selected_server = self.select_server_from_table(&mut placement, service_slot, recent_placements, tuple);
-        self.placement = Some(placement);
+        let mut installed_table = self.placement.take()?;
+        let selected_server =
+            self.select_server_from_table(&mut installed_table, service_slot, recent_placements, tuple);
+        self.placement = Some(installed_table);
         selected_server
     }
 
@@ -107,7 +110,7 @@ impl Service {
         }
         let bytes = tuple.bytes();
         let hash = placement.toeplitz_hash(0, tuple);
-        let key = RecentPlacements::entry_key(hash, placement.placement_table.generation, service_slot);
+        let key = RecentPlacements::encode_entry_key(hash, placement.placement_table.generation, service_slot);
         let mut recent_placements = recent_placements.filter(|_| placement.has_stateful_rule());
         if let Some(recent_placements) = &mut recent_placements
             && let Some(id) = recent_placements.find_server(hash, key)
@@ -124,15 +127,15 @@ impl Service {
         self.round_robin_counter = placement.state.round_robin_counter;
         let id = selected_server
             .filter(|id| self.is_eligible_with_mac(*id))
-            .or_else(|| self.choose_fallback(&placement.placement_table, hash))?;
+            .or_else(|| self.choose_fallback_server(&placement.placement_table, hash))?;
         if let Some(recent_placements) = recent_placements {
             *recent_placements.entry_mut(hash) = key | u64::from(id.get());
         }
         Some(id)
     }
 
-    /// Returns the next member that can take a connection, starting from a member drawn by the hash.
-    fn choose_fallback(&self, table: &PlacementTable, hash: u32) -> Option<ServerId> {
+    /// Returns the next member that can take a connection, starting from a member that the hash selects.
+    fn choose_fallback_server(&self, table: &PlacementTable, hash: u32) -> Option<ServerId> {
         let (start, _) = draw_two_below(mix_hash(hash), table.members.len() as u32);
         let fallback_members =
             table.members.iter().cycle().skip(start as usize).take(MAX_FALLBACK_MEMBERS.min(table.members.len()));

@@ -15,15 +15,15 @@ use crate::connection_table::table::{
 };
 use crate::connection_table::{
     ClockTicks, Connection, ConnectionHash, ConnectionIndex, ConnectionTimeouts, TableOwnerNumber, TableSize,
-    decode_cookie_index, encode_syn_tsecr, source_prefix_shard,
+    decode_cookie_index, encode_syn_tsecr, source_prefix_counter_index,
 };
 use crate::cookie::CookieKey;
 use crate::{FourTuple, ServerId};
 
-/// Reachability of a load balancer that may own a connection table.
+/// Reachability of the load balancer with a certain owner number.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum TableOwner {
-    /// No load balancer has the number.
+    /// No load balancer has the owner number.
     #[default]
     Unknown,
     /// The load balancer left, or its MAC address is not resolved.
@@ -34,10 +34,10 @@ pub enum TableOwner {
 
 #[derive(Debug)]
 pub(super) struct ConnectionTableState {
-    pub key: CookieKey,
+    pub connection_key: CookieKey,
     pub owner_number: Option<TableOwnerNumber>,
     pub owners: [TableOwner; intf::MAX_OWNERS as usize],
-    pub clock: ClockTicks,
+    pub now: ClockTicks,
     pub last_sweep: ClockTicks,
     /// Maximum number of entries of one source prefix, or `None` for no limit.
     pub max_entries_per_source: Option<u32>,
@@ -47,13 +47,13 @@ pub(super) struct ConnectionTableState {
     entry_count_by_source: Vec<u32>,
 }
 
-/// Result of the look-up of the index in a cookie.
+/// Result of the look-up of a cookie's index in the connection table.
 pub(super) enum IndexLookup {
-    /// A decision, with the entry if the index is into this load balancer's own table.
+    /// Decision on the packet, with the entry's index if the entry is in this load balancer's own table.
     Decided(Decision, Option<ConnectionIndex>),
-    /// The entry is free, or has another connection.
+    /// The entry is free, or belongs to another connection.
     UnknownConnection,
-    /// The service no longer has the server of the entry.
+    /// The server of the entry is no longer in the service.
     UnknownServer,
 }
 
@@ -62,10 +62,10 @@ impl ConnectionTableState {
         let connection_table = ConnectionTable::new(HeapTableMemory::new(size), size);
         connection_table.initialise();
         Self {
-            key: CookieKey { k0: 0, k1: 0 },
+            connection_key: CookieKey { k0: 0, k1: 0 },
             owner_number: None,
             owners: Default::default(),
-            clock: ClockTicks::default(),
+            now: ClockTicks::default(),
             last_sweep: ClockTicks::default(),
             max_entries_per_source: None,
             connection_table,
@@ -75,12 +75,12 @@ impl ConnectionTableState {
     }
 
     fn source_entry_count_mut(&mut self, client: IpAddr) -> &mut u32 {
-        &mut self.entry_count_by_source[source_prefix_shard(&self.key, client)]
+        &mut self.entry_count_by_source[source_prefix_counter_index(&self.connection_key, client)]
     }
 
     fn may_take_entry(&mut self, client: IpAddr) -> bool {
-        let limit = self.max_entries_per_source;
-        limit.is_none_or(|limit| *self.source_entry_count_mut(client) < limit)
+        let max_entry_count = self.max_entries_per_source;
+        max_entry_count.is_none_or(|limit| *self.source_entry_count_mut(client) < limit)
     }
 
     pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
@@ -91,7 +91,7 @@ impl ConnectionTableState {
         self.connection_table.size().entry_indexes().filter_map(|index| self.connection_table.connection(index))
     }
 
-    pub fn free_connections(&mut self, connections: &[Connection]) {
+    pub fn free_unchanged_connections(&mut self, connections: &[Connection]) {
         let is_unchanged = |connection: &&Connection| {
             let current_connection = self.connection_table.connection(connection.index);
             current_connection.is_some_and(|current_snapshot| current_snapshot.has_no_packet_since(connection))
@@ -106,29 +106,29 @@ impl ConnectionTableState {
         }
     }
 
-    pub fn free_service_entries(&mut self, service_slots: &[usize]) {
+    pub fn free_entries_of_services(&mut self, service_slots: &[usize]) {
         for service_slot in service_slots {
             let service_connections: Vec<Connection> = self
                 .connections()
                 .filter(|connection| usize::from(connection.identity.service_slot) == *service_slot)
                 .collect();
-            self.free_connections(&service_connections);
+            self.free_unchanged_connections(&service_connections);
         }
     }
 
-    pub fn record_packet(&self, index: ConnectionIndex, bytes: u64, is_closing_packet: bool) -> bool {
-        self.connection_table.record_packet(index, bytes, is_closing_packet, self.clock)
+    pub fn record_packet(&self, index: ConnectionIndex, frame_bytes: u64, is_closing_packet: bool) -> bool {
+        self.connection_table.record_packet(index, frame_bytes, is_closing_packet, self.now)
     }
 }
 
 impl LoadBalancer {
     pub(super) fn connection_hash(&self, service_slot: usize, tuple: &FourTuple) -> ConnectionHash {
-        ConnectionHash::new(&self.connection_table_state.key, service_slot as u16, tuple.client())
+        ConnectionHash::new(&self.connection_table_state.connection_key, service_slot as u16, tuple.client())
     }
 
     /// Decides on a packet by the index `cookie_index` in its cookie. `source_mac` is the source MAC address of the
-    /// frame.
-    pub(super) fn decide_by_index(
+    /// packet's frame.
+    pub(super) fn decide_by_cookie_index(
         &mut self,
         service_slot: usize,
         tuple: &FourTuple,
@@ -148,11 +148,13 @@ impl LoadBalancer {
         match self.connection_table_state.connection_table.find(hash, entry_slot, service_slot as u16) {
             None => IndexLookup::UnknownConnection,
             Some((_, id)) if self.service(service_slot).server(id).is_none() => IndexLookup::UnknownServer,
-            Some((index, id)) => IndexLookup::Decided(self.deliver_to(service_slot, id, counter), Some(index)),
+            Some((index, id)) => {
+                IndexLookup::Decided(self.decide_delivery_to_server(service_slot, id, counter), Some(index))
+            }
         }
     }
 
-    /// Forwards to the load balancer that owns the entry, unless the packet came from another load balancer.
+    /// Forwards a packet to the load balancer that owns the entry, unless it came from another load balancer.
     fn forward_to_owner(
         &mut self,
         slot_and_source: (usize, IpAddr),
@@ -162,19 +164,19 @@ impl LoadBalancer {
     ) -> Decision {
         let owners = self.connection_table_state.owners;
         match owners[usize::from(owner.get())] {
-            TableOwner::Unknown => self.decide_unknown_connection(slot_and_source, now_ns),
+            TableOwner::Unknown => self.decide_packet_of_unknown_connection(slot_and_source, now_ns),
             TableOwner::Reachable(mac) if !owners.contains(&TableOwner::Reachable(source_mac)) => {
                 Decision::forward(intf::LB_COUNTER_TO_OWNER, mac)
             }
             TableOwner::Reachable(_) | TableOwner::Lost => {
                 let over_rate_counter = intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED;
-                self.deliver_broadcast(slot_and_source, intf::LIMITED_OWNER_LOST, over_rate_counter, now_ns)
+                self.decide_broadcast(slot_and_source, intf::LIMITED_OWNER_LOST, over_rate_counter, now_ns)
             }
         }
     }
 
     fn reuse_expired_entry(&mut self, new_connection: &NewConnection, server: ServerId) -> Option<ConnectionIndex> {
-        let (clock, last_sweep) = (self.connection_table_state.clock, self.connection_table_state.last_sweep);
+        let (clock, last_sweep) = (self.connection_table_state.now, self.connection_table_state.last_sweep);
         let is_expired = |connection: &Connection| {
             let identity = connection.identity;
             let is_server_known = self.service(usize::from(identity.service_slot)).server(identity.server).is_some();
@@ -191,8 +193,8 @@ impl LoadBalancer {
         Some(index)
     }
 
-    /// Decides on a SYN whose connection has an entry. Returns `None` if it has none, if its server takes no new
-    /// connections, or if this load balancer has no owner number.
+    /// Decides on a SYN whose connection already has an entry. Returns `None` if there is no entry, if the entry's
+    /// server takes no new connections, or if this load balancer has no owner number.
     fn decide_repeated_syn(
         &mut self,
         service_slot: usize,
@@ -206,22 +208,24 @@ impl LoadBalancer {
             return None;
         }
         let was_closing =
-            self.connection_table_state.connection_table.record_repeated_syn(index, self.connection_table_state.clock);
-        self.connection_table_state.recent_connections.remember(hash, index);
-        let decision =
-            self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION).with_opens_connection(was_closing);
+            self.connection_table_state.connection_table.record_repeated_syn(index, self.connection_table_state.now);
+        self.connection_table_state.recent_connections.record_syn_slot(hash, index);
+        let decision = self
+            .decide_delivery_to_server(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION)
+            .with_opens_connection(was_closing);
         Some(decision.with_tsecr(tsecr, encode_syn_tsecr(owner, index.slot())))
     }
 
-    /// Takes an entry for a SYN, or finds that of its first transmission. TSecr carries the entry to the server.
+    /// Decides on a SYN, for which it takes an entry, or finds the entry of the first transmission. The SYN's TSecr
+    /// carries the entry's index to the server.
     pub(super) fn decide_stateful_syn(
         &mut self,
         service_slot: usize,
         packet: &Packet,
         tsecr: packet::TimestampField,
-        bytes: u64,
+        frame_bytes: u64,
     ) -> Decision {
-        let hash = self.connection_hash(service_slot, &packet.tuple());
+        let hash = self.connection_hash(service_slot, &packet.four_tuple());
         if let Some(decision) = self.decide_repeated_syn(service_slot, hash, tsecr) {
             return decision;
         }
@@ -230,24 +234,24 @@ impl LoadBalancer {
         let owner_number = self.connection_table_state.owner_number;
         let (Some(server), Some(owner)) = (decision.server(), owner_number) else { return decision };
         if !self.connection_table_state.may_take_entry(packet.client.ip()) {
-            return decision.with_event(intf::LB_EVENT_CONNECTION_SOURCE_LIMITED);
+            return decision.with_extra_event(intf::LB_EVENT_CONNECTION_SOURCE_LIMITED);
         }
         let new_connection =
-            NewConnection { hash, service_slot: service_slot as u16, client: packet.client, frame_bytes: bytes };
+            NewConnection { hash, service_slot: service_slot as u16, client: packet.client, frame_bytes };
         let (index, decision) = match self.connection_table_state.connection_table.take_slot(
             &new_connection,
             server,
-            self.connection_table_state.clock,
+            self.connection_table_state.now,
         ) {
             Ok(index) => (index, decision),
             Err(TakeSlotError::PartitionFull) => match self.reuse_expired_entry(&new_connection, server) {
-                Some(index) => (index, decision.with_event(intf::LB_EVENT_CONNECTION_REUSED)),
-                None => return decision.with_event(intf::LB_EVENT_CONNECTION_TABLE_FULL),
+                Some(index) => (index, decision.with_extra_event(intf::LB_EVENT_CONNECTION_REUSED)),
+                None => return decision.with_extra_event(intf::LB_EVENT_CONNECTION_TABLE_FULL),
             },
             Err(TakeSlotError::Contended) => unreachable!("no other operation takes entries here"),
         };
         *self.connection_table_state.source_entry_count_mut(packet.client.ip()) += 1;
-        self.connection_table_state.recent_connections.remember(hash, index);
+        self.connection_table_state.recent_connections.record_syn_slot(hash, index);
         decision.with_tsecr(tsecr, encode_syn_tsecr(owner, index.slot()))
     }
 }

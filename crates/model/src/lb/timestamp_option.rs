@@ -10,7 +10,7 @@ const TIMESTAMP_OPTION_BYTES: usize = 10;
 
 pub(super) struct MalformedOptions;
 
-/// Returns the offset of the timestamp option, if there is one. The options after it are not checked.
+/// Returns the offset of the timestamp option, if there is one. Options after it are not checked.
 pub(super) fn timestamp_option_offset(options: &[u8]) -> Result<Option<usize>, MalformedOptions> {
     let mut offset = 0;
     while offset < options.len() {
@@ -32,10 +32,10 @@ pub(super) fn timestamp_option_offset(options: &[u8]) -> Result<Option<usize>, M
     Ok(None)
 }
 
-/// Returns the TSval in the quoted start of a TCP segment, if the quote includes it.
-pub(super) fn quoted_tsval(segment: &[u8]) -> Option<u32> {
-    let header_bytes = usize::from(segment.get(12)? >> 4) * 4;
-    let options = segment.get(TCP_HEADER_BYTES..header_bytes.min(segment.len()))?;
+/// Returns the TSval in the quoted beginning of a TCP segment, if the quote includes it.
+pub(super) fn quoted_tsval(quoted_segment: &[u8]) -> Option<u32> {
+    let header_bytes = usize::from(quoted_segment.get(12)? >> 4) * 4;
+    let options = quoted_segment.get(TCP_HEADER_BYTES..header_bytes.min(quoted_segment.len()))?;
     // A truncated list is malformed, so it counts as a list without a timestamp.
     let option_offset = timestamp_option_offset(options).ok().flatten()?;
     Some(u32_at(options, option_offset + 2))

@@ -10,7 +10,7 @@ use crate::vlan::Vlan;
 
 const ETHERTYPE_VLAN: u16 = 0x8100;
 const VLAN_TAG_BYTES: usize = 4;
-/// Offset of the 802.1Q tag in a frame, and of the ethertype in a frame without tag.
+/// Offset of the 802.1Q tag in a tagged frame, which is the offset of the ethertype in an untagged frame.
 const VLAN_TAG_OFFSET: usize = ETHERNET_HEADER_BYTES - 2;
 const VLAN_PRIORITY_MASK: u16 = 0xf000;
 const VLAN_ID_MASK: u16 = 0x0fff;
@@ -18,51 +18,52 @@ const VLAN_ID_MASK: u16 = 0x0fff;
 /// VLANs of a load balancer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Vlans {
-    /// Whether tags are read and written, which is false only if the program was loaded without VLANs.
+    /// Whether VLAN tags are read and written. It is false only if the program was loaded without VLANs.
     pub is_tagging_enabled: bool,
     /// VLAN in which clients' packets arrive.
     pub vip_vlan: Vlan,
 }
 
 impl LoadBalancer {
-    /// Sets the VLAN in which a server is.
+    /// Sets the VLAN of server `id`.
     pub fn set_server_vlan(&mut self, id: ServerId, vlan: Vlan) {
         self.vlan_by_server.insert(id, vlan);
     }
 
-    /// Sets the VLAN in which all servers of a service are, or `None` if they are in several.
-    pub fn set_broadcast_vlan(&mut self, service: usize, vlan: Option<Vlan>) {
-        self.broadcast_vlan_by_slot.insert(service, vlan);
+    /// Sets the VLAN of all servers of a service, or `None` if they are in several VLANs.
+    pub fn set_broadcast_vlan(&mut self, service_slot: usize, vlan: Option<Vlan>) {
+        self.broadcast_vlan_by_slot.insert(service_slot, vlan);
     }
 
-    /// Returns whether one frame can reach all servers of the service.
-    pub(super) fn has_broadcast_vlan(&self, service: usize) -> bool {
-        !self.settings.vlans.is_tagging_enabled || self.broadcast_vlan_by_slot.get(&service) != Some(&None)
+    /// Returns whether all servers of the service are in one VLAN, so that one broadcast frame reaches them.
+    pub(super) fn has_broadcast_vlan(&self, service_slot: usize) -> bool {
+        !self.settings.vlans.is_tagging_enabled || self.broadcast_vlan_by_slot.get(&service_slot) != Some(&None)
     }
 
-    /// Processes a frame, and turns it into the frame that leaves. `now_ns` is the time of a monotonic clock.
+    /// Processes a frame, and replaces it by the outgoing frame. `now_ns` is the time of a monotonic clock.
     pub fn process_frame(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> Outcome {
         if !self.settings.vlans.is_tagging_enabled {
-            return self.receive_untagged(frame, now_ns);
+            return self.process_untagged_frame(frame, now_ns);
         }
-        let tag = self.remove_tag(frame);
-        let outcome = if tag.unwrap_or(0) & VLAN_ID_MASK == self.settings.vlans.vip_vlan.get() {
-            self.receive_untagged(frame, now_ns)
+        let ingress_tag = self.remove_vlan_tag(frame);
+        let outcome = if ingress_tag.unwrap_or(0) & VLAN_ID_MASK == self.settings.vlans.vip_vlan.get() {
+            self.process_untagged_frame(frame, now_ns)
         } else {
-            let pass_outcome = || Decision::from_counter(intf::LB_COUNTER_PASSED_NOT_SERVICE).outcome(None);
-            self.process_reply(frame).unwrap_or_else(pass_outcome)
+            let outcome_of_passed_frame = || Decision::from_counter(intf::LB_COUNTER_PASSED_NOT_SERVICE).outcome(None);
+            self.process_reply(frame).unwrap_or_else(outcome_of_passed_frame)
         };
         if outcome.verdict() != XdpVerdict::Drop {
             let egress_tag = self
                 .egress_vlan(&outcome)
-                .map(|vlan| (vlan.get() != 0).then(|| tag.unwrap_or(0) & VLAN_PRIORITY_MASK | vlan.get()));
-            insert_vlan_tag(frame, egress_tag.unwrap_or(tag));
+                .map(|vlan| (vlan.get() != 0).then(|| ingress_tag.unwrap_or(0) & VLAN_PRIORITY_MASK | vlan.get()));
+            insert_vlan_tag(frame, egress_tag.unwrap_or(ingress_tag));
         }
         outcome
     }
 
-    /// Removes the tag of a frame to this load balancer. Returns the tag's priority and VLAN, if the frame had a tag.
-    fn remove_tag(&self, frame: &mut Vec<u8>) -> Option<u16> {
+    /// Removes the VLAN tag of a frame to this load balancer. Returns the tag's priority and VLAN if the frame had a
+    /// tag.
+    fn remove_vlan_tag(&self, frame: &mut Vec<u8>) -> Option<u16> {
         let is_own_tagged_frame = frame.len() >= ETHERNET_HEADER_BYTES + VLAN_TAG_BYTES
             && frame[..6] == self.own_mac
             && u16_at(frame, VLAN_TAG_OFFSET) == ETHERTYPE_VLAN;
@@ -72,7 +73,7 @@ impl LoadBalancer {
         })
     }
 
-    /// Returns the VLAN in which a frame leaves, or `None` for the VLAN in which it came.
+    /// Returns the VLAN of the outgoing frame, or `None` for the VLAN in which the frame arrived.
     fn egress_vlan(&self, outcome: &Outcome) -> Option<Vlan> {
         match outcome.counter {
             intf::LB_COUNTER_BROADCAST | intf::LB_COUNTER_BROADCAST_OWNER_LOST => {

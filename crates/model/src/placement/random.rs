@@ -1,4 +1,4 @@
-//! Random tables, for tests of their readers.
+//! Random placement tables, for tests of the code that reads placement tables.
 
 use coreward_intf as intf;
 use rand::Rng;
@@ -8,8 +8,9 @@ use crate::ServerId;
 use crate::rss::{InputTransform, RssKey, uniform_below};
 
 impl PlacementTable {
-    /// Returns a table of `servers` (at least one) with random keys, RSS inputs, loads and costs. Loads have few
-    /// different values, so that ties occur. `group_count` is 1 to [`MAX_RSS_GROUPS`](intf::MAX_RSS_GROUPS).
+    /// Returns a placement table of `servers` (at least one) with random keys, RSS inputs, loads and costs. The loads
+    /// have few different values, so that ties occur. `group_count` is from 1 to
+    /// [`MAX_RSS_GROUPS`](intf::MAX_RSS_GROUPS).
     pub fn random(
         rule: PlacementRule,
         generation: u64,
@@ -23,8 +24,8 @@ impl PlacementTable {
             .iter()
             .flat_map(|server| (0..cores_per_server as u16).map(|core| ServerCore { server: *server, core }))
             .collect();
-        let max_per_bucket = intf::MAX_TABLE_CANDIDATES / (group_count as u32 * bucket_count.get());
-        let candidates_per_bucket = 1 + uniform_below(rng, intf::MAX_CANDIDATES.min(max_per_bucket));
+        let max_candidates_per_bucket = intf::MAX_TABLE_CANDIDATES / (group_count as u32 * bucket_count.get());
+        let candidates_per_bucket = 1 + uniform_below(rng, intf::MAX_CANDIDATES.min(max_candidates_per_bucket));
         let candidate_count = group_count as u32 * bucket_count.get() * candidates_per_bucket;
         let candidates = (0..candidate_count).map(|_| random_candidate(&core_slots, rng)).collect();
         let members = random_members(servers, rng);
@@ -35,7 +36,7 @@ impl PlacementTable {
             generation,
             rule,
             bucket_count,
-            groups: (0..group_count).map(|_| random_rss_key(rng)).collect(),
+            rss_key_by_group: (0..group_count).map(|_| random_rss_key(rng)).collect(),
             candidates_per_bucket,
             candidates,
             assignment_cost: uniform_below(rng, 4) * 700,
@@ -55,7 +56,7 @@ fn random_candidate(core_slots: &[ServerCore], rng: &mut impl Rng) -> CandidateC
     CandidateCore { server, fixed_point_load: uniform_below(rng, 16) * 1000, core_slot }
 }
 
-/// Returns the servers with random loads. Some occur twice, like servers of more weight.
+/// Returns the servers as members with random loads. Some members occur twice, like servers of double weight.
 fn random_members(servers: &[ServerId], rng: &mut impl Rng) -> Vec<TableMember> {
     let member_servers = servers.iter().chain(&servers[..uniform_below(rng, servers.len() as u32) as usize]);
     member_servers
@@ -63,7 +64,7 @@ fn random_members(servers: &[ServerId], rng: &mut impl Rng) -> Vec<TableMember> 
         .collect()
 }
 
-/// Returns the previous consistent choice of a bucket whose present one is `server`.
+/// Returns a random previous server for a bucket whose current server is `server`.
 fn random_previous_server(server: ServerId, servers: &[ServerId], rng: &mut impl Rng) -> Option<ServerId> {
     match uniform_below(rng, 3) {
         0 => None,
@@ -72,7 +73,7 @@ fn random_previous_server(server: ServerId, servers: &[ServerId], rng: &mut impl
     }
 }
 
-/// Returns a random RSS key, which has a transformed input in half of the cases.
+/// Returns a random RSS key. In half of the cases, the key's RSS input is transformed.
 fn random_rss_key(rng: &mut impl Rng) -> RssKey {
     let input_transforms =
         [InputTransform::None, InputTransform::None, InputTransform::SymmetricXor, InputTransform::SymmetricOrXor];

@@ -9,12 +9,13 @@ use crate::statistics::mean;
 
 pub const NAME: &str = "awrr";
 
-/// Number of turns of a server with mean load.
-const MEAN_TURNS: f64 = 10.0;
-/// Published bounds of the number of turns, 2 and 3 N. With the published alpha, no load reaches 3 N.
+/// Number of turns of a server with mean load (N in the paper).
+const TURNS_AT_MEAN_LOAD: f64 = 10.0;
+/// Bounds of the number of turns in the paper, which are 2 and 3 N. With the paper's alpha, no load reaches 3 N.
 const MIN_TURNS: f64 = 2.0;
-const MAX_TURNS: f64 = 3.0 * MEAN_TURNS;
-/// Smoothing factor of the weights. With 0 they follow the loads at once, and with 1 never.
+const MAX_TURNS: f64 = 3.0 * TURNS_AT_MEAN_LOAD;
+/// Weight of the mean load in the smoothed load of a server. With 0 the turns follow the loads at once, and with 1
+/// never.
 const WEIGHT_SMOOTHING: f64 = 0.5;
 
 pub struct AdaptiveWeightedRoundRobin {
@@ -32,27 +33,26 @@ impl Policy for AdaptiveWeightedRoundRobin {
         NAME
     }
 
-    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
         let neutral_load = pool.neutral_load();
         let loads: Vec<f64> = pool.eligible_servers().map(|server| server.mean_load(neutral_load)).collect();
         let average_load = mean(&loads).unwrap_or(0.0);
-        let turns_by_load = loads.iter().map(|load| f64::from(adaptive_turn_count(*load, average_load)));
-        let shares: Vec<f64> = turns_by_load
-            .zip(pool.new_connection_shares())
-            .map(|(turn_count, (_, share))| turn_count * share)
-            .collect();
-        weighted_turn_table(pool, buckets, generation, self.hash_key.clone(), &shares)
+        let turn_counts = loads.iter().map(|load| f64::from(adaptive_turn_count(*load, average_load)));
+        let shares: Vec<f64> =
+            turn_counts.zip(pool.new_connection_shares()).map(|(turn_count, (_, share))| turn_count * share).collect();
+        weighted_turn_table(pool, bucket_count, generation, self.hash_key.clone(), &shares)
     }
 }
 
 /// Returns a server's turns N_i = round(10 L_avg / ((1 - a) L_i + a L_avg)), for its load L_i and smoothing a. (The
 /// paper's typesetting shows the fraction as an exponent. Its text, "a perfectly balanced system would give N = 10",
-/// and its bounds only fit a factor.)
+/// and its bounds fit only a factor.)
 fn adaptive_turn_count(load: f64, average_load: f64) -> u32 {
     if average_load <= 0.0 {
-        return MEAN_TURNS as u32;
+        return TURNS_AT_MEAN_LOAD as u32;
     }
-    let turn_count = MEAN_TURNS * average_load / ((1.0 - WEIGHT_SMOOTHING) * load + WEIGHT_SMOOTHING * average_load);
+    let turn_count =
+        TURNS_AT_MEAN_LOAD * average_load / ((1.0 - WEIGHT_SMOOTHING) * load + WEIGHT_SMOOTHING * average_load);
     turn_count.round().clamp(MIN_TURNS, MAX_TURNS) as u32
 }
 
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn server_with_less_load_has_more_turns() {
+    fn server_with_less_load_gets_more_turns() {
         assert_eq!([0.0, 0.25, 0.5, 1.0].map(|load| adaptive_turn_count(load, 0.5)), [20, 13, 10, 7]);
         assert_eq!(adaptive_turn_count(1.0, 0.01), 2);
         assert_eq!(adaptive_turn_count(0.0, 0.0), 10);

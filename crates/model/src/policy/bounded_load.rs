@@ -4,15 +4,15 @@
 //! Skipping full servers on the ring gives the same table as a ring without them.
 
 use super::consistent_hash::weighted_ring_table;
-use super::{LoadMetric, Policy, Pool, TelemetryLevel, independent_hash_key, table_by_bucket};
+use super::{LoadMetric, Policy, Pool, TelemetryLevel, independent_hash_key, table_with_server_per_bucket};
 use crate::ServerId;
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
 
 pub const NAME: &str = "bounded-load";
 
-/// Maximum ratio of a server's connections to its fair share (1 + epsilon in the paper). A value nearer to 1 balances
-/// better but moves more buckets.
+/// Maximum ratio of a server's connections to its fair share of them (1 + epsilon in the paper). A value nearer to 1
+/// balances better but moves more buckets.
 const BALANCE_FACTOR: f64 = 1.25;
 
 pub struct BoundedLoadPolicy {
@@ -38,26 +38,29 @@ impl Policy for BoundedLoadPolicy {
         true
     }
 
-    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
         let shares = pool.new_connection_shares();
-        let positions_with_room = positions_below_bound(
+        let below_bound_positions = positions_below_bound(
             &LoadMetric::Connections.server_loads(pool),
             &LoadMetric::Connections.comparison_shares(pool),
         );
         let servers_on_ring: Vec<(ServerId, f64)> =
-            positions_with_room.iter().map(|position| shares[*position]).collect();
-        let ring_positions = weighted_ring_table(&servers_on_ring, buckets.get() as usize);
-        let positions: Vec<usize> = ring_positions.into_iter().map(|position| positions_with_room[position]).collect();
-        table_by_bucket(pool, buckets, generation, self.hash_key.clone(), &positions)
+            below_bound_positions.iter().map(|position| shares[*position]).collect();
+        let position_below_bound_by_bucket = weighted_ring_table(&servers_on_ring, bucket_count.get() as usize);
+        let server_position_by_bucket: Vec<usize> =
+            position_below_bound_by_bucket.into_iter().map(|position| below_bound_positions[position]).collect();
+        table_with_server_per_bucket(pool, bucket_count, generation, self.hash_key.clone(), &server_position_by_bucket)
     }
 }
 
-/// Returns the positions of the servers below their bound. There is at least one, because the bound includes the next
-/// connection (ceil(c m / n) in the paper). `open_connections` has the connections of each server, `shares` its share.
-fn positions_below_bound(open_connections: &[f64], shares: &[f64]) -> Vec<usize> {
-    let connections_per_share = (open_connections.iter().sum::<f64>() + 1.0) / shares.iter().sum::<f64>();
-    (0..open_connections.len())
-        .filter(|position| open_connections[*position] < BALANCE_FACTOR * connections_per_share * shares[*position])
+/// Returns the positions of the servers below their bound. At least one is below, because the bound includes the next
+/// connection (ceil(c m / n) in the paper). The lists have each server's number of connections and share.
+fn positions_below_bound(open_connection_counts: &[f64], shares: &[f64]) -> Vec<usize> {
+    let connections_per_share = (open_connection_counts.iter().sum::<f64>() + 1.0) / shares.iter().sum::<f64>();
+    (0..open_connection_counts.len())
+        .filter(|position| {
+            open_connection_counts[*position] < BALANCE_FACTOR * connections_per_share * shares[*position]
+        })
         .collect()
 }
 
@@ -71,7 +74,7 @@ mod tests {
 
     fn pool_with_connections(open_connections: &[u32]) -> Pool {
         let server = |(position, open_connections): (usize, &u32)| PoolServer {
-            open_connections: *open_connections,
+            open_connection_count: *open_connections,
             ..PoolServer::new((position as u64 + 1).try_into().unwrap())
         };
         Pool::new(open_connections.iter().enumerate().map(server).collect(), 1)
@@ -87,23 +90,29 @@ mod tests {
     }
 
     #[test]
-    fn table_of_servers_below_their_bound_equals_the_hash_ring() {
+    fn table_of_servers_below_their_bounds_matches_the_hash_ring() {
         let ids: Vec<ServerId> = (1..=5).map(|id| ServerId::try_from(id).unwrap()).collect();
-        let servers_on_ring: Vec<u16> =
+        let server_ids_on_ring: Vec<u16> =
             ring_table(&ids, BUCKET_COUNT).into_iter().map(|position| ids[position].get()).collect();
-        assert_eq!(server_by_bucket(&[0; 5]), servers_on_ring);
-        assert_eq!(server_by_bucket(&[100, 110, 90, 120, 80]), servers_on_ring);
+        assert_eq!(server_by_bucket(&[0; 5]), server_ids_on_ring);
+        assert_eq!(server_by_bucket(&[100, 110, 90, 120, 80]), server_ids_on_ring);
     }
 
     #[test]
-    fn server_at_its_bound_loses_its_buckets_and_no_other_bucket_moves() {
-        let (before, after) = (server_by_bucket(&[100; 5]), server_by_bucket(&[100, 100, 200, 100, 100]));
-        assert!(before.contains(&3) && !after.contains(&3));
-        assert!(before.iter().zip(&after).all(|(before, after)| before == after || *before == 3));
+    fn only_buckets_of_the_server_at_its_bound_move() {
+        let (servers_below_bound, servers_with_one_at_bound) =
+            (server_by_bucket(&[100; 5]), server_by_bucket(&[100, 100, 200, 100, 100]));
+        assert!(servers_below_bound.contains(&3) && !servers_with_one_at_bound.contains(&3));
+        assert!(
+            servers_below_bound
+                .iter()
+                .zip(&servers_with_one_at_bound)
+                .all(|(before, after)| before == after || *before == 3)
+        );
     }
 
     #[test]
-    fn no_server_exceeds_its_bound_while_connections_open() {
+    fn no_server_exceeds_its_bound_as_connections_are_opened() {
         // With one connection per table, the bound of the paper holds exactly.
         let mut open_connections = [0u32; 7];
         for connection in 0..2_000u32 {

@@ -6,21 +6,21 @@ use crate::placement::mix_hash;
 
 pub const NAME: &str = "consistent-hash";
 
-/// Number of points of each server on the ring. The standard deviation of the shares is 1 / sqrt(64) = 12.5 %. With 468
-/// servers and 70,000 connections, the fullest server is about twice as far above the mean as with a uniform hash.
-/// Cheetah shows the same (NSDI'20, Fig. 2b, without the number of points).
+/// Number of points of each server on the ring. The standard deviation of the servers' shares is 1 / sqrt(64) = 12.5 %.
+/// With 468 servers and 70,000 connections, the fullest server is about twice as far above the mean as with a uniform
+/// hash. Cheetah shows the same (NSDI'20, Fig. 2b), but does not give its number of points.
 const POINTS_PER_SERVER: u32 = 64;
 
-/// Returns, for each of `size` buckets evenly spaced on the ring, the position in `servers` of the next point's server.
-/// Returns an empty list without servers.
-pub fn ring_table(servers: &[ServerId], size: usize) -> Vec<usize> {
+/// Returns, for each of `bucket_count` buckets evenly spaced on the ring, the server of the next point, as its position
+/// in `servers`. Returns an empty list without servers.
+pub fn ring_table(servers: &[ServerId], bucket_count: usize) -> Vec<usize> {
     let servers: Vec<_> = servers.iter().map(|server| (*server, 1.0)).collect();
-    weighted_ring_table(&servers, size)
+    weighted_ring_table(&servers, bucket_count)
 }
 
-/// Returns the result of [`ring_table`] for servers with shares, where a server of share 2 has twice as many points.
-/// Points of other servers do not change.
-pub fn weighted_ring_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
+/// Returns the result of [`ring_table`] for servers with weights. A server of weight 2 has twice as many points as one
+/// of weight 1, and points of other servers do not change.
+pub fn weighted_ring_table(servers: &[(ServerId, f64)], bucket_count: usize) -> Vec<usize> {
     let mut ring_points: Vec<(u64, usize)> = Vec::with_capacity(servers.len() * POINTS_PER_SERVER as usize);
     for (position, (server, share)) in servers.iter().enumerate() {
         let server_point_count = ((f64::from(POINTS_PER_SERVER) * share).round() as u32).max(1);
@@ -29,15 +29,15 @@ pub fn weighted_ring_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usiz
     }
     ring_points.sort_unstable();
     let Some(first_point) = ring_points.first().copied() else { return Vec::new() };
-    let mut next_point = 0;
-    let position_of_bucket = |bucket: usize| {
-        let bucket_point = ((bucket as u128) << 64) / size as u128;
-        while ring_points.get(next_point).is_some_and(|(point, _)| u128::from(*point) < bucket_point) {
-            next_point += 1;
+    let mut next_point_index = 0;
+    let server_position_of_bucket = |bucket: usize| {
+        let bucket_point = ((bucket as u128) << 64) / bucket_count as u128;
+        while ring_points.get(next_point_index).is_some_and(|(point, _)| u128::from(*point) < bucket_point) {
+            next_point_index += 1;
         }
-        ring_points.get(next_point).map_or(first_point.1, |(_, position)| *position)
+        ring_points.get(next_point_index).map_or(first_point.1, |(_, position)| *position)
     };
-    (0..size).map(position_of_bucket).collect()
+    (0..bucket_count).map(server_position_of_bucket).collect()
 }
 
 #[cfg(test)]
@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn server_of_twice_the_share_has_about_twice_the_buckets() {
+    fn server_with_twice_the_weight_has_about_twice_the_buckets() {
         let servers_and_shares: Vec<_> =
             server_ids(100).into_iter().map(|id| (id, if id.get() <= 50 { 2.0 } else { 1.0 })).collect();
         let table = weighted_ring_table(&servers_and_shares, 1 << 16);
@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn deviation_of_shares_is_as_expected_from_the_number_of_points() {
+    fn deviation_of_bucket_counts_matches_the_number_of_points() {
         let (count, size) = (1_000, 1 << 20);
         let mut buckets_per_server = vec![0u32; count as usize];
         ring_table(&server_ids(count), size).iter().for_each(|position| buckets_per_server[*position] += 1);

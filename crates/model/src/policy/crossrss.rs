@@ -2,7 +2,7 @@
 //! whose core for that bucket has the strictly smallest load, or among equals to the lowest id. Until the first report,
 //! bucket i goes to server i mod n.
 
-use super::groups::{fill_candidates, rss_groups};
+use super::groups::{fill_table_candidates, rss_groups};
 use super::policy_cache::PolicyCache;
 use super::{Policy, Pool, independent_hash_key, modulo_placement_table, table_with_consistent_servers};
 use crate::placement::{BucketCount, PlacementRule, PlacementTable};
@@ -30,32 +30,40 @@ impl Policy for CrossRssPolicy {
         1
     }
 
-    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        core_aware_table(pool, buckets, generation, &self.hash_key, PlacementRule::Table, |_, _| 1, &mut self.cache)
+    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
+        core_aware_table(
+            pool,
+            bucket_count,
+            generation,
+            &self.hash_key,
+            PlacementRule::Table,
+            |_, _| 1,
+            &mut self.cache,
+        )
     }
 }
 
-/// Returns a table with the least loaded cores of each bucket. `per_bucket` returns their number, given the numbers of
-/// eligible servers and of groups. Before the first report, a table with one candidate per bucket is a modulo table.
-/// With several candidates, the data plane balances by counting assignments.
+/// Returns a table with the least loaded cores of each bucket. `candidates_per_bucket_for` returns their number, given
+/// the numbers of eligible servers and of groups. Before the first report, a table with one candidate per bucket is a
+/// modulo table. With several candidates, the data plane balances by counting assignments.
 pub fn core_aware_table(
     pool: &Pool,
-    buckets: BucketCount,
+    bucket_count: BucketCount,
     generation: u64,
     fallback_key: &RssKey,
     rule: PlacementRule,
-    per_bucket: impl Fn(usize, usize) -> usize,
+    candidates_per_bucket_for: impl Fn(usize, usize) -> usize,
     cache: &mut PolicyCache,
 ) -> PlacementTable {
     let groups = rss_groups(pool, fallback_key);
     let has_no_eligible_server = pool.eligible_servers().next().is_none();
     if has_no_eligible_server || (!pool.has_loads() && rule == PlacementRule::Table) {
-        return modulo_placement_table(pool, buckets, generation, groups[0].key.clone());
+        return modulo_placement_table(pool, bucket_count, generation, groups[0].key.clone());
     }
-    let consistent_servers = cache.consistent_servers(pool, buckets);
+    let consistent_servers = cache.consistent_servers(pool, bucket_count);
     let mut table =
-        table_with_consistent_servers(pool, rule, buckets, generation, groups[0].key.clone(), consistent_servers);
-    let candidates_per_bucket = per_bucket(table.members.len(), groups.len());
-    fill_candidates(&mut table, &groups, buckets, pool, candidates_per_bucket, cache);
+        table_with_consistent_servers(pool, rule, bucket_count, generation, groups[0].key.clone(), consistent_servers);
+    let candidates_per_bucket = candidates_per_bucket_for(table.members.len(), groups.len());
+    fill_table_candidates(&mut table, &groups, bucket_count, pool, candidates_per_bucket, cache);
     table
 }

@@ -37,28 +37,29 @@ use crate::rss::RssKey;
 
 pub const NAME: &str = "crossrss-plus";
 
-/// Multiple of the deficits that the connections of one interval fill. A factor of 1 would suffice if loads stayed
-/// until new connections come, but loads that change fast then overshoot (docs/policies.md).
+/// Ratio of the load that the connections of one interval count for to the sum of the cores' deficits. A factor of 1
+/// would suffice if loads stayed until new connections come, but loads that change fast then overshoot
+/// (docs/policies.md).
 const DEFICIT_FILL_FACTOR: f64 = 1.5;
 
-/// Weight of the newest report in the average of recent loads, which spans about five reports, or half a second at 10
-/// Hz. Values from 0.1 to 0.3 make little difference (docs/policies.md).
+/// Weight of the newest report in the average of recent loads. The average spans about five reports, or half a second
+/// at 10 Hz. Values from 0.1 to 0.3 make little difference (docs/policies.md).
 const RECENT_LOAD_WEIGHT: f64 = 0.2;
 
-/// Weight of the newest interval in the average number of connections per interval. It is small, because the expected
-/// number is needed and not the last one.
-const OPENED_CONNECTIONS_WEIGHT: f64 = 0.1;
+/// Weight of the newest interval in the average number of new connections per interval. The weight is small, because
+/// the expected number is needed and not the last one.
+const NEW_CONNECTION_COUNT_WEIGHT: f64 = 0.1;
 
-/// Cost of a connection while the number of new connections is unknown, as a share of a connection's mean load. The
-/// next report shows half of the load, because the published alpha of the moving average is one half.
-const DEFAULT_COST_SHARE: f64 = 0.5;
+/// Cost of a connection while the number of new connections is unknown, as a fraction of a connection's mean load. The
+/// next report shows half of the load, because the paper's alpha of the moving average is one half.
+const DEFAULT_COST_FRACTION: f64 = 0.5;
 
 /// Method by which the cost of an assigned connection is determined.
 enum ConnectionCost {
     /// The cost follows from the cores' deficits and the smoothed number of connections per interval.
-    Deficit { smoothed_opened_count: Option<f64> },
-    /// The cost is a fixed share of the mean load of an open connection.
-    MeanLoadShare(f64),
+    Deficit { smoothed_connection_count: Option<f64> },
+    /// The cost is a fixed fraction of the mean load of an open connection.
+    FractionOfMeanLoad(f64),
 }
 
 /// Policy `crossrss-plus`.
@@ -70,17 +71,18 @@ pub struct CrossRssPlusPolicy {
 }
 
 impl CrossRssPlusPolicy {
-    /// Returns the policy with the cost by deficits, as listed in the registry.
+    /// Returns the policy whose connection cost follows from the deficits, as listed in the registry of policies.
     pub fn new(seed: u64) -> Self {
-        Self::with_cost(seed, ConnectionCost::Deficit { smoothed_opened_count: None })
+        Self::with_connection_cost(seed, ConnectionCost::Deficit { smoothed_connection_count: None })
     }
 
-    /// Returns the policy with a fixed cost, which is `share` of an open connection's mean load. 0 gives `crossrss`.
-    pub fn with_fixed_cost_share(seed: u64, share: f64) -> Self {
-        Self::with_cost(seed, ConnectionCost::MeanLoadShare(share))
+    /// Returns the policy with a fixed connection cost, as the fraction `cost_fraction` of an open connection's mean
+    /// load. With 0, it is the policy `crossrss`.
+    pub fn with_fixed_cost_fraction(seed: u64, cost_fraction: f64) -> Self {
+        Self::with_connection_cost(seed, ConnectionCost::FractionOfMeanLoad(cost_fraction))
     }
 
-    fn with_cost(seed: u64, connection_cost: ConnectionCost) -> Self {
+    fn with_connection_cost(seed: u64, connection_cost: ConnectionCost) -> Self {
         Self {
             hash_key: independent_hash_key(seed),
             connection_cost,
@@ -91,44 +93,46 @@ impl CrossRssPlusPolicy {
 }
 
 impl ConnectionCost {
-    fn connection_cost(&mut self, pool: &Pool, cache: &mut PolicyCache) -> f64 {
+    fn compute_cost(&mut self, pool: &Pool, cache: &mut PolicyCache) -> f64 {
         match self {
-            ConnectionCost::MeanLoadShare(share) => *share * pool.load_per_connection(),
-            ConnectionCost::Deficit { smoothed_opened_count } => {
-                let Some(opened_connections) = pool.opened_connections else {
-                    return DEFAULT_COST_SHARE * pool.load_per_connection();
+            ConnectionCost::FractionOfMeanLoad(share) => *share * pool.load_per_connection(),
+            ConnectionCost::Deficit { smoothed_connection_count: smoothed_opened_count } => {
+                let Some(opened_connections) = pool.opened_connection_count else {
+                    return DEFAULT_COST_FRACTION * pool.load_per_connection();
                 };
-                let newest_count = opened_connections as f64;
-                let smoothed_count = match *smoothed_opened_count {
-                    None => newest_count,
+                let newest_connection_count = opened_connections as f64;
+                let new_smoothed_count = match *smoothed_opened_count {
+                    None => newest_connection_count,
                     Some(old_count) if !pool.is_new_interval => old_count,
                     Some(old_count) => {
-                        OPENED_CONNECTIONS_WEIGHT * newest_count + (1.0 - OPENED_CONNECTIONS_WEIGHT) * old_count
+                        NEW_CONNECTION_COUNT_WEIGHT * newest_connection_count
+                            + (1.0 - NEW_CONNECTION_COUNT_WEIGHT) * old_count
                     }
                 };
-                *smoothed_opened_count = Some(smoothed_count);
+                *smoothed_opened_count = Some(new_smoothed_count);
                 let load_to_assign = if pool.counts_placements_as_requests {
                     pool.total_load()
                 } else {
                     DEFICIT_FILL_FACTOR * total_deficit(pool, cache)
                 };
-                load_to_assign / smoothed_count.max(1.0)
+                load_to_assign / new_smoothed_count.max(1.0)
             }
         }
     }
 }
 
-/// Returns the total work by which cores are below their level, in work of a core of usual speed.
+/// Returns the sum of the cores' deficits, by which they are below their target load, in units of a core of usual
+/// speed.
 fn total_deficit(pool: &Pool, cache: &mut PolicyCache) -> f64 {
-    let normalized_load = NormalizedLoad::of(pool);
-    let deficit_of_class = |(class, histogram): (&ServerClass, &LoadHistogram)| {
-        let (level, speed) = normalized_load.class_load_and_relative_speed(*class);
-        speed * histogram.missing_load(level)
+    let normalized_load = NormalizedLoad::for_pool(pool);
+    let class_deficit = |(class, histogram): (&ServerClass, &LoadHistogram)| {
+        let (level, speed) = normalized_load.target_load_and_relative_speed(*class);
+        speed * histogram.load_missing_to_target(level)
     };
-    cache.load_histograms(pool).iter().map(deficit_of_class).sum()
+    cache.load_histograms(pool).iter().map(class_deficit).sum()
 }
 
-/// Average loads of all servers' cores over the last reports.
+/// Average loads of all servers' cores over recent reports.
 #[derive(Default)]
 struct RecentLoads {
     servers: Vec<RecentServerLoads>,
@@ -138,15 +142,20 @@ struct RecentServerLoads {
     id: ServerId,
     recent_mean_loads: Vec<f64>,
     newest_loads: CoreLoads,
-    smoothed_loads: CoreLoads,
+    newest_and_recent_mean_loads: CoreLoads,
 }
 
 impl RecentServerLoads {
     fn new(id: ServerId, loads: &CoreLoads) -> Self {
-        Self { id, recent_mean_loads: loads.to_vec(), newest_loads: loads.clone(), smoothed_loads: loads.clone() }
+        Self {
+            id,
+            recent_mean_loads: loads.to_vec(),
+            newest_loads: loads.clone(),
+            newest_and_recent_mean_loads: loads.clone(),
+        }
     }
 
-    /// Updates the averages. `has_new_load` is whether the loads are from a new report.
+    /// Updates the averages. `has_new_load` is true if the loads are from a new report.
     fn update(&mut self, loads: &CoreLoads, has_new_load: bool) {
         if !has_new_load && self.newest_loads == *loads {
             return;
@@ -158,13 +167,13 @@ impl RecentServerLoads {
             *recent_mean_load += newest_weight * (*load - *recent_mean_load);
             (*load + *recent_mean_load) / 2.0
         };
-        self.smoothed_loads = loads.iter().zip(&mut self.recent_mean_loads).map(smoothed_load).collect();
+        self.newest_and_recent_mean_loads = loads.iter().zip(&mut self.recent_mean_loads).map(smoothed_load).collect();
         self.newest_loads = loads.clone();
     }
 }
 
 impl RecentLoads {
-    /// Updates the averages, and returns the pool with the mean of newest and recent loads, as racks do.
+    /// Updates the averages, and returns the pool with the mean of newest and recent loads, as rack controllers do.
     fn with_smoothed_loads<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
         if !pool.totals().has_local_reports {
             self.servers.clear();
@@ -179,16 +188,16 @@ impl RecentLoads {
             let known_server = previous_servers.next_if(|previous_server| previous_server.id == server.id);
             let mut recent_server = known_server.unwrap_or_else(|| RecentServerLoads::new(server.id, loads));
             recent_server.update(loads, server.has_new_load);
-            *loads = recent_server.smoothed_loads.clone();
+            *loads = recent_server.newest_and_recent_mean_loads.clone();
             self.servers.push(recent_server);
         }
         Cow::Owned(pool.with_server_loads(smoothed_servers))
     }
 }
 
-/// Returns the maximum number of candidates per bucket that data plane and table size allow.
-fn max_fitting_candidates(buckets: BucketCount, group_count: usize) -> usize {
-    let max_by_table_size = intf::MAX_TABLE_CANDIDATES as usize / (group_count * buckets.get() as usize);
+/// Returns the maximum number of candidates per bucket that the data plane and the table size allow.
+fn max_candidates_for_table_size(bucket_count: BucketCount, group_count: usize) -> usize {
+    let max_by_table_size = intf::MAX_TABLE_CANDIDATES as usize / (group_count * bucket_count.get() as usize);
     max_by_table_size.min(intf::MAX_CANDIDATES as usize)
 }
 
@@ -205,19 +214,19 @@ impl Policy for CrossRssPlusPolicy {
         self.recent_loads.with_smoothed_loads(pool)
     }
 
-    fn max_candidates_per_bucket(&self, buckets: BucketCount) -> usize {
-        max_fitting_candidates(buckets, 1)
+    fn max_candidates_per_bucket(&self, bucket_count: BucketCount) -> usize {
+        max_candidates_for_table_size(bucket_count, 1)
     }
 
-    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
         let pool = &*self.preprocess(pool);
         let cache = &mut self.cache;
         let candidates_per_bucket = |server_count: usize, group_count: usize| {
-            server_count.min(max_fitting_candidates(buckets, group_count)).max(1)
+            server_count.min(max_candidates_for_table_size(bucket_count, group_count)).max(1)
         };
         let mut table = core_aware_table(
             pool,
-            buckets,
+            bucket_count,
             generation,
             &self.hash_key,
             PlacementRule::LeastAssigned,
@@ -225,7 +234,7 @@ impl Policy for CrossRssPlusPolicy {
             cache,
         );
         // A load balancer counts only its own assignments, but the others assign about as many.
-        let connection_cost = self.connection_cost.connection_cost(pool, cache) * f64::from(pool.load_balancer_count);
+        let connection_cost = self.connection_cost.compute_cost(pool, cache) * f64::from(pool.load_balancer_count);
         // The cost is at least the smallest step. So a burst in a pool of equal cores is spread evenly and does not
         // pile up on the lowest id.
         table.assignment_cost = load_to_fixed_point(connection_cost).max(1);

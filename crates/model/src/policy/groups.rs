@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::bucket_loads::{BucketLoads, core_and_load, reached_core};
+use super::bucket_loads::{BucketLoads, reachable_core, reachable_core_or_mean_load};
 use super::normalized_load::NormalizedLoad;
 use super::policy_cache::{CachedGroup, PolicyCache};
 use super::rack_aggregate::RackAggregate;
@@ -11,15 +11,15 @@ use crate::load::load_to_fixed_point;
 use crate::placement::{BucketCount, CandidateCore, PlacementTable, ServerCore};
 use crate::rss::RssKey;
 
-/// Servers with the same RSS key, which share buckets.
+/// Servers with the same RSS key, which share hash buckets.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RssGroup<'a> {
     /// RSS key of the group's servers.
     pub key: RssKey,
-    /// Servers that have the RSS key, so that the core that a connection reaches is known.
+    /// Servers that have the RSS key, so that the core that each connection reaches is known.
     pub servers: Vec<&'a PoolServer>,
-    /// Servers that only share the group's table, because their RSS is unknown or their group is not kept. Their load
-    /// is the mean of their cores for every bucket.
+    /// Servers that only share the group's table, because their RSS is unknown or their own group was dropped. In every
+    /// bucket, their load is the mean load of their cores.
     pub servers_without_core_loads: Vec<&'a PoolServer>,
 }
 
@@ -34,7 +34,7 @@ impl<'a> RssGroup<'a> {
 }
 
 /// Returns the eligible servers by RSS key, in at most `MAX_RSS_GROUPS` groups. The largest group is first, and groups
-/// of one size are in the order of their lowest ids. Other servers are in the first group's
+/// of equal size are in the order of their lowest ids. All other servers are in the first group's
 /// `servers_without_core_loads`. `fallback_key` is the key of a pool without known RSS.
 pub fn rss_groups<'a>(pool: &'a Pool, fallback_key: &RssKey) -> Vec<RssGroup<'a>> {
     let mut groups: Vec<RssGroup<'a>> = Vec::new();
@@ -87,8 +87,8 @@ struct CoreSlots<'a> {
 }
 
 impl CoreSlots<'_> {
-    /// Returns the slot of a core. Beyond the data plane's limit, cores share the last slot. Their counts then add up,
-    /// which only makes them look busier.
+    /// Returns the slot of a core. Beyond the data plane's limit, cores share the last slot. Their counts of
+    /// connections then add up, so that they only seem busier.
     fn assign_slot(&mut self, core: ServerCore) -> u16 {
         let slots = &mut *self.slots;
         *self.slot_by_core.entry(core).or_insert_with(|| {
@@ -100,73 +100,74 @@ impl CoreSlots<'_> {
     }
 }
 
-/// The least of the cores offered so far, ordered by a compared value, then by load, then by id. CrossRSS selects the
-/// strictly smallest load, and the lowest id in ties.
+/// List of the least of the cores offered so far, ordered by a compared value, then by load, then by id. CrossRSS
+/// selects the strictly smallest load, and the lowest id in ties.
 pub struct LeastCoreList {
     max_core_count: usize,
-    kept_cores: Vec<(f64, f64, ServerCore)>,
+    least_cores: Vec<(f64, f64, ServerCore)>,
 }
 
 impl LeastCoreList {
     /// Returns an empty list for at most `max_core_count` cores, at least 1.
     pub fn new(max_core_count: usize) -> Self {
-        Self { max_core_count, kept_cores: Vec::with_capacity(max_core_count + 1) }
+        Self { max_core_count, least_cores: Vec::with_capacity(max_core_count + 1) }
     }
 
-    /// Offers a core, and returns whether it is among the least so far. Of a thousand cores, only few are.
-    pub fn offer(&mut self, compared_value: f64, load: f64, core: ServerCore) -> bool {
-        let sorts_before = |(other_value, other_load, other_core): &(f64, f64, ServerCore)| {
+    /// Inserts a core if it is among the least so far, and returns whether it is. Of a thousand cores, only few are.
+    pub fn insert_if_least(&mut self, compared_value: f64, load: f64, core: ServerCore) -> bool {
+        let is_before_offered_core = |(other_value, other_load, other_core): &(f64, f64, ServerCore)| {
             other_value.total_cmp(&compared_value).then(other_load.total_cmp(&load)).then(other_core.cmp(&core)).is_lt()
         };
-        if self.kept_cores.len() == self.max_core_count && self.kept_cores.last().is_some_and(sorts_before) {
+        if self.least_cores.len() == self.max_core_count && self.least_cores.last().is_some_and(is_before_offered_core)
+        {
             return false;
         }
-        let position = self.kept_cores.partition_point(sorts_before);
-        self.kept_cores.insert(position, (compared_value, load, core));
-        self.kept_cores.truncate(self.max_core_count);
+        let insert_index = self.least_cores.partition_point(is_before_offered_core);
+        self.least_cores.insert(insert_index, (compared_value, load, core));
+        self.least_cores.truncate(self.max_core_count);
         true
     }
 
-    /// Returns the maximum compared value with which a core would still be among the least.
+    /// Returns the maximum compared value with which a core is still among the least.
     pub fn largest_accepted_value(&self) -> f64 {
-        let is_full = self.kept_cores.len() == self.max_core_count;
-        self.kept_cores.last().filter(|_| is_full).map_or(f64::INFINITY, |(compared_value, ..)| *compared_value)
+        let is_full = self.least_cores.len() == self.max_core_count;
+        self.least_cores.last().filter(|_| is_full).map_or(f64::INFINITY, |(compared_value, ..)| *compared_value)
     }
 
     /// Returns the least cores in ascending order, each with its load and its compared value.
-    pub fn cores(&self) -> impl Iterator<Item = (ServerCore, f64, f64)> {
-        self.kept_cores.iter().map(|(compared_value, load, core)| (*core, *load, *compared_value))
+    pub fn cores_with_loads(&self) -> impl Iterator<Item = (ServerCore, f64, f64)> {
+        self.least_cores.iter().map(|(compared_value, load, core)| (*core, *load, *compared_value))
     }
 }
 
 /// Compared value of cores that take no part in a bucket. They are offered only if a group has no other core, and come
 /// after the cores of other groups. Otherwise a server with its own RSS key would take part in all buckets.
-const EXCLUDED_LOAD: f64 = f64::MAX;
+const EXCLUDED_CORE_VALUE: f64 = f64::MAX;
 
 /// Fills a table with the `candidates_per_bucket` least loaded cores of every bucket of every group.
-pub fn fill_candidates(
+pub fn fill_table_candidates(
     table: &mut PlacementTable,
     groups: &[RssGroup<'_>],
-    buckets: BucketCount,
+    bucket_count: BucketCount,
     pool: &Pool,
     candidates_per_bucket: usize,
     cache: &mut PolicyCache,
 ) {
-    let reachable_cores = ReachableCores::new(pool, buckets);
+    let reachable_cores = ReachableCores::new(pool, bucket_count);
     let has_no_loads = !pool.has_loads();
     let mut core_slots = CoreSlots { slots: &mut table.core_slots, slot_by_core: HashMap::default() };
-    table.groups = groups.iter().map(|group| group.key.clone()).collect();
+    table.rss_key_by_group = groups.iter().map(|group| group.key.clone()).collect();
     table.candidates_per_bucket = candidates_per_bucket as u32;
-    table.candidates.reserve(groups.len() * buckets.get() as usize * candidates_per_bucket);
+    table.candidates.reserve(groups.len() * bucket_count.get() as usize * candidates_per_bucket);
     cache.groups.resize_with(groups.len(), CachedGroup::default);
     for (group, cached_group) in groups.iter().zip(&mut cache.groups) {
         let local_servers =
             LocalServers::new(&reachable_cores, group, &mut cached_group.bucket_loads, candidates_per_bucket);
         let rack_cores =
             RackCores::new(&reachable_cores, group, &mut cached_group.rack_aggregate, candidates_per_bucket);
-        for bucket in 0..buckets.get() {
+        for bucket in 0..bucket_count.get() {
             let bucket_cores = if has_no_loads {
-                reachable_cores.rotate_equal_cores(group, bucket)
+                reachable_cores.rotated_cores_of_bucket(group, bucket)
             } else {
                 reachable_cores.least_cores(&local_servers, &rack_cores, bucket, candidates_per_bucket)
             };
@@ -183,15 +184,15 @@ pub fn fill_candidates(
     }
 }
 
-/// Servers of a group whose loads do not come from a rack's summary.
+/// Servers of a group whose loads are not in a rack's summary.
 struct LocalServers<'a, 'g> {
     group: &'g RssGroup<'a>,
     servers: Vec<&'a PoolServer>,
-    /// Whether some of the servers take part in some buckets only.
+    /// Whether some of the servers are in slow start, and so take part in some buckets only.
     has_slow_start: bool,
-    /// Level and speed of each server ([`NormalizedLoad::class_load_and_relative_speed`]), or an empty list if all are
-    /// alike.
-    levels_and_speeds: Vec<(f64, f64)>,
+    /// Target load and relative speed of each server ([`NormalizedLoad::target_load_and_relative_speed`]), or an empty
+    /// list if all servers are alike.
+    target_loads_and_speeds: Vec<(f64, f64)>,
     bucket_loads: &'g BucketLoads,
 }
 
@@ -204,24 +205,28 @@ impl<'a, 'g> LocalServers<'a, 'g> {
     ) -> Self {
         let servers: Vec<&PoolServer> = group
             .all_servers()
-            .filter(|server| !has_aggregated_loads(server) || !group.has_group_key(server))
+            .filter(|server| !has_loads_in_rack_summary(server) || !group.has_group_key(server))
             .collect();
         let has_slow_start = servers.iter().any(|server| server.slow_start_fraction < 1.0);
         // The cores that a bucket keeps are in the order of loads alone.
-        let kept_core_count = if cores.normalized_load.is_uniform() && !has_slow_start { needed_core_count } else { 0 };
-        bucket_loads.update(&servers, &group.key, cores.buckets, cores.neutral_load, kept_core_count);
-        let level_and_speed =
-            |server: &&PoolServer| cores.normalized_load.class_load_and_relative_speed(server.server_class());
-        let levels_and_speeds =
-            if cores.normalized_load.is_uniform() { Vec::new() } else { servers.iter().map(level_and_speed).collect() };
-        Self { group, servers, has_slow_start, levels_and_speeds, bucket_loads }
+        let kept_least_core_count =
+            if cores.normalized_load.is_uniform() && !has_slow_start { needed_core_count } else { 0 };
+        bucket_loads.update(&servers, &group.key, cores.bucket_count, cores.neutral_load, kept_least_core_count);
+        let target_load_and_speed =
+            |server: &&PoolServer| cores.normalized_load.target_load_and_relative_speed(server.server_class());
+        let target_loads_and_speeds = if cores.normalized_load.is_uniform() {
+            Vec::new()
+        } else {
+            servers.iter().map(target_load_and_speed).collect()
+        };
+        Self { group, servers, has_slow_start, target_loads_and_speeds, bucket_loads }
     }
 }
 
-/// Cores of a group whose loads come from the summaries of racks.
+/// Cores of a group whose loads come from racks' summaries.
 struct RackCores<'a, 'g> {
     candidate_lists: Vec<&'a CandidateList>,
-    /// Least loaded cores, or `None` if cores are compared by another value than their load.
+    /// Least loaded cores of all racks, or `None` if cores are compared by another value than their load.
     least_cores: Option<&'g RackAggregate>,
 }
 
@@ -233,41 +238,42 @@ impl<'a, 'g> RackCores<'a, 'g> {
         needed_core_count: usize,
     ) -> Self {
         let candidate_lists: Vec<&CandidateList> = cores.pool.candidate_lists(&group.key).collect();
-        let compares_by_load = cores.normalized_load.is_uniform() && !candidate_lists.is_empty();
-        if compares_by_load {
-            rack_aggregate.update(&cores.pool.racks, &group.key, cores.buckets, needed_core_count);
+        let is_compared_by_load = cores.normalized_load.is_uniform() && !candidate_lists.is_empty();
+        if is_compared_by_load {
+            rack_aggregate.update(&cores.pool.racks, &group.key, cores.bucket_count, needed_core_count);
         }
-        Self { candidate_lists, least_cores: compares_by_load.then_some(rack_aggregate) }
+        Self { candidate_lists, least_cores: is_compared_by_load.then_some(rack_aggregate) }
     }
 }
 
 /// Cores that the connections of each bucket reach, with their loads.
 struct ReachableCores<'a> {
     pool: &'a Pool,
-    buckets: BucketCount,
+    bucket_count: BucketCount,
     neutral_load: f64,
     normalized_load: NormalizedLoad,
-    /// Eligible servers whose cores are in the racks' summaries, by id.
-    aggregated_servers: Vec<Option<&'a PoolServer>>,
+    /// Eligible servers whose cores are in racks' summaries, by id.
+    server_in_rack_by_id: Vec<Option<&'a PoolServer>>,
 }
 
 impl<'a> ReachableCores<'a> {
-    fn new(pool: &'a Pool, buckets: BucketCount) -> Self {
-        let mut aggregated_servers = Vec::new();
-        let mut servers_in_racks = pool.eligible_servers().filter(|server| has_aggregated_loads(server)).peekable();
+    fn new(pool: &'a Pool, bucket_count: BucketCount) -> Self {
+        let mut server_in_rack_by_id = Vec::new();
+        let mut servers_in_racks =
+            pool.eligible_servers().filter(|server| has_loads_in_rack_summary(server)).peekable();
         if servers_in_racks.peek().is_some() {
             let highest_id = pool.servers.last().map_or(0, |server| usize::from(server.id.get()));
-            aggregated_servers.resize(highest_id + 1, None);
+            server_in_rack_by_id.resize(highest_id + 1, None);
         }
         for server in servers_in_racks {
-            aggregated_servers[usize::from(server.id.get())] = Some(server);
+            server_in_rack_by_id[usize::from(server.id.get())] = Some(server);
         }
         Self {
             pool,
-            buckets,
+            bucket_count,
             neutral_load: pool.neutral_load(),
-            normalized_load: NormalizedLoad::of(pool),
-            aggregated_servers,
+            normalized_load: NormalizedLoad::for_pool(pool),
+            server_in_rack_by_id,
         }
     }
 
@@ -280,51 +286,59 @@ impl<'a> ReachableCores<'a> {
         max_core_count: usize,
     ) -> Vec<(ServerCore, f64)> {
         let mut least_cores = LeastCoreList::new(max_core_count);
-        self.offer_local_cores(local_servers, bucket, &mut least_cores);
-        self.offer_rack_cores(rack_cores, bucket, &mut least_cores);
-        if least_cores.kept_cores.is_empty() {
+        self.insert_local_cores(local_servers, bucket, &mut least_cores);
+        self.insert_rack_cores(rack_cores, bucket, &mut least_cores);
+        if least_cores.least_cores.is_empty() {
             for server in local_servers.group.all_servers() {
                 let (core, load) = self.core_and_load(local_servers.group, server, bucket);
-                least_cores.offer(EXCLUDED_LOAD, load, ServerCore { server: server.id, core });
+                least_cores.insert_if_least(EXCLUDED_CORE_VALUE, load, ServerCore { server: server.id, core });
             }
         }
-        least_cores.cores().map(|(core, _, compared_value)| (core, compared_value)).collect()
+        least_cores.cores_with_loads().map(|(core, _, compared_value)| (core, compared_value)).collect()
     }
 
-    fn offer_rack_cores(&self, rack_cores: &RackCores<'_, '_>, bucket: u32, least_cores: &mut LeastCoreList) {
+    fn insert_rack_cores(&self, rack_cores: &RackCores<'_, '_>, bucket: u32, least_cores: &mut LeastCoreList) {
         // The rack may not know yet that a server takes no new connections, or only some.
         let participating_server = |core: &ServerCore| {
-            let server = self.aggregated_servers.get(usize::from(core.server.get())).copied().flatten();
+            let server = self.server_in_rack_by_id.get(usize::from(core.server.get())).copied().flatten();
             server.filter(|server| self.pool.takes_part_in_bucket(server, bucket))
         };
         if let Some(rack_aggregate) = rack_cores.least_cores {
-            let ranked_cores = rack_aggregate.least_cores(bucket);
-            let mut usable_cores =
+            let ranked_cores = rack_aggregate.least_loaded_cores(bucket);
+            let mut participating_cores =
                 ranked_cores.iter().filter(|ranked_core| participating_server(&ranked_core.core).is_some());
-            if usable_cores.clone().count() >= least_cores.max_core_count || rack_aggregate.is_complete(ranked_cores) {
-                usable_cores.all(|ranked_core| least_cores.offer(ranked_core.load, ranked_core.load, ranked_core.core));
+            if participating_cores.clone().count() >= least_cores.max_core_count
+                || rack_aggregate.has_all_cores(ranked_cores)
+            {
+                participating_cores.all(|ranked_core| {
+                    least_cores.insert_if_least(ranked_core.load, ranked_core.load, ranked_core.core)
+                });
                 return;
             }
         }
         for list in &rack_cores.candidate_lists {
             for (core, load) in list.bucket(bucket) {
                 let Some(server) = participating_server(core) else { continue };
-                if !least_cores.offer(self.normalized_load.compared_value(server.server_class(), *load), *load, *core) {
+                if !least_cores.insert_if_least(
+                    self.normalized_load.compared_value(server.server_class(), *load),
+                    *load,
+                    *core,
+                ) {
                     break;
                 }
             }
         }
     }
 
-    fn offer_local_cores(&self, local_servers: &LocalServers<'_, '_>, bucket: u32, least_cores: &mut LeastCoreList) {
+    fn insert_local_cores(&self, local_servers: &LocalServers<'_, '_>, bucket: u32, least_cores: &mut LeastCoreList) {
         if let Some(ranked_cores) = local_servers.bucket_loads.least_loaded_cores(bucket) {
             ranked_cores
                 .iter()
-                .all(|ranked_core| least_cores.offer(ranked_core.load, ranked_core.load, ranked_core.core));
+                .all(|ranked_core| least_cores.insert_if_least(ranked_core.load, ranked_core.load, ranked_core.core));
             return;
         }
         let computed_loads: Vec<f64>;
-        let loads = match local_servers.bucket_loads.bucket_loads(bucket) {
+        let loads = match local_servers.bucket_loads.loads_by_server(bucket) {
             Some(loads) => loads,
             None => {
                 computed_loads = local_servers
@@ -337,33 +351,36 @@ impl<'a> ReachableCores<'a> {
         };
         let mut largest_accepted_value = least_cores.largest_accepted_value();
         for (position, load) in loads.iter().enumerate() {
-            let level_and_speed = local_servers.levels_and_speeds.get(position);
-            let compared_value =
-                level_and_speed.map_or(*load, |level| self.normalized_load.compared_value_at_level(*level, *load));
+            let target_load_and_speed = local_servers.target_loads_and_speeds.get(position);
+            let compared_value = target_load_and_speed
+                .map_or(*load, |level| self.normalized_load.compared_value_for_target(*level, *load));
             if compared_value > largest_accepted_value
                 || local_servers.has_slow_start
                     && !self.pool.takes_part_in_bucket(local_servers.servers[position], bucket)
             {
                 continue;
             }
-            least_cores.offer(
+            least_cores.insert_if_least(
                 compared_value,
                 *load,
-                reached_core(local_servers.servers[position], &local_servers.group.key, bucket),
+                reachable_core(local_servers.servers[position], &local_servers.group.key, bucket),
             );
             largest_accepted_value = least_cores.largest_accepted_value();
         }
     }
 
-    /// Returns the bucket's cores of equal load, rotated so that each server comes first in equally many buckets.
-    fn rotate_equal_cores(&self, group: &RssGroup<'_>, bucket: u32) -> Vec<(ServerCore, f64)> {
-        let candidate = |server: &PoolServer| {
+    /// Returns the bucket's cores, which have equal loads, rotated so that each server comes first in equally many
+    /// buckets.
+    fn rotated_cores_of_bucket(&self, group: &RssGroup<'_>, bucket: u32) -> Vec<(ServerCore, f64)> {
+        let core_and_load_at = |server: &PoolServer| {
             let (core, load) = self.core_and_load(group, server, bucket);
             (ServerCore { server: server.id, core }, self.normalized_load.compared_value(server.server_class(), load))
         };
-        let mut bucket_cores: Vec<(ServerCore, f64)> = self.servers_in_bucket(group, bucket).map(candidate).collect();
+        let mut bucket_cores: Vec<(ServerCore, f64)> =
+            self.servers_in_bucket(group, bucket).map(core_and_load_at).collect();
         if bucket_cores.is_empty() {
-            bucket_cores = group.all_servers().map(|server| (candidate(server).0, EXCLUDED_LOAD)).collect();
+            bucket_cores =
+                group.all_servers().map(|server| (core_and_load_at(server).0, EXCLUDED_CORE_VALUE)).collect();
         }
         bucket_cores.sort_by_key(|(core, _)| *core);
         let first_index = bucket as usize % bucket_cores.len();
@@ -377,11 +394,11 @@ impl<'a> ReachableCores<'a> {
 
     fn core_and_load(&self, group: &RssGroup<'_>, server: &PoolServer, bucket: u32) -> (u16, f64) {
         let rss = server.rss.as_ref().filter(|rss| rss.key == group.key);
-        core_and_load(server, rss, bucket, self.buckets, self.neutral_load)
+        reachable_core_or_mean_load(server, rss, bucket, self.bucket_count, self.neutral_load)
     }
 }
 
-fn has_aggregated_loads(server: &PoolServer) -> bool {
+fn has_loads_in_rack_summary(server: &PoolServer) -> bool {
     matches!(server.loads, Some(ServerLoads::Aggregated { .. }))
 }
 
@@ -395,8 +412,8 @@ mod tests {
 
     const SERVER_COUNT: u64 = 4;
 
-    /// Returns a pool whose last server is idle, has another RSS key, and takes part in some buckets only.
-    fn pool_with_ungrouped_server(has_loads: bool, ramp: f64) -> Pool {
+    /// Returns a pool whose last server is idle, has an RSS key of its own, and takes part in some buckets only.
+    fn pool_with_two_rss_groups(has_loads: bool, slow_start_fraction: f64) -> Pool {
         let servers = (0..SERVER_COUNT).map(|number| {
             let is_last = number == SERVER_COUNT - 1;
             let key = RssKey::new(&[if is_last { 0xaa } else { 0x6d }; 40]).unwrap();
@@ -404,20 +421,20 @@ mod tests {
             PoolServer {
                 loads: has_loads.then(|| vec![if is_last { 0.0 } else { 0.5 }; 2].into()),
                 rss: Some(RssConfig { key, indirection_table }),
-                slow_start_fraction: if is_last { ramp } else { 1.0 },
+                slow_start_fraction: if is_last { slow_start_fraction } else { 1.0 },
                 ..PoolServer::new(ServerId::try_from(number).unwrap())
             }
         });
         Pool::new(servers.collect(), 1)
     }
 
-    /// Returns the fraction of all connections that the last server gets.
-    fn last_server_connection_fraction(pool: &Pool, rule: PlacementRule, per_bucket: usize) -> f64 {
+    /// Returns the last server's fraction of all connections.
+    fn last_server_connection_fraction(pool: &Pool, rule: PlacementRule, candidates_per_bucket: usize) -> f64 {
         const CONNECTION_COUNT: u32 = 20_000;
         let (key, mut cache) = (RssKey::new(&[1; 40]).unwrap(), PolicyCache::default());
-        let buckets = BucketCount::new(1024).unwrap();
-        let table = core_aware_table(pool, buckets, 1, &key, rule, |_, _| per_bucket, &mut cache);
-        assert_eq!(table.groups.len(), 2);
+        let bucket_count = BucketCount::new(1024).unwrap();
+        let table = core_aware_table(pool, bucket_count, 1, &key, rule, |_, _| candidates_per_bucket, &mut cache);
+        assert_eq!(table.rss_key_by_group.len(), 2);
         let mut state = PlacementState::for_table(&table);
         let last_server = ServerId::try_from(SERVER_COUNT - 1).unwrap();
         let connections_of_last_server = (0..CONNECTION_COUNT).filter(|number| {
@@ -431,17 +448,17 @@ mod tests {
     fn server_with_its_own_rss_key_in_slow_start_gets_its_share() {
         for (rule, per_bucket) in [(PlacementRule::Table, 1), (PlacementRule::LeastAssigned, 3)] {
             assert!(
-                last_server_connection_fraction(&pool_with_ungrouped_server(true, 1.0), rule, per_bucket) > 0.99,
+                last_server_connection_fraction(&pool_with_two_rss_groups(true, 1.0), rule, per_bucket) > 0.99,
                 "{rule:?}"
             );
             for ramp in [0.0, 0.25, 0.5] {
-                let fraction =
-                    last_server_connection_fraction(&pool_with_ungrouped_server(true, ramp), rule, per_bucket);
-                assert!((fraction - ramp).abs() < 0.05, "{rule:?}: {fraction} of {ramp}");
+                let connection_fraction =
+                    last_server_connection_fraction(&pool_with_two_rss_groups(true, ramp), rule, per_bucket);
+                assert!((connection_fraction - ramp).abs() < 0.05, "{rule:?}: {connection_fraction} of {ramp}");
             }
         }
         let fraction =
-            last_server_connection_fraction(&pool_with_ungrouped_server(false, 0.25), PlacementRule::LeastAssigned, 3);
+            last_server_connection_fraction(&pool_with_two_rss_groups(false, 0.25), PlacementRule::LeastAssigned, 3);
         assert!(fraction < 0.25, "without loads: {fraction}");
     }
 }

@@ -1,22 +1,23 @@
 //! Policy `hash`, which knows no loads. Bucket i, selected by the load balancer's own hash, goes to server i mod n.
 //! With unequal shares, servers take buckets in weighted turns.
 
-use super::wrr_schedule::evenly_spread_turns;
+use super::wrr_schedule::evenly_spread_positions;
 use crate::ServerId;
 
 pub const NAME: &str = "hash";
 
-/// Returns each bucket's server, by its position among `server_count` servers, for `size` buckets. Empty without
-/// servers.
-pub fn modulo_table(server_count: usize, size: usize) -> Vec<usize> {
-    if server_count == 0 { Vec::new() } else { (0..size).map(|bucket| bucket % server_count).collect() }
+/// Returns the server of each of `bucket_count` buckets, as a position among `server_count` servers. The list is empty
+/// without servers.
+pub fn modulo_table(server_count: usize, bucket_count: usize) -> Vec<usize> {
+    if server_count == 0 { Vec::new() } else { (0..bucket_count).map(|bucket| bucket % server_count).collect() }
 }
 
-/// Returns the result of [`modulo_table`] for servers with shares, which take buckets in weighted turns.
-pub fn weighted_modulo_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
+/// Returns the result of [`modulo_table`] for servers with weights, to which the buckets are assigned in weighted
+/// turns.
+pub fn weighted_modulo_table(servers: &[(ServerId, f64)], bucket_count: usize) -> Vec<usize> {
     let shares: Vec<f64> = servers.iter().map(|(_, share)| *share).collect();
-    let server_turns = evenly_spread_turns(&shares);
-    modulo_table(server_turns.len(), size).into_iter().map(|turn_index| server_turns[turn_index]).collect()
+    let server_turns = evenly_spread_positions(&shares);
+    modulo_table(server_turns.len(), bucket_count).into_iter().map(|turn_index| server_turns[turn_index]).collect()
 }
 
 #[cfg(test)]
@@ -24,7 +25,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equal_shares_use_the_bucket_modulo_and_unequal_shares_are_proportional() {
+    fn equal_weights_use_the_bucket_modulo_and_others_are_proportional() {
         let table = |shares: &[f64], size: usize| {
             let servers: Vec<_> =
                 shares.iter().enumerate().map(|(id, share)| (ServerId::try_from(id as u64).unwrap(), *share)).collect();

@@ -22,84 +22,92 @@ use crate::load::load_to_fixed_point;
 use crate::placement::{BucketCount, CandidateCore, PlacementRule, PlacementTable, ServerCore};
 use crate::rss::{RssKey, seeded_rng, uniform_below};
 
-/// Names of the policy with each metric: connections, packets, bytes and core loads.
+/// Names of the policy, one for each metric: connections, packets, bytes and core loads.
 pub const POLICY_NAMES: [&str; 4] = ["least", "least:packets", "least:bytes", "least:cpu"];
 
-/// Number of the [`seeded_rng`] stream from which the candidates of each bucket are drawn.
+/// Number of the random-number stream ([`seeded_rng`]) from which the candidates of each bucket are drawn.
 const CANDIDATE_RNG_STREAM: u64 = 7;
 
-/// Policy `least`, which compares servers by one metric.
+/// Policy `least`, which compares servers by one load metric.
 pub struct LeastPolicy {
     hash_key: RssKey,
     sampling_seed: u64,
     metric: LoadMetric,
-    max_candidates: usize,
+    max_candidates_per_bucket: usize,
 }
 
 impl LeastPolicy {
-    /// Returns the policy that compares open connections, with as many candidates as the data plane allows.
+    /// Returns the policy that compares numbers of open connections, with as many candidates as the data plane allows.
     pub fn new(seed: u64) -> Self {
         Self::with_metric(LoadMetric::Connections, seed)
     }
 
-    /// Returns the policy that compares the metric `metric`.
+    /// Returns the policy that compares servers by the metric `metric`.
     pub fn with_metric(metric: LoadMetric, sampling_seed: u64) -> Self {
         Self {
             hash_key: independent_hash_key(sampling_seed),
             sampling_seed,
             metric,
-            max_candidates: intf::MAX_CANDIDATES as usize,
+            max_candidates_per_bucket: intf::MAX_CANDIDATES as usize,
         }
     }
 
-    /// Returns the policy with all servers as candidates of every bucket, even in a large pool. For simulations only.
+    /// Returns the policy with all servers as candidates of every bucket, even in a large pool. It is only for
+    /// simulations.
     pub fn without_sampling(seed: u64) -> Self {
-        Self { max_candidates: usize::MAX, ..Self::new(seed) }
+        Self { max_candidates_per_bucket: usize::MAX, ..Self::new(seed) }
     }
 
-    /// Returns the load of each eligible server in the table, by id, and the cost of one connection.
-    fn table_loads_and_cost(&self, pool: &Pool) -> (Vec<u32>, u32) {
-        let amounts = self.metric.server_loads(pool);
-        let amount_per_connection = self.amount_per_connection(pool, &amounts);
+    /// Returns the fixed-point load of each eligible server, by id, and the fixed-point cost of one connection.
+    fn fixed_point_loads_and_cost(&self, pool: &Pool) -> (Vec<u32>, u32) {
+        let metric_values = self.metric.server_loads(pool);
+        let metric_value_per_connection = self.metric_value_per_connection(pool, &metric_values);
         let compared_values = compared_values(
-            &amounts,
+            &metric_values,
             &self.metric.comparison_shares(pool),
-            pool.opened_connections,
-            amount_per_connection,
+            pool.opened_connection_count,
+            metric_value_per_connection,
         );
         let largest_value = compared_values.iter().copied().fold(0.0, f64::max);
-        let fixed_point_unit = match self.metric {
+        let fixed_point_scale = match self.metric {
             LoadMetric::Connections => f64::from(fixed_point_connection_load(largest_value)),
             _ => f64::from(load_to_fixed_point(1.0)) / largest_value.max(f64::MIN_POSITIVE),
         };
-        let connection_cost = ((amount_per_connection * fixed_point_unit) as u32).clamp(1, load_to_fixed_point(1.0));
-        (compared_values.iter().map(|load| (load * fixed_point_unit) as u32).collect(), connection_cost)
+        let fixed_point_cost =
+            ((metric_value_per_connection * fixed_point_scale) as u32).clamp(1, load_to_fixed_point(1.0));
+        (compared_values.iter().map(|load| (load * fixed_point_scale) as u32).collect(), fixed_point_cost)
     }
 
-    fn amount_per_connection(&self, pool: &Pool, amounts: &[f64]) -> f64 {
+    fn metric_value_per_connection(&self, pool: &Pool, metric_values: &[f64]) -> f64 {
         if self.metric == LoadMetric::Connections {
             return 1.0;
         }
-        let open_connections: f64 = pool.eligible_servers().map(|server| f64::from(server.open_connections)).sum();
-        if open_connections == 0.0 { 0.0 } else { amounts.iter().sum::<f64>() / open_connections }
+        let open_connection_count: f64 =
+            pool.eligible_servers().map(|server| f64::from(server.open_connection_count)).sum();
+        if open_connection_count == 0.0 { 0.0 } else { metric_values.iter().sum::<f64>() / open_connection_count }
     }
 }
 
-/// Returns the compared value of each server, which is never below 0. If all servers have the same share, it is the
-/// one in `amounts`.
+/// Returns the value by which each server is compared, which is at least 0. If all servers have the same share, it is
+/// the server's value in `metric_values`.
 fn compared_values(
-    amounts: &[f64],
+    metric_values: &[f64],
     shares: &[f64],
     opened_connections: Option<u64>,
-    amount_per_connection: f64,
+    metric_value_per_connection: f64,
 ) -> Vec<f64> {
     let largest_share = shares.iter().copied().fold(0.0, f64::max);
     if shares.iter().all(|share| *share == largest_share) {
-        return amounts.to_vec();
+        return metric_values.to_vec();
     }
-    let expected_amount = opened_connections.unwrap_or(0) as f64 * amount_per_connection;
-    let amount_per_share = (amounts.iter().sum::<f64>() + expected_amount) / shares.iter().sum::<f64>();
-    amounts.iter().zip(shares).map(|(amount, share)| amount + (largest_share - share) * amount_per_share).collect()
+    let expected_metric_growth = opened_connections.unwrap_or(0) as f64 * metric_value_per_connection;
+    let metric_value_per_share =
+        (metric_values.iter().sum::<f64>() + expected_metric_growth) / shares.iter().sum::<f64>();
+    metric_values
+        .iter()
+        .zip(shares)
+        .map(|(amount, share)| amount + (largest_share - share) * metric_value_per_share)
+        .collect()
 }
 
 impl Policy for LeastPolicy {
@@ -120,22 +128,27 @@ impl Policy for LeastPolicy {
         self.metric != LoadMetric::Cpu
     }
 
-    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        let mut table =
-            table_without_candidates(pool, PlacementRule::LeastAssigned, buckets, generation, self.hash_key.clone());
+    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
+        let mut table = table_without_candidates(
+            pool,
+            PlacementRule::LeastAssigned,
+            bucket_count,
+            generation,
+            self.hash_key.clone(),
+        );
         self.add_candidates(&mut table, pool);
         table
     }
 }
 
 impl LeastPolicy {
-    /// Returns a table with candidates but without consistent servers. With it, a load balancer replaces candidates
-    /// whose loads are too old.
-    pub fn candidate_table(&self, pool: &Pool, buckets: BucketCount) -> PlacementTable {
+    /// Returns a table with candidates but without consistent servers. A load balancer takes candidates from it to
+    /// replace those whose loads are too old.
+    pub fn candidate_table(&self, pool: &Pool, bucket_count: BucketCount) -> PlacementTable {
         let mut table = table_with_consistent_servers(
             pool,
             PlacementRule::LeastAssigned,
-            buckets,
+            bucket_count,
             0,
             self.hash_key.clone(),
             Vec::new(),
@@ -148,7 +161,7 @@ impl LeastPolicy {
         if table.members.is_empty() {
             return;
         }
-        let (loads, cost) = self.table_loads_and_cost(pool);
+        let (loads, cost) = self.fixed_point_loads_and_cost(pool);
         // A load balancer counts only its own assignments, but the others assign about as many.
         table.assignment_cost = cost.saturating_mul(pool.load_balancer_count);
         table.core_slots = table.members.iter().map(|member| ServerCore { server: member.server, core: 0 }).collect();
@@ -163,26 +176,28 @@ impl LeastPolicy {
                 core_slot: position.min(table.core_slots.len() - 1) as u16,
             })
             .collect();
-        let candidates_per_bucket = candidates.len().min(self.max_candidates);
+        let candidates_per_bucket = candidates.len().min(self.max_candidates_per_bucket);
         let mut rng = seeded_rng(self.sampling_seed ^ table.generation, CANDIDATE_RNG_STREAM);
         let has_slow_start = pool.eligible_servers().any(|server| server.slow_start_fraction < 1.0);
         for bucket in 0..table.bucket_count.get() {
             if candidates_per_bucket < candidates.len() {
                 move_sample_to_front(&mut candidates, candidates_per_bucket, &mut rng);
             }
-            let bucket_start = table.candidates.len();
+            let first_candidate_index = table.candidates.len();
             table.candidates.extend_from_slice(&candidates[..candidates_per_bucket]);
             if has_slow_start {
-                replace_excluded_candidates(&mut table.candidates[bucket_start..], |id| is_candidate(pool, id, bucket));
+                replace_nonparticipating_candidates(&mut table.candidates[first_candidate_index..], |id| {
+                    takes_part_in_bucket(pool, id, bucket)
+                });
             }
-            table.candidates[bucket_start..]
+            table.candidates[first_candidate_index..]
                 .sort_unstable_by_key(|candidate| (candidate.fixed_point_load, candidate.server));
         }
         table.candidates_per_bucket = candidates_per_bucket as u32;
     }
 }
 
-/// Moves a random sample of `sample_size` candidates to the front, which is the start of a shuffle by Fisher and Yates.
+/// Moves a random sample of `sample_size` candidates to the front, by the first steps of a Fisher-Yates shuffle.
 fn move_sample_to_front(candidates: &mut [CandidateCore], sample_size: usize, rng: &mut impl rand::Rng) {
     for position in 0..sample_size {
         let swap_position = position + uniform_below(rng, (candidates.len() - position) as u32) as usize;
@@ -190,25 +205,25 @@ fn move_sample_to_front(candidates: &mut [CandidateCore], sample_size: usize, rn
     }
 }
 
-fn is_candidate(pool: &Pool, id: ServerId, bucket: u32) -> bool {
+fn takes_part_in_bucket(pool: &Pool, id: ServerId, bucket: u32) -> bool {
     let server = pool.servers().binary_search_by_key(&id, |server| server.id).map(|position| &pool.servers()[position]);
     server.is_ok_and(|server| pool.takes_part_in_bucket(server, bucket))
 }
 
-/// Replaces the candidates that do not take part in the bucket by others of the list. If none takes part, all stay.
-fn replace_excluded_candidates(candidates: &mut [CandidateCore], is_candidate: impl Fn(ServerId) -> bool) {
-    let included_candidates: Vec<CandidateCore> =
+/// Replaces the candidates that do not take part in the bucket by copies of the others. If none takes part, all remain.
+fn replace_nonparticipating_candidates(candidates: &mut [CandidateCore], is_candidate: impl Fn(ServerId) -> bool) {
+    let participating_candidates: Vec<CandidateCore> =
         candidates.iter().copied().filter(|candidate| is_candidate(candidate.server)).collect();
-    if included_candidates.is_empty() {
+    if participating_candidates.is_empty() {
         return;
     }
-    for (candidate_slot, candidate) in candidates.iter_mut().zip(included_candidates.iter().cycle()) {
+    for (candidate_slot, candidate) in candidates.iter_mut().zip(participating_candidates.iter().cycle()) {
         *candidate_slot = *candidate;
     }
 }
 
-/// Returns the load of one connection in fixed point, with which the fullest server has at most 1.0. The result is at
-/// least the smallest step.
+/// Returns the load of one connection as a fixed-point number, such that the fullest server has at most 1.0. The result
+/// is at least 1, the smallest step.
 fn fixed_point_connection_load(largest_value: f64) -> u32 {
     (load_to_fixed_point(1.0) / (largest_value as u32).max(1)).max(1)
 }
@@ -221,7 +236,7 @@ mod tests {
 
     fn pool_with_connections(open_connections: &[u32], load_balancer_count: u32) -> Pool {
         let server = |(position, open_connections): (usize, &u32)| PoolServer {
-            open_connections: *open_connections,
+            open_connection_count: *open_connections,
             ..PoolServer::new((position as u64 + 1).try_into().unwrap())
         };
         Pool::new(open_connections.iter().enumerate().map(server).collect(), load_balancer_count)
@@ -242,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn candidates_of_a_large_pool_are_sampled_evenly_for_each_table() {
+    fn candidates_of_large_pool_are_sampled_evenly_in_each_table() {
         let mut policy = LeastPolicy::new(3);
         let large_pool = pool_with_connections(&[5; 400], 1);
         let tables =
@@ -263,12 +278,16 @@ mod tests {
         assert_eq!(unsampled_table.bucket_candidates(0, 0).len(), 400);
     }
 
-    fn connections_after_placing(policy: &mut LeastPolicy, servers: &[PoolServer], connections: u32) -> Vec<u32> {
-        let pool = Pool::new(servers.to_vec(), 1).with_opened_connections(connections.into());
+    fn connection_counts_after_placing(
+        policy: &mut LeastPolicy,
+        servers: &[PoolServer],
+        new_connection_count: u32,
+    ) -> Vec<u32> {
+        let pool = Pool::new(servers.to_vec(), 1).with_opened_connections(new_connection_count.into());
         let table = policy.compute_table(&pool, BucketCount::PAPER_VALUE, 1);
         let mut state = PlacementState::for_table(&table);
-        let mut open_connections: Vec<u32> = servers.iter().map(|server| server.open_connections).collect();
-        for hash in 0..connections {
+        let mut open_connections: Vec<u32> = servers.iter().map(|server| server.open_connection_count).collect();
+        for hash in 0..new_connection_count {
             let selected_server = table.select_server_by_hash(&mut state, |_| hash).unwrap();
             open_connections[servers.iter().position(|server| server.id == selected_server).unwrap()] += 1;
         }
@@ -276,28 +295,29 @@ mod tests {
     }
 
     #[test]
-    fn connections_converge_to_the_shares_of_the_weights() {
+    fn connection_counts_become_proportional_to_the_weights() {
         for open_connections in [[0, 0, 0], [10, 10, 10], [0, 70, 30]] {
             let weights = [1u64, 2, 7].map(|weight| ServerWeight::new(weight).unwrap());
             let servers: Vec<PoolServer> = (0..3)
                 .map(|n| PoolServer {
-                    open_connections: open_connections[n],
+                    open_connection_count: open_connections[n],
                     weight: weights[n],
                     ..PoolServer::new((n as u64).try_into().unwrap())
                 })
                 .collect();
-            let new_connections = 1000 - open_connections.iter().sum::<u32>();
-            let connection_counts = connections_after_placing(&mut LeastPolicy::new(1), &servers, new_connections);
-            let are_near_shares =
+            let new_connection_count = 1000 - open_connections.iter().sum::<u32>();
+            let connection_counts =
+                connection_counts_after_placing(&mut LeastPolicy::new(1), &servers, new_connection_count);
+            let are_near_fair_shares =
                 connection_counts.iter().zip([100u32, 200, 700]).all(|(count, expected)| count.abs_diff(expected) <= 2);
-            assert!(are_near_shares, "{open_connections:?} became {connection_counts:?}");
+            assert!(are_near_fair_shares, "{open_connections:?} became {connection_counts:?}");
         }
     }
 
     #[test]
-    fn each_metric_selects_the_server_with_its_lowest_value() {
+    fn each_metric_selects_the_server_with_the_lowest_value() {
         let server = |id: u64, packets: f64, bytes: f64, load: f64| PoolServer {
-            open_connections: 10,
+            open_connection_count: 10,
             traffic: Some(TrafficRates { packets_per_second: packets, bytes_per_second: bytes }),
             loads: Some(vec![load].into()),
             ..PoolServer::new(id.try_into().unwrap())
@@ -325,11 +345,12 @@ mod tests {
 
     #[test]
     fn joining_server_gets_only_its_share() {
-        let mut servers: Vec<PoolServer> =
-            (0..4u64).map(|n| PoolServer { open_connections: 100, ..PoolServer::new(n.try_into().unwrap()) }).collect();
-        (servers[3].open_connections, servers[3].slow_start_fraction) = (0, 0.25);
-        let joining_server_count = connections_after_placing(&mut LeastPolicy::new(1), &servers, 128)[3];
+        let mut servers: Vec<PoolServer> = (0..4u64)
+            .map(|n| PoolServer { open_connection_count: 100, ..PoolServer::new(n.try_into().unwrap()) })
+            .collect();
+        (servers[3].open_connection_count, servers[3].slow_start_fraction) = (0, 0.25);
+        let connections_of_joining_server = connection_counts_after_placing(&mut LeastPolicy::new(1), &servers, 128)[3];
         // Without slow start, all would go to the new server, whose share is 32 of 128 buckets.
-        assert!((20..=44).contains(&joining_server_count), "{joining_server_count}");
+        assert!((20..=44).contains(&connections_of_joining_server), "{connections_of_joining_server}");
     }
 }

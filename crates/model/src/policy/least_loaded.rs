@@ -7,10 +7,10 @@
 use super::MAX_CANDIDATES;
 use crate::placement::ServerCore;
 
-/// Maximum number of cores that a bucket keeps, twice as many as needed, so that a full search is rare.
+/// Maximum number of cores that are kept for a bucket. It is twice the number needed, so that a full search is rare.
 const MAX_KEPT_CORES: usize = 2 * MAX_CANDIDATES as usize;
 
-/// A core in the order of a bucket's loads, where ties are broken by id, as in CrossRSS.
+/// Core with the load by which a bucket's cores are ordered. Ties are broken by id, as in CrossRSS.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RankedCore {
     pub load: f64,
@@ -20,21 +20,22 @@ pub struct RankedCore {
 }
 
 impl RankedCore {
-    fn sorts_before(&self, other: &RankedCore) -> bool {
+    fn precedes(&self, other: &RankedCore) -> bool {
         self.load.total_cmp(&other.load).then(self.core.cmp(&other.core)).is_lt()
     }
 }
 
-/// The least loaded cores of one bucket in ascending order. No other core sorts before the last of them.
+/// Least loaded cores of one bucket in ascending order. No other core precedes the last of them.
 #[derive(Debug, Clone, Default)]
 pub struct LeastLoadedCores(Vec<RankedCore>);
 
-/// Last kept core before a removal. No other core sorts before it, except cores of the removed source.
+/// Last kept core before a removal. Only cores of the removed source, and kept cores, precede it.
 #[derive(Debug, Clone, Copy)]
 pub struct InsertionBound(RankedCore);
 
 impl LeastLoadedCores {
-    /// Removes the cores of a source. Returns the bound for insertions, or `None` if no cores were kept.
+    /// Removes the cores of a source (a server or a rack). Returns the bound for later insertions, or `None` if the
+    /// list was empty.
     #[inline]
     pub fn remove_source(&mut self, source: u32) -> Option<InsertionBound> {
         let insertion_bound = InsertionBound(*self.0.last()?);
@@ -42,14 +43,13 @@ impl LeastLoadedCores {
         Some(insertion_bound)
     }
 
-    /// Inserts a core of the removed source. Returns `false`, without effect, if it does not sort before
-    /// `insertion_bound`.
+    /// Inserts a core of the removed source if it precedes `insertion_bound`, and returns whether it does.
     #[inline]
     pub fn insert_core(&mut self, insertion_bound: InsertionBound, new_core: RankedCore) -> bool {
-        let is_before_bound = new_core.sorts_before(&insertion_bound.0);
+        let is_before_bound = new_core.precedes(&insertion_bound.0);
         if is_before_bound {
-            let position = self.0.partition_point(|ranked_core| ranked_core.sorts_before(&new_core));
-            self.0.insert(position, new_core);
+            let insert_index = self.0.partition_point(|ranked_core| ranked_core.precedes(&new_core));
+            self.0.insert(insert_index, new_core);
             self.0.truncate(MAX_KEPT_CORES);
         }
         is_before_bound
@@ -57,8 +57,8 @@ impl LeastLoadedCores {
 
     /// Changes the load of a source that has only one core.
     #[inline]
-    pub fn update_source(&mut self, old_load: f64, new_core: RankedCore) {
-        if self.0.last().is_some_and(|last| old_load > last.load && new_core.load > last.load) {
+    pub fn update_core_of_source(&mut self, previous_load: f64, new_core: RankedCore) {
+        if self.0.last().is_some_and(|last| previous_load > last.load && new_core.load > last.load) {
             return;
         }
         if let Some(insertion_bound) = self.remove_source(new_core.source) {
@@ -66,18 +66,21 @@ impl LeastLoadedCores {
         }
     }
 
-    /// Searches the least of all cores again. Each iterator is in ascending order, so the search leaves it at the first
-    /// core that is too heavily loaded.
-    pub fn refill<I: Iterator<Item = RankedCore>>(&mut self, ascending_lists: impl Iterator<Item = I>) {
+    /// Searches the least loaded of all cores. Each iterator is in ascending order, so the search of an iterator ends
+    /// at the first core whose load is too high.
+    pub fn refill_from_all_sources<I: Iterator<Item = RankedCore>>(
+        &mut self,
+        ascending_lists: impl Iterator<Item = I>,
+    ) {
         self.0.clear();
         for ascending_list in ascending_lists {
             for new_core in ascending_list {
                 let is_full = self.0.len() == MAX_KEPT_CORES;
-                if is_full && !new_core.sorts_before(&self.0[MAX_KEPT_CORES - 1]) {
+                if is_full && !new_core.precedes(&self.0[MAX_KEPT_CORES - 1]) {
                     break;
                 }
-                let position = self.0.partition_point(|ranked_core| ranked_core.sorts_before(&new_core));
-                self.0.insert(position, new_core);
+                let insert_index = self.0.partition_point(|ranked_core| ranked_core.precedes(&new_core));
+                self.0.insert(insert_index, new_core);
                 self.0.truncate(MAX_KEPT_CORES);
             }
         }
@@ -114,18 +117,18 @@ mod tests {
 
     proptest! {
         #[test]
-        fn kept_cores_are_the_least_loaded_of_servers(moves in prop::collection::vec((0..SERVER_COUNT, 0u32..20),
+        fn kept_cores_are_the_least_loaded_after_server_updates(load_changes in prop::collection::vec((0..SERVER_COUNT, 0u32..20),
             1..400)) {
-            let mut loads = vec![1.0; SERVER_COUNT];
+            let mut load_by_server = vec![1.0; SERVER_COUNT];
             let mut least_cores = LeastLoadedCores::default();
-            for (position, twentieths) in moves {
+            for (position, twentieths) in load_changes {
                 let load = f64::from(twentieths) / 20.0;
-                let old_load = std::mem::replace(&mut loads[position], load);
-                least_cores.update_source(old_load, ranked_core(position, load));
+                let old_load = std::mem::replace(&mut load_by_server[position], load);
+                least_cores.update_core_of_source(old_load, ranked_core(position, load));
                 let all_cores: Vec<RankedCore> =
-                    loads.iter().enumerate().map(|(index, load)| ranked_core(index, *load)).collect();
+                    load_by_server.iter().enumerate().map(|(index, load)| ranked_core(index, *load)).collect();
                 if least_cores.ranked_cores().len() < usize::from(MAX_CANDIDATES) {
-                    least_cores.refill(all_cores.iter().map(|core| std::iter::once(*core)));
+                    least_cores.refill_from_all_sources(all_cores.iter().map(|core| std::iter::once(*core)));
                     prop_assert_eq!(least_cores.ranked_cores().len(), MAX_KEPT_CORES);
                 }
                 assert_kept_cores_are_the_least(&least_cores, all_cores)?;
@@ -133,31 +136,31 @@ mod tests {
         }
 
         #[test]
-        fn kept_cores_are_the_least_loaded_of_racks(
+        fn kept_cores_are_the_least_loaded_after_rack_updates(
             changes in prop::collection::vec((0..SERVER_COUNT / 4, prop::collection::vec(0u32..20, 4)), 1..200),
         ) {
-            let rack_list = |rack: usize, twentieths: &[u32]| {
+            let sorted_rack_cores = |rack: usize, twentieths: &[u32]| {
                 let rack_cores = twentieths.iter().enumerate().map(|(index, twentieths)| {
                     RankedCore { source: rack as u32, ..ranked_core(rack * 4 + index, f64::from(*twentieths) / 20.0) }
                 });
-                let mut list: Vec<RankedCore> = rack_cores.collect();
-                list.sort_by(|left, right| left.load.total_cmp(&right.load).then(left.core.cmp(&right.core)));
-                list
+                let mut sorted_cores: Vec<RankedCore> = rack_cores.collect();
+                sorted_cores.sort_by(|left, right| left.load.total_cmp(&right.load).then(left.core.cmp(&right.core)));
+                sorted_cores
             };
-            let mut rack_lists: Vec<Vec<RankedCore>> =
-                (0..SERVER_COUNT / 4).map(|rack| rack_list(rack, &[20; 4])).collect();
+            let mut core_lists_by_rack: Vec<Vec<RankedCore>> =
+                (0..SERVER_COUNT / 4).map(|rack| sorted_rack_cores(rack, &[20; 4])).collect();
             let mut least_cores = LeastLoadedCores::default();
             for (rack, twentieths) in changes {
-                rack_lists[rack] = rack_list(rack, &twentieths);
+                core_lists_by_rack[rack] = sorted_rack_cores(rack, &twentieths);
                 if let Some(insertion_bound) = least_cores.remove_source(rack as u32) {
                     let insert_core = |new_core: &&_| least_cores.insert_core(insertion_bound, **new_core);
-                    rack_lists[rack].iter().take_while(insert_core).count();
+                    core_lists_by_rack[rack].iter().take_while(insert_core).count();
                 }
                 if least_cores.ranked_cores().len() < usize::from(MAX_CANDIDATES) {
-                    least_cores.refill(rack_lists.iter().map(|list| list.iter().copied()));
+                    least_cores.refill_from_all_sources(core_lists_by_rack.iter().map(|list| list.iter().copied()));
                     prop_assert_eq!(least_cores.ranked_cores().len(), MAX_KEPT_CORES);
                 }
-                assert_kept_cores_are_the_least(&least_cores, rack_lists.concat())?;
+                assert_kept_cores_are_the_least(&least_cores, core_lists_by_rack.concat())?;
             }
         }
     }

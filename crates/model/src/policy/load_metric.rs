@@ -2,21 +2,21 @@
 
 use super::{Pool, PoolServer};
 
-/// Metric by which servers are compared.
+/// Metric by which policies compare the loads of servers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LoadMetric {
     /// Number of open connections.
     Connections,
-    /// Packets per second that load balancers send to the server.
+    /// Number of packets per second that load balancers send to the server.
     Packets,
-    /// Frame bytes per second that load balancers send to the server.
+    /// Number of frame bytes per second that load balancers send to the server.
     Bytes,
-    /// Mean load of the cores of the server.
+    /// Mean load of the server's cores.
     Cpu,
 }
 
 impl LoadMetric {
-    /// Returns the telemetry about servers that load balancers must collect for the metric.
+    /// Returns the telemetry about servers that load balancers must collect for this metric.
     pub fn telemetry_level(self) -> TelemetryLevel {
         match self {
             LoadMetric::Connections => TelemetryLevel::Connections,
@@ -25,22 +25,23 @@ impl LoadMetric {
         }
     }
 
-    /// Returns the metric of each eligible server, by id. A server without data counts as the mean of the others.
+    /// Returns the metric's value for each eligible server, by id. A server without data has the mean of the other
+    /// servers.
     pub fn server_loads(self, pool: &Pool) -> Vec<f64> {
         let neutral_load = pool.neutral_load();
-        let metric_of = |server: &PoolServer| match self {
-            LoadMetric::Connections => Some(f64::from(server.open_connections)),
+        let known_metric_value = |server: &PoolServer| match self {
+            LoadMetric::Connections => Some(f64::from(server.open_connection_count)),
             LoadMetric::Packets => server.traffic.map(|traffic| traffic.packets_per_second),
             LoadMetric::Bytes => server.traffic.map(|traffic| traffic.bytes_per_second),
             LoadMetric::Cpu => Some(server.mean_load(neutral_load)),
         };
-        let known_values: Vec<f64> = pool.eligible_servers().filter_map(metric_of).collect();
-        let mean_value = crate::statistics::mean(&known_values).unwrap_or(0.0);
-        pool.eligible_servers().map(|server| metric_of(server).unwrap_or(mean_value)).collect()
+        let known_metric_values: Vec<f64> = pool.eligible_servers().filter_map(known_metric_value).collect();
+        let mean_metric_value = crate::statistics::mean(&known_metric_values).unwrap_or(0.0);
+        pool.eligible_servers().map(|server| known_metric_value(server).unwrap_or(mean_metric_value)).collect()
     }
 
-    /// Returns the share by which each eligible server is compared. A server with twice the share may have twice as
-    /// much. Capacity does not count for core loads, which are relative to it already.
+    /// Returns the share relative to which each eligible server's value is compared. A server with twice the share may
+    /// have twice the value. Capacity does not count for core loads, because they are relative to it already.
     pub fn comparison_shares(self, pool: &Pool) -> Vec<f64> {
         let weights = pool.eligible_servers().map(|server| f64::from(server.weight.get()));
         match self {
@@ -50,20 +51,20 @@ impl LoadMetric {
     }
 }
 
-/// Telemetry that a policy needs from load balancers about each server.
+/// Amount of telemetry about each server that a policy needs from load balancers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum TelemetryLevel {
     /// No telemetry, because the policy uses only reports of agents, or no loads at all.
     #[default]
     Nothing,
-    /// Numbers of connections opened and closed.
+    /// Numbers of connections that were opened and closed.
     Connections,
-    /// Also packets and bytes, whose counting costs the data plane a little.
+    /// Numbers of connections, packets and bytes. Counting the latter two costs the data plane a little.
     All,
 }
 
 impl TelemetryLevel {
-    /// All levels in ascending order, where each includes the previous one.
+    /// All levels in ascending order. Each level includes the previous one.
     pub const ALL: [TelemetryLevel; 3] = [TelemetryLevel::Nothing, TelemetryLevel::Connections, TelemetryLevel::All];
 
     /// Returns the name of this level in messages.

@@ -6,11 +6,12 @@ use crate::load::CoreLoads;
 /// Smoothed loads of one server's cores, as fractions of their capacity.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ServerLoads {
-    /// Load of each core, by receive queue, reported by the server's agent.
+    /// Load of each core, by receive queue, as reported by the server's agent.
     Local(CoreLoads),
-    /// Load of each core, from the server's rack controller, after [`Policy::preprocess`](super::Policy::preprocess).
+    /// Load of each core, as sent by the server's rack controller, after
+    /// [`Policy::preprocess`](super::Policy::preprocess).
     Relayed(CoreLoads),
-    /// Only the sum of the loads, because the cores themselves are in the rack's summary ([`super::RackSummary`]).
+    /// Sum of the cores' loads. The cores themselves are in the rack's summary ([`super::RackSummary`]).
     Aggregated {
         /// Sum of the loads of all cores.
         sum: f64,
@@ -34,10 +35,11 @@ impl ServerLoads {
         }
     }
 
-    /// Returns the sum of all cores' loads, added in their order so that the controller and racks get the same number.
+    /// Returns the sum of all cores' loads, added in order so that the controller and rack controllers get the same
+    /// number.
     pub fn sum(&self) -> f64 {
         match self {
-            ServerLoads::Local(cores) | ServerLoads::Relayed(cores) => cores.sum(),
+            ServerLoads::Local(cores) | ServerLoads::Relayed(cores) => cores.load_sum(),
             ServerLoads::Aggregated { sum, .. } => *sum,
         }
     }
@@ -50,13 +52,13 @@ impl ServerLoads {
         }
     }
 
-    /// Returns the mean load of all cores, or `None` without cores.
+    /// Returns the mean load of all cores, or `None` if the server has no cores.
     pub fn mean(&self) -> Option<f64> {
         (self.core_count() > 0).then(|| self.sum() / f64::from(self.core_count()))
     }
 }
 
-/// Class of servers whose cores have the same fair level and speed in [`super::normalized_load::NormalizedLoad`].
+/// Class of servers whose cores have the same target load and speed in [`super::normalized_load::NormalizedLoad`].
 #[derive(Debug, Clone, Copy)]
 pub struct ServerClass {
     /// Weight of each server of the class.
@@ -66,7 +68,8 @@ pub struct ServerClass {
 }
 
 impl ServerClass {
-    /// Returns integers that sort like weight and speed, because the speed is a positive floating-point number.
+    /// Returns integers that sort like weight and speed. The speed is a positive number, whose bits sort like its
+    /// value.
     fn sort_key(&self) -> (u32, u64) {
         (self.weight.get(), self.speed.to_bits())
     }
@@ -92,19 +95,21 @@ impl Ord for ServerClass {
     }
 }
 
-/// Number of mantissa bits of a load that select its bin, which gives 128 bins from a load to its double.
+/// Number of mantissa bits of a load that select its bin. With 7 bits, there are 128 bins between a load and its
+/// double.
 const BIN_MANTISSA_BITS: u32 = 7;
 const MANTISSA_BITS: u32 = f64::MANTISSA_DIGITS - 1;
-/// Minimum load with its own bin. Smaller loads, of cores busy for less than 0.025 % of the time, share one bin.
+/// Minimum load with a bin of its own. Smaller loads, of cores busy for less than 0.025 % of the time, share one bin.
 const MIN_DISTINCT_LOAD: f64 = 1.0 / 4096.0;
 /// Maximum load with a bin of its own. Larger loads share the last bin.
 const MAX_DISTINCT_LOAD: f64 = 16.0;
-/// Units per core in the sums of bins. A million cores at the data plane's highest load (2^12) stay below 2^64.
+/// Units of load per core in the sums of bins. The sum of a million cores at the data plane's highest load (2^12) is
+/// below 2^64.
 const LOAD_UNITS_PER_CORE: f64 = (1u64 << 32) as f64;
 
-/// Histogram of many cores' loads in some 2,000 bins, which have the number of cores and the sum of their loads. A bin
-/// is as wide as 1/128 of its loads. Sums are whole numbers, so histograms of several sets of cores add up exactly, in
-/// any order, and can also be subtracted.
+/// Histogram of the loads of many cores in some 2,000 bins. Each bin has the number of its cores and the sum of their
+/// loads, and is as wide as 1/128 of its loads. Sums are whole numbers, so histograms of several sets of cores add up
+/// exactly, in any order, and can also be subtracted.
 #[derive(Debug, Clone, Default)]
 pub struct LoadHistogram {
     /// Bins by index, up to the last one that has been used.
@@ -119,84 +124,84 @@ impl PartialEq for LoadHistogram {
 
 impl Eq for LoadHistogram {}
 
-/// Form in which racks send a [`LoadHistogram`]. It has only the bins with a core, in ascending order of load. These
-/// are a few hundred of 2,000, which matters because hundreds of racks are kept and added up.
+/// Form in which rack controllers send a [`LoadHistogram`]. It has only the nonempty bins, in ascending order of load.
+/// These are a few hundred of 2,000, which saves memory and time with hundreds of racks.
 pub type HistogramBins = Vec<(u16, LoadBin)>;
 
-/// Number and loads of the cores in one bin.
+/// Number of the cores in one bin, and the sum of their loads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LoadBin {
     /// Number of cores in the bin.
     pub core_count: u64,
-    /// Sum of the cores' loads in units of 2^-32 cores.
+    /// Sum of the cores' loads, in units of 2^-32 cores.
     pub load_sum: u64,
 }
 
 impl LoadBin {
-    fn of(load: f64) -> Self {
+    fn with_core(load: f64) -> Self {
         Self { core_count: 1, load_sum: (load * LOAD_UNITS_PER_CORE) as u64 }
     }
 }
 
 impl LoadHistogram {
     /// Maximum number of bins of a histogram.
-    pub const BIN_COUNT: u16 = (bin_key(MAX_DISTINCT_LOAD) - bin_key(MIN_DISTINCT_LOAD)) as u16 + 2;
+    pub const BIN_COUNT: u16 = (load_prefix_bits(MAX_DISTINCT_LOAD) - load_prefix_bits(MIN_DISTINCT_LOAD)) as u16 + 2;
 
-    /// Adds a core with this load.
+    /// Adds a core with the load `load`.
     pub fn add_core(&mut self, load: f64) {
-        self.add_bin(bin_index(load), LoadBin::of(load));
+        self.add_bin(bin_index(load), LoadBin::with_core(load));
     }
 
-    /// Removes a core that was added with this load.
+    /// Removes a core that was added with the load `load`.
     pub fn remove_core(&mut self, load: f64) {
-        let (stored_bin, removed_bin) = (&mut self.bins[usize::from(bin_index(load))], LoadBin::of(load));
+        let (stored_bin, removed_bin) = (&mut self.bins[usize::from(bin_index(load))], LoadBin::with_core(load));
         stored_bin.core_count -= removed_bin.core_count;
         stored_bin.load_sum -= removed_bin.load_sum;
     }
 
-    /// Adds all cores of another histogram.
-    pub fn add_bins(&mut self, other: impl Iterator<Item = (u16, LoadBin)>) {
-        other.for_each(|(bin, added_bin)| self.add_bin(bin, added_bin));
+    /// Adds all cores of another histogram, given by its bins.
+    pub fn add_bins(&mut self, other_bins: impl Iterator<Item = (u16, LoadBin)>) {
+        other_bins.for_each(|(bin, added_bin)| self.add_bin(bin, added_bin));
     }
 
-    /// Removes all cores of another histogram that was added before.
-    pub fn remove_bins(&mut self, other: impl Iterator<Item = (u16, LoadBin)>) {
-        for (bin, removed_bin) in other {
+    /// Removes all cores of another histogram, given by its bins, which were added before.
+    pub fn remove_bins(&mut self, other_bins: impl Iterator<Item = (u16, LoadBin)>) {
+        for (bin, removed_bin) in other_bins {
             let stored_bin = &mut self.bins[usize::from(bin)];
             stored_bin.core_count = stored_bin.core_count.saturating_sub(removed_bin.core_count);
             stored_bin.load_sum = stored_bin.load_sum.saturating_sub(removed_bin.load_sum);
         }
     }
 
-    /// Adds cores to the bin with index `bin`, which is below [`LoadHistogram::BIN_COUNT`].
-    pub fn add_bin(&mut self, bin: u16, added_bin: LoadBin) {
-        let position = usize::from(bin);
-        if position >= self.bins.len() {
-            self.bins.resize(position + 1, LoadBin::default());
+    /// Adds cores to the bin with index `bin_index`, which is below [`LoadHistogram::BIN_COUNT`].
+    pub fn add_bin(&mut self, bin_index: u16, added_bin: LoadBin) {
+        let bin_position = usize::from(bin_index);
+        if bin_position >= self.bins.len() {
+            self.bins.resize(bin_position + 1, LoadBin::default());
         }
-        let stored_bin = &mut self.bins[position];
+        let stored_bin = &mut self.bins[bin_position];
         stored_bin.core_count = stored_bin.core_count.saturating_add(added_bin.core_count);
         stored_bin.load_sum = stored_bin.load_sum.saturating_add(added_bin.load_sum);
     }
 
-    /// Returns the bins that have a core, in ascending order of load.
+    /// Returns the nonempty bins in ascending order of load.
     pub fn bins(&self) -> impl Iterator<Item = (u16, LoadBin)> {
         let indexed_bins = self.bins.iter().enumerate().map(|(bin, cores)| (bin as u16, *cores));
         indexed_bins.filter(|(_, bin)| bin.core_count > 0)
     }
 
-    /// Returns the total load by which cores are below `level`. The cores of one bin count with their mean load. Only
-    /// the bin of `level` is inexact, where each core adds an error of at most a quarter of the bin's width (level /
-    /// 512).
-    pub fn missing_load(&self, level: f64) -> f64 {
-        let missing_load_of_bin =
-            |bin: &LoadBin| (bin.core_count as f64 * level - bin.load_sum as f64 / LOAD_UNITS_PER_CORE).max(0.0);
-        self.bins.iter().map(missing_load_of_bin).sum()
+    /// Returns the total load by which cores are below the target load. The cores of one bin count with their mean
+    /// load. Only the bin of the target load is inexact. Each core in it adds an error of at most a quarter of the
+    /// bin's width (target load / 512).
+    pub fn load_missing_to_target(&self, target_load: f64) -> f64 {
+        let load_missing_in_bin =
+            |bin: &LoadBin| (bin.core_count as f64 * target_load - bin.load_sum as f64 / LOAD_UNITS_PER_CORE).max(0.0);
+        self.bins.iter().map(load_missing_in_bin).sum()
     }
 }
 
-/// Returns the sign, the exponent and the first mantissa bits of a load, which grow with the load.
-const fn bin_key(load: f64) -> u64 {
+/// Returns the sign, the exponent and the first mantissa bits of a load. They grow with the load.
+const fn load_prefix_bits(load: f64) -> u64 {
     load.to_bits() >> (MANTISSA_BITS - BIN_MANTISSA_BITS)
 }
 
@@ -204,7 +209,7 @@ fn bin_index(load: f64) -> u16 {
     if load < MIN_DISTINCT_LOAD {
         return 0;
     }
-    (bin_key(load.min(MAX_DISTINCT_LOAD)) - bin_key(MIN_DISTINCT_LOAD)) as u16 + 1
+    (load_prefix_bits(load.min(MAX_DISTINCT_LOAD)) - load_prefix_bits(MIN_DISTINCT_LOAD)) as u16 + 1
 }
 
 #[cfg(test)]
@@ -213,7 +218,7 @@ mod tests {
 
     use super::*;
 
-    fn histogram_of(loads: &[f64]) -> LoadHistogram {
+    fn create_histogram(loads: &[f64]) -> LoadHistogram {
         let mut histogram = LoadHistogram::default();
         loads.iter().for_each(|load| histogram.add_core(*load));
         histogram
@@ -237,39 +242,39 @@ mod tests {
 
     proptest! {
         #[test]
-        fn histograms_of_parts_add_up_to_the_whole(loads in proptest::collection::vec(0.0..2.0f64, 0..200),
-            part in 1usize..7) {
+        fn part_histograms_add_up_to_the_whole_histogram(loads in proptest::collection::vec(0.0..2.0f64, 0..200),
+            part_count in 1usize..7) {
             let mut added_histogram = LoadHistogram::default();
-            for of_part in 0..part {
-                let part_loads: Vec<f64> = loads.iter().copied().skip(of_part).step_by(part).collect();
-                added_histogram.add_bins(histogram_of(&part_loads).bins());
+            for part_index in 0..part_count {
+                let part_loads: Vec<f64> = loads.iter().copied().skip(part_index).step_by(part_count).collect();
+                added_histogram.add_bins(create_histogram(&part_loads).bins());
             }
-            prop_assert_eq!(added_histogram, histogram_of(&loads));
+            prop_assert_eq!(added_histogram, create_histogram(&loads));
         }
 
         #[test]
         fn removed_cores_leave_no_trace_in_the_histogram(loads in proptest::collection::vec(0.0..20.0f64, 0..100),
-            part in 0usize..100) {
-            let (remaining_loads, removed_loads) = loads.split_at(part.min(loads.len()));
-            let mut sum = histogram_of(&loads);
-            removed_loads.iter().for_each(|load| sum.remove_core(*load));
-            prop_assert_eq!(&sum, &histogram_of(remaining_loads));
-            prop_assert_eq!(sum.missing_load(0.7), histogram_of(remaining_loads).missing_load(0.7));
+            remaining_count in 0usize..100) {
+            let (remaining_loads, removed_loads) = loads.split_at(remaining_count.min(loads.len()));
+            let mut histogram = create_histogram(&loads);
+            removed_loads.iter().for_each(|load| histogram.remove_core(*load));
+            prop_assert_eq!(&histogram, &create_histogram(remaining_loads));
+            prop_assert_eq!(histogram.load_missing_to_target(0.7), create_histogram(remaining_loads).load_missing_to_target(0.7));
         }
 
         #[test]
-        fn missing_load_is_nearly_exact(
+        fn load_missing_to_target_is_nearly_exact(
             loads in proptest::collection::vec(0.0..2.0f64, 1..200),
-            level in 0.001..2.0f64,
+            target_load in 0.001..2.0f64,
         ) {
-            let exact_missing_load: f64 = loads.iter().map(|load| (level - load).max(0.0)).sum();
-            let missing_load = histogram_of(&loads).missing_load(level);
-            let cores_in_bin_of_level = loads.iter().filter(|load| bin_index(**load) == bin_index(level)).count();
+            let exact_missing_load: f64 = loads.iter().map(|load| (target_load - load).max(0.0)).sum();
+            let missing_load = create_histogram(&loads).load_missing_to_target(target_load);
+            let core_count_in_target_bin = loads.iter().filter(|load| bin_index(**load) == bin_index(target_load)).count();
             let rounding_error = 1e-9 * loads.len() as f64;
             prop_assert!(missing_load <= exact_missing_load + rounding_error, "{missing_load} is more than \
                                                                                {exact_missing_load}");
             prop_assert!(
-                exact_missing_load - missing_load <= cores_in_bin_of_level as f64 * level / 512.0 + rounding_error,
+                exact_missing_load - missing_load <= core_count_in_target_bin as f64 * target_load / 512.0 + rounding_error,
                 "{missing_load}, {exact_missing_load}"
             );
         }

@@ -7,47 +7,50 @@ use crate::placement::mix_hash;
 
 pub const NAME: &str = "maglev";
 
-/// Published table size, a prime about a hundred times the number of servers in a moderate pool. The data plane's
-/// tables are smaller ([`BucketCount`](crate::placement::BucketCount)), but a simulation can use this one.
+/// Table size in the Maglev paper, a prime about a hundred times the number of servers in a moderate pool. The data
+/// plane's tables are smaller ([`BucketCount`](crate::placement::BucketCount)), but simulations can use this size.
 pub const PAPER_TABLE_SIZE: usize = 65_537;
 
-/// Returns, for each of `size` buckets, its server's position in `servers`, or an empty list without servers.
-pub fn maglev_table(servers: &[ServerId], size: usize) -> Vec<usize> {
+/// Returns, for each of `bucket_count` buckets, its server's position in `servers`, or an empty list without servers.
+pub fn maglev_table(servers: &[ServerId], bucket_count: usize) -> Vec<usize> {
     let servers: Vec<_> = servers.iter().map(|server| (*server, 1.0)).collect();
-    weighted_maglev_table(&servers, size)
+    weighted_maglev_table(&servers, bucket_count)
 }
 
-/// Returns the result of [`maglev_table`] for servers with shares. Published Maglev has equal shares. Here a server of
-/// half the largest share takes a bucket in every second round.
-pub fn weighted_maglev_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
-    let largest_share = servers.iter().map(|(_, share)| *share).fold(0.0, f64::max);
-    if largest_share <= 0.0 {
+/// Returns the result of [`maglev_table`] for servers with weights. In the Maglev paper, all servers are equal. Here, a
+/// server of half the largest weight takes a bucket in every second round.
+pub fn weighted_maglev_table(servers: &[(ServerId, f64)], bucket_count: usize) -> Vec<usize> {
+    let largest_weight = servers.iter().map(|(_, share)| *share).fold(0.0, f64::max);
+    if largest_weight <= 0.0 {
         return Vec::new();
     }
     const FREE_BUCKET: usize = usize::MAX;
     let mut bucket_orders: Vec<BucketOrder> =
-        servers.iter().map(|(server, _)| BucketOrder::of(*server, size)).collect();
+        servers.iter().map(|(server, _)| BucketOrder::for_server(*server, bucket_count)).collect();
     let mut bucket_counts = vec![0.0; servers.len()];
-    let mut table = vec![FREE_BUCKET; size];
-    let mut free_bucket_count = size;
+    let mut server_position_by_bucket = vec![FREE_BUCKET; bucket_count];
+    let mut free_bucket_count = bucket_count;
     for round in 1u32.. {
         for (position, order) in bucket_orders.iter_mut().enumerate() {
             if free_bucket_count == 0 {
-                return table;
+                return server_position_by_bucket;
             }
-            if bucket_counts[position] + 1.0 > f64::from(round) * servers[position].1 / largest_share {
+            if bucket_counts[position] + 1.0 > f64::from(round) * servers[position].1 / largest_weight {
                 continue;
             }
             bucket_counts[position] += 1.0;
-            let bucket = order.find(|bucket| table[*bucket] == FREE_BUCKET).expect("an order passes every bucket");
-            table[bucket] = position;
+            let free_bucket = order
+                .find(|bucket| server_position_by_bucket[*bucket] == FREE_BUCKET)
+                .expect("an order passes every bucket");
+            server_position_by_bucket[free_bucket] = position;
             free_bucket_count -= 1;
         }
     }
     unreachable!("the server of the largest share has a bucket in every round")
 }
 
-/// Order in which a server takes buckets, starting at an offset and advancing by `skip`, modulo the number of buckets.
+/// Iterator over buckets in the order in which a server takes them. It starts at an offset and advances by `skip`,
+/// modulo the number of buckets.
 struct BucketOrder {
     next_bucket: usize,
     skip: usize,
@@ -55,7 +58,7 @@ struct BucketOrder {
 }
 
 impl BucketOrder {
-    fn of(server: ServerId, bucket_count: usize) -> Self {
+    fn for_server(server: ServerId, bucket_count: usize) -> Self {
         let hash = mix_hash(server.get().into());
         let next_bucket = (hash as u32) as usize % bucket_count;
         // The skip is 1 to size - 1, as published for a prime size. For other sizes, it is the next number that shares
@@ -95,7 +98,7 @@ mod tests {
         for size in [1, 2, 7, 128, 1000, 65_537] {
             for server in server_ids(5) {
                 let mut is_visited = vec![false; size];
-                BucketOrder::of(server, size).take(size).for_each(|bucket| is_visited[bucket] = true);
+                BucketOrder::for_server(server, size).take(size).for_each(|bucket| is_visited[bucket] = true);
                 assert!(
                     is_visited.iter().all(|is_bucket_visited| *is_bucket_visited),
                     "{size} buckets, server {server}"
@@ -105,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn servers_have_equally_many_buckets_to_within_one() {
+    fn bucket_counts_of_servers_differ_by_at_most_one() {
         for (count, size) in [(3, 128), (7, 2048), (468, PAPER_TABLE_SIZE), (200, 128)] {
             let mut buckets_per_server = vec![0; count as usize];
             maglev_table(&server_ids(count), size).iter().for_each(|position| buckets_per_server[*position] += 1);
@@ -117,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn every_server_has_its_share_of_buckets() {
+    fn bucket_counts_are_proportional_to_weights() {
         let servers_and_shares: Vec<_> = server_ids(30).into_iter().zip([1.0, 3.0, 0.5].into_iter().cycle()).collect();
         let mut buckets_per_server = [0; 30];
         weighted_maglev_table(&servers_and_shares, PAPER_TABLE_SIZE)
@@ -130,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn pool_change_moves_few_extra_buckets() {
+    fn removal_of_a_server_moves_few_buckets_of_other_servers() {
         let servers = server_ids(100);
         let table = maglev_table(&servers, PAPER_TABLE_SIZE);
         let reduced_table = maglev_table(&servers[1..], PAPER_TABLE_SIZE);

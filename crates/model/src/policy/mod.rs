@@ -58,7 +58,7 @@ pub trait Policy: Send {
     /// Returns the name of the policy in configuration and output.
     fn name(&self) -> &'static str;
 
-    /// Returns whether all tables of one pool are the same, because no load, count or turn decides.
+    /// Returns whether all tables of one pool of servers are the same, so that no load, counter or turn affects them.
     fn is_load_independent(&self) -> bool {
         false
     }
@@ -79,13 +79,14 @@ pub trait Policy: Send {
         TelemetryLevel::Nothing
     }
 
-    /// Returns the pool with the loads as this policy uses them. It is called once per table, where the load of each
+    /// Returns the pool with the loads as this policy uses them. Callers call it once per table, where the load of each
     /// core is known. For servers in a rack, this is at the rack controller.
     fn preprocess<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
         Cow::Borrowed(pool)
     }
 
-    /// Returns the number of least loaded cores that a rack must send for each bucket so that no information is lost.
+    /// Returns the number of least loaded cores that a rack controller must send for each bucket, so that no
+    /// information is lost.
     fn max_candidates_per_bucket(&self, _buckets: BucketCount) -> usize {
         0
     }
@@ -96,7 +97,7 @@ pub trait Policy: Send {
     }
 
     /// Returns the placement table for a pool, with this number of buckets and this generation number.
-    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable;
+    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable;
 }
 
 type PolicyFactory = fn(u64) -> Box<dyn Policy>;
@@ -129,7 +130,7 @@ pub const POLICY_REGISTRY: [(&str, PolicyFactory); 17] = [
 /// Name of the default policy of a service.
 pub const DEFAULT_POLICY_NAME: &str = crossrss_plus::NAME;
 
-/// Error returned for a name that no policy has.
+/// Error returned for the name of an unknown policy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("policy {0:?} does not exist: expected one of {list}", list = policy_names().join(", "))]
 pub struct UnknownPolicy(pub String);
@@ -139,13 +140,13 @@ pub fn policy_names() -> Vec<&'static str> {
     POLICY_REGISTRY.iter().map(|(name, _)| *name).collect()
 }
 
-/// Returns the names of the policies whose tables depend on the pool alone, and not on loads.
+/// Returns the names of the policies whose tables depend only on the pool of servers, and not on loads.
 pub fn load_independent_policy_names() -> Vec<&'static str> {
     POLICY_REGISTRY.iter().filter(|(_, make)| make(0).is_load_independent()).map(|(name, _)| *name).collect()
 }
 
-/// Returns the telemetry that a policy needs from load balancers, or `Nothing` for an unknown name. It includes the
-/// telemetry by which the reports of servers are checked.
+/// Returns the telemetry that a policy needs from load balancers, or `Nothing` for an unknown name. The result includes
+/// the telemetry by which reports of agents are checked.
 pub fn required_telemetry_level(name: &str) -> TelemetryLevel {
     let required_telemetry = |policy: Box<dyn Policy>| {
         let telemetry_for_checks =
@@ -155,37 +156,45 @@ pub fn required_telemetry_level(name: &str) -> TelemetryLevel {
     policy_by_name(name, 0).map(required_telemetry).unwrap_or_default()
 }
 
-/// Returns whether the policy's tables depend on loads or counts and so expire, or false for an unknown name.
+/// Returns whether the policy's tables depend on loads or counts, and therefore expire. Returns false for an unknown
+/// name.
 pub fn policy_reads_loads(name: &str) -> bool {
     policy_by_name(name, 0).is_ok_and(|policy| policy.reads_loads())
 }
 
-/// Returns the policy with the name `name`, created from `seed`. Fails if the name is unknown.
+/// Returns a policy with the name `name`, created from `seed`. Fails if the name is unknown.
 pub fn policy_by_name(name: &str, seed: u64) -> Result<Box<dyn Policy>, UnknownPolicy> {
-    let entry = POLICY_REGISTRY.iter().find(|(known_name, _)| *known_name == name);
-    entry.map(|(_, make)| make(seed)).ok_or_else(|| UnknownPolicy(name.to_string()))
+    let registry_entry = POLICY_REGISTRY.iter().find(|(known_name, _)| *known_name == name);
+    registry_entry.map(|(_, make)| make(seed)).ok_or_else(|| UnknownPolicy(name.to_string()))
 }
 
-/// Number of the [`seeded_rng`] stream from which hash keys are drawn that are independent of every NIC's key.
+/// Number of the random-number stream ([`seeded_rng`]) from which hash keys that no NIC has are drawn.
 const INDEPENDENT_KEY_RNG_STREAM: u64 = 2;
 
-/// Returns a hash key that only the load balancer uses. If the servers' RSS hash selected the buckets, `hash` would
-/// reach only some cores of each server and look twice as bad as it is.
+/// Returns a hash key that only the load balancer uses. If the servers' RSS hash selected the buckets, the policy
+/// `hash` would reach only some cores of each server, and seem twice as bad as it is.
 fn independent_hash_key(seed: u64) -> RssKey {
     RssKey::random(&mut seeded_rng(seed, INDEPENDENT_KEY_RNG_STREAM))
 }
 
-/// Returns a table with members and consistent servers, and one group without candidates. Every policy starts with it.
+/// Returns a table with members and consistent servers, but without candidates. Every policy starts with such a table.
 fn table_without_candidates(
     pool: &Pool,
     rule: PlacementRule,
-    buckets: BucketCount,
+    bucket_count: BucketCount,
     generation: u64,
     key: RssKey,
 ) -> PlacementTable {
-    let weights: Vec<(ServerId, u32)> =
+    let server_weights: Vec<(ServerId, u32)> =
         pool.eligible_servers().map(|server| (server.id, server.weight.get())).collect();
-    table_with_consistent_servers(pool, rule, buckets, generation, key, weighted_rendezvous_table(&weights, buckets))
+    table_with_consistent_servers(
+        pool,
+        rule,
+        bucket_count,
+        generation,
+        key,
+        weighted_rendezvous_table(&server_weights, bucket_count),
+    )
 }
 
 fn table_with_consistent_servers(
@@ -208,7 +217,7 @@ fn table_with_consistent_servers(
         generation,
         rule,
         bucket_count,
-        groups: vec![key],
+        rss_key_by_group: vec![key],
         candidates_per_bucket: 0,
         candidates: Vec::new(),
         assignment_cost: 0,
@@ -221,31 +230,32 @@ fn table_with_consistent_servers(
     }
 }
 
-/// Returns the table in which bucket i goes to member i mod n, for `hash`, and for `crossrss` until the first report.
-fn modulo_placement_table(pool: &Pool, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
-    let positions = hash::weighted_modulo_table(&pool.new_connection_shares(), buckets.get() as usize);
-    table_by_bucket(pool, buckets, generation, key, &positions)
+/// Returns the table in which bucket i goes to member i mod n. It is for the policy `hash`, and for `crossrss` until
+/// the first report.
+fn modulo_placement_table(pool: &Pool, bucket_count: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
+    let positions = hash::weighted_modulo_table(&pool.new_connection_shares(), bucket_count.get() as usize);
+    table_with_server_per_bucket(pool, bucket_count, generation, key, &positions)
 }
 
-/// Returns a table in which each bucket goes to the eligible server (by id) at its entry in `positions`, which is empty
-/// without eligible servers.
-fn table_by_bucket(
+/// Returns a table by the positions of the buckets' servers among the eligible servers, by id.
+/// `server_position_by_bucket` is empty if there are no eligible servers.
+fn table_with_server_per_bucket(
     pool: &Pool,
-    buckets: BucketCount,
+    bucket_count: BucketCount,
     generation: u64,
     key: RssKey,
-    positions: &[usize],
+    server_position_by_bucket: &[usize],
 ) -> PlacementTable {
-    let mut table = table_without_candidates(pool, PlacementRule::Table, buckets, generation, key);
+    let mut table = table_without_candidates(pool, PlacementRule::Table, bucket_count, generation, key);
     if table.members.is_empty() {
         return table;
     }
-    let candidate_of_bucket = |position: &usize| CandidateCore {
+    let candidate_at_position = |position: &usize| CandidateCore {
         server: table.members[*position].server,
         fixed_point_load: 0,
         core_slot: (*position).min(intf::MAX_CORE_SLOTS as usize - 1) as u16,
     };
-    table.candidates = positions.iter().map(candidate_of_bucket).collect();
+    table.candidates = server_position_by_bucket.iter().map(candidate_at_position).collect();
     table.candidates_per_bucket = 1;
     table.core_slots = table.members.iter().map(|member| ServerCore { server: member.server, core: 0 }).collect();
     table.core_slots.truncate(intf::MAX_CORE_SLOTS as usize);

@@ -1,28 +1,28 @@
-//! Comparable loads of unequal cores.
+//! Loads that make unequal cores comparable.
 //!
-//! Cores are filled to a level. If all are alike, that level is the mean load, and the least loaded core is the
-//! furthest below it. A server of twice the weight should be twice as loaded. A core of twice the speed takes two
-//! connections for the rise that one connection causes at a usual core. The data plane adds the same cost per
-//! connection to any core. So the load in the table is the mean - speed x (level of the core - load of the core), where
-//! the product is the missing work, in work of a usual core.
+//! Cores are filled up to a target load. If all cores are alike, the target is the mean load, and the least loaded core
+//! is the furthest below it. A server of twice the weight should be twice as loaded. A core of twice the speed takes
+//! two connections for the rise that one connection causes at a usual core. The data plane adds the same cost per
+//! connection to any core. So the load in the table is the mean - speed x (target load of the core - load of the core),
+//! where the product is the missing work, in work of a usual core.
 
 use super::{Pool, ServerClass};
 use crate::statistics::mean;
 
 pub struct NormalizedLoad {
     mean_load: f64,
-    /// Constant that is added to each compared value, so that none is below 0.
-    offset: f64,
+    /// Constant that is added to each compared value, so that no value is below 0.
+    value_offset: f64,
     mean_weight: f64,
     mean_speed: f64,
     is_uniform: bool,
 }
 
 impl NormalizedLoad {
-    pub fn of(pool: &Pool) -> Self {
+    pub fn for_pool(pool: &Pool) -> Self {
         let is_uniform = pool.totals().is_uniform;
         let mut normalized_load =
-            Self { mean_load: pool.neutral_load(), offset: 0.0, mean_weight: 1.0, mean_speed: 1.0, is_uniform };
+            Self { mean_load: pool.neutral_load(), value_offset: 0.0, mean_weight: 1.0, mean_speed: 1.0, is_uniform };
         if !is_uniform {
             let classes: Vec<ServerClass> = pool.eligible_servers().map(|server| server.server_class()).collect();
             let weights: Vec<f64> = classes.iter().map(|class| f64::from(class.weight.get())).collect();
@@ -31,32 +31,32 @@ impl NormalizedLoad {
             normalized_load.mean_speed = mean(&speeds).unwrap_or(1.0);
             let lowest_value =
                 classes.iter().map(|class| normalized_load.compared_value(*class, 0.0)).fold(0.0, f64::min);
-            normalized_load.offset = -lowest_value;
+            normalized_load.value_offset = -lowest_value;
         }
         normalized_load
     }
 
-    /// Returns the compared value of a core of a class with this load. Within a class the value never falls where loads
-    /// rise.
+    /// Returns the value by which a core of a class with this load is compared. Within a class, the value never
+    /// decreases with the load.
     pub fn compared_value(&self, class: ServerClass, load: f64) -> f64 {
         if self.is_uniform {
             return load;
         }
-        self.compared_value_at_level(self.class_load_and_relative_speed(class), load)
+        self.compared_value_for_target(self.target_load_and_relative_speed(class), load)
     }
 
-    /// Returns the result of [`NormalizedLoad::compared_value`] if cores are not all alike, for a class with a known
-    /// [`NormalizedLoad::class_load_and_relative_speed`].
-    pub fn compared_value_at_level(&self, (level, speed): (f64, f64), load: f64) -> f64 {
-        self.offset + self.mean_load - speed * (level - load)
+    /// Returns the result of [`NormalizedLoad::compared_value`] for unequal cores, for a class with known
+    /// [`NormalizedLoad::target_load_and_relative_speed`].
+    pub fn compared_value_for_target(&self, (target_load, speed): (f64, f64), load: f64) -> f64 {
+        self.value_offset + self.mean_load - speed * (target_load - load)
     }
 
     pub fn is_uniform(&self) -> bool {
         self.is_uniform
     }
 
-    /// Returns the level of the cores of a class, and their speed relative to the mean speed.
-    pub fn class_load_and_relative_speed(&self, class: ServerClass) -> (f64, f64) {
+    /// Returns the target load of the cores of a class, and their speed relative to the mean speed.
+    pub fn target_load_and_relative_speed(&self, class: ServerClass) -> (f64, f64) {
         if self.is_uniform {
             return (self.mean_load, 1.0);
         }
@@ -80,7 +80,7 @@ mod tests {
 
     fn compared_values(servers: &[PoolServer]) -> Vec<f64> {
         let pool = Pool::new(servers.to_vec(), 1);
-        let normalized_load = NormalizedLoad::of(&pool);
+        let normalized_load = NormalizedLoad::for_pool(&pool);
         servers
             .iter()
             .map(|server| normalized_load.compared_value(server.server_class(), server.mean_load(0.0)))
@@ -88,27 +88,27 @@ mod tests {
     }
 
     #[test]
-    fn equal_cores_are_compared_by_load() {
+    fn compared_value_of_equal_cores_is_their_load() {
         assert_eq!(compared_values(&[server(1, 0.3, 5, None), server(2, 0.7, 5, None)]), [0.3, 0.7]);
         assert_eq!(compared_values(&[server(1, 0.3, 1, Some(4.0)), server(2, 0.7, 1, Some(4.0))]), [0.3, 0.7]);
     }
 
     #[test]
-    fn servers_are_compared_as_equal_at_loads_in_proportion_to_their_weights() {
+    fn compared_values_are_equal_at_loads_proportional_to_weights() {
         // With mean 0.4 and weights 1 and 3, the levels are 0.2 and 0.6.
         let values = compared_values(&[server(1, 0.2, 1, None), server(2, 0.6, 3, None)]);
         assert!((values[0] - values[1]).abs() < 1e-9, "{values:?}");
     }
 
     #[test]
-    fn core_of_twice_the_speed_has_twice_the_missing_work_at_the_same_load() {
+    fn core_of_twice_the_speed_has_twice_the_missing_work() {
         let servers = [server(1, 0.4, 1, Some(2.0)), server(2, 0.4, 1, Some(4.0)), server(3, 0.7, 1, Some(2.0))];
         let values = compared_values(&servers);
         let pool = Pool::new(servers.to_vec(), 1);
-        let normalized_load = NormalizedLoad::of(&pool);
+        let normalized_load = NormalizedLoad::for_pool(&pool);
         assert!(values[1] < values[0] && values[0] < values[2], "{values:?}");
         let missing_work = |server: &PoolServer| {
-            let (level, speed) = normalized_load.class_load_and_relative_speed(server.server_class());
+            let (level, speed) = normalized_load.target_load_and_relative_speed(server.server_class());
             speed * (level - 0.4)
         };
         assert!((missing_work(&servers[1]) - 2.0 * missing_work(&servers[0])).abs() < 1e-9);

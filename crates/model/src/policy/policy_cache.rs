@@ -35,29 +35,29 @@ impl PolicyCache {
         self.local_histograms.update(pool);
         let rack_histograms = self.rack_histograms.update(&pool.racks);
         if rack_histograms.is_empty() {
-            return Cow::Borrowed(&self.local_histograms.by_class);
+            return Cow::Borrowed(&self.local_histograms.histogram_by_class);
         }
         if self.local_histograms.counted_servers.is_empty() {
             return Cow::Borrowed(rack_histograms);
         }
         let mut all_histograms = rack_histograms.clone();
-        for (class, histogram) in &self.local_histograms.by_class {
+        for (class, histogram) in &self.local_histograms.histogram_by_class {
             all_histograms.entry(*class).or_default().add_bins(histogram.bins());
         }
         Cow::Owned(all_histograms)
     }
 
-    /// Returns the server to which each bucket sends connections without a cookie. It depends only on the eligible
-    /// servers and their weights.
-    pub(super) fn consistent_servers(&mut self, pool: &Pool, buckets: BucketCount) -> Vec<ServerId> {
+    /// Returns the server to which each bucket sends connections without a cookie. The result depends only on the
+    /// eligible servers and their weights.
+    pub(super) fn consistent_servers(&mut self, pool: &Pool, bucket_count: BucketCount) -> Vec<ServerId> {
         let weights = || pool.eligible_servers().map(|server| (server.id, server.weight.get()));
         let is_unchanged = |(known_weights, known_buckets): &(Vec<(ServerId, u32)>, BucketCount)| {
-            *known_buckets == buckets && known_weights.iter().copied().eq(weights())
+            *known_buckets == bucket_count && known_weights.iter().copied().eq(weights())
         };
-        if !self.cached_consistent_servers.weights_and_buckets.as_ref().is_some_and(is_unchanged) {
+        if !self.cached_consistent_servers.weights_and_bucket_count.as_ref().is_some_and(is_unchanged) {
             let weights: Vec<(ServerId, u32)> = weights().collect();
-            self.cached_consistent_servers.servers_by_bucket = weighted_rendezvous_table(&weights, buckets);
-            self.cached_consistent_servers.weights_and_buckets = Some((weights, buckets));
+            self.cached_consistent_servers.servers_by_bucket = weighted_rendezvous_table(&weights, bucket_count);
+            self.cached_consistent_servers.weights_and_bucket_count = Some((weights, bucket_count));
         }
         self.cached_consistent_servers.servers_by_bucket.clone()
     }
@@ -65,16 +65,16 @@ impl PolicyCache {
 
 #[derive(Debug, Default)]
 struct CachedConsistentServers {
-    weights_and_buckets: Option<(Vec<(ServerId, u32)>, BucketCount)>,
+    weights_and_bucket_count: Option<(Vec<(ServerId, u32)>, BucketCount)>,
     servers_by_bucket: Vec<ServerId>,
 }
 
-/// Load histograms of the eligible servers that report directly to this controller. They have whole numbers, so that
-/// cores can be subtracted again.
+/// Load histograms of the eligible servers that report directly to this controller. The histograms have whole numbers,
+/// so that cores can be subtracted exactly.
 #[derive(Debug, Default)]
 struct LocalHistograms {
-    by_class: BTreeMap<ServerClass, LoadHistogram>,
-    /// Servers included in the histograms, by id.
+    histogram_by_class: BTreeMap<ServerClass, LoadHistogram>,
+    /// Servers whose cores are included in the histograms, by id.
     counted_servers: Vec<CountedServer>,
 }
 
@@ -95,24 +95,25 @@ impl LocalHistograms {
             {
                 self.remove_server(&removed_server);
             }
-            let current = CountedServer { server: server.id, class: server.server_class(), core_loads: cores.clone() };
+            let current_server =
+                CountedServer { server: server.id, class: server.server_class(), core_loads: cores.clone() };
             match previous_servers.next_if(|counted_server| counted_server.server == server.id) {
                 Some(unchanged_server)
-                    if unchanged_server.class == current.class && unchanged_server.core_loads == current.core_loads => {
-                }
+                    if unchanged_server.class == current_server.class
+                        && unchanged_server.core_loads == current_server.core_loads => {}
                 previous_server => {
                     previous_server.iter().for_each(|counted_server| self.remove_server(counted_server));
-                    let histogram = self.by_class.entry(current.class).or_default();
-                    current.core_loads.iter().for_each(|load| histogram.add_core(*load));
+                    let histogram = self.histogram_by_class.entry(current_server.class).or_default();
+                    current_server.core_loads.iter().for_each(|load| histogram.add_core(*load));
                 }
             }
-            self.counted_servers.push(current);
+            self.counted_servers.push(current_server);
         }
         previous_servers.for_each(|removed_server| self.remove_server(&removed_server));
     }
 
     fn remove_server(&mut self, counted_server: &CountedServer) {
-        if let Some(histogram) = self.by_class.get_mut(&counted_server.class) {
+        if let Some(histogram) = self.histogram_by_class.get_mut(&counted_server.class) {
             counted_server.core_loads.iter().for_each(|load| histogram.remove_core(*load));
         }
     }
@@ -128,7 +129,7 @@ mod tests {
     use crate::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 
     prop_compose! {
-        /// Values are of few kinds, so that much stays the same from one table to the next.
+        /// Generates a server. Values are of few kinds, so that much stays the same from one table to the next.
         fn server()(
             is_eligible in prop::bool::weighted(0.9),
             loads in prop::option::weighted(
@@ -159,7 +160,7 @@ mod tests {
     }
 
     prop_compose! {
-        /// Servers that changed since the previous table, or left it (`None`).
+        /// Generates the servers that changed since the previous table, or left the pool (`None`).
         fn change()(
             changed_servers in prop::collection::vec((0usize..12, prop::option::weighted(0.9, server())), 0..4),
             bits in prop_oneof![9 => Just(5u32), 1 => 0u32..8],
@@ -171,7 +172,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn tables_with_and_without_a_cache_are_equal(
+        fn tables_computed_with_and_without_cache_are_equal(
             initial_servers in prop::collection::vec(server(), 0..12),
             changes in prop::collection::vec(change(), 1..8),
         ) {

@@ -8,33 +8,33 @@ use crate::ServerId;
 use crate::placement::mix_hash;
 use crate::rss::{RssConfig, RssKey};
 
-/// A server of a pool as policies see it.
+/// Server of a pool, with the data that policies use.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PoolServer {
     /// Id of the server.
     pub id: ServerId,
     /// Whether the server takes new connections (neither draining nor unhealthy).
     pub is_eligible: bool,
-    /// Loads of the server's cores, or `None` without a fresh report. The server then counts with the neutral load.
+    /// Loads of the server's cores, or `None` without a recent report. The server then counts with the neutral load.
     pub loads: Option<ServerLoads>,
-    /// RSS key and indirection table of the server's NIC, or `None` if unknown. All cores then count as one.
+    /// RSS key and indirection table of the server's NIC, or `None` if unknown. All its cores then count as one.
     pub rss: Option<RssConfig>,
     /// Number of the server's open connections in all services.
-    pub open_connections: u32,
+    pub open_connection_count: u32,
     /// Weight of the server. A server of weight 0 is not eligible.
     pub weight: ServerWeight,
-    /// Fraction of its share that the server gets during slow start, above 0. It is 1 otherwise.
+    /// Fraction of its share that the server gets during slow start, above 0. Outside slow start it is 1.
     pub slow_start_fraction: f64,
-    /// Capacity configured by the operator, or `None` if the number of cores counts.
+    /// Capacity that the operator configured, or `None` if the number of cores counts instead.
     pub capacity: Option<ServerCapacity>,
-    /// Rates of the traffic from load balancers, or `None` if it was not counted yet.
+    /// Rates of the traffic from load balancers, or `None` if traffic was not counted yet.
     pub traffic: Option<TrafficRates>,
     /// Whether the loads are newer than the service's previous table. Older loads lack connections assigned since, and
     /// smoothing has processed them already.
     pub has_new_load: bool,
 }
 
-/// Rates of the traffic to a server, of all services and load balancers together.
+/// Rates of the traffic to a server, summed over all services and load balancers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TrafficRates {
     /// Number of packets per second.
@@ -43,32 +43,32 @@ pub struct TrafficRates {
     pub bytes_per_second: f64,
 }
 
-/// Maximum ratio of a server's reported number of cores to the pool's median. Cores above it do not count, unless the
-/// server's capacity is configured.
+/// Maximum ratio of a server's reported number of cores to the pool's median number. Cores above it do not count,
+/// unless the server's capacity is configured.
 pub const MAX_CORE_COUNT_TO_MEDIAN_RATIO: u32 = 8;
 
-/// Servers of one service at the time for which a table is computed.
+/// Servers of one service, with their state when a table is computed.
 #[derive(Debug, Clone)]
 pub struct Pool {
     pub(super) servers: Vec<PoolServer>,
     pub(super) racks: Vec<Arc<RackSummary>>,
     pub(super) load_balancer_count: u32,
-    pub(super) opened_connections: Option<u64>,
+    pub(super) opened_connection_count: Option<u64>,
     pub(super) counts_placements_as_requests: bool,
     pub(super) is_new_interval: bool,
-    /// Index in `servers` by server id, or an empty list before the first look-up.
+    /// Index in `servers` by server id. The list is empty before the first look-up.
     position_by_id: Vec<Option<u16>>,
     /// Whether no server has loads from the summaries of several racks. Then a rack's next summary replaces the loads.
     is_each_server_in_one_rack: bool,
     totals: OnceLock<PoolTotals>,
 }
 
-/// Sums over all servers of the pool, computed once per table.
+/// Values computed once per table from all servers of the pool.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PoolTotals {
     neutral_load: f64,
     has_loads: bool,
-    /// Whether all eligible servers are of the same class.
+    /// Whether all eligible servers have the same weight and core speed.
     pub is_uniform: bool,
     /// Whether any server reports the loads of its cores directly to this controller.
     pub has_local_reports: bool,
@@ -84,7 +84,7 @@ impl Pool {
             servers,
             racks: Vec::new(),
             load_balancer_count,
-            opened_connections: None,
+            opened_connection_count: None,
             counts_placements_as_requests: false,
             is_new_interval: true,
             position_by_id: Vec::new(),
@@ -93,18 +93,19 @@ impl Pool {
         }
     }
 
-    /// Returns this pool with other servers, as of the same time.
+    /// Returns this pool with other servers. The number of load balancers, the interval and the rack summaries are
+    /// kept.
     pub fn with_servers(self, servers: Vec<PoolServer>) -> Self {
         let Self {
             load_balancer_count,
-            opened_connections,
+            opened_connection_count: opened_connections,
             counts_placements_as_requests: counts_requests,
             is_new_interval,
             racks,
             ..
         } = self;
         let pool = Self {
-            opened_connections,
+            opened_connection_count: opened_connections,
             counts_placements_as_requests: counts_requests,
             is_new_interval,
             ..Self::new(servers, load_balancer_count)
@@ -112,22 +113,25 @@ impl Pool {
         pool.with_rack_summaries(racks)
     }
 
-    /// Returns the pool at the time of the next table, with the values that [`Pool::new`] would give it.
+    /// Returns the pool for the next table. All values except the servers and rack summaries are those of
+    /// [`Pool::new`].
     pub fn for_next_table(self, load_balancer_count: u32) -> Self {
         let load_balancer_count = load_balancer_count.max(1);
         Self {
             load_balancer_count,
-            opened_connections: None,
+            opened_connection_count: None,
             counts_placements_as_requests: false,
             is_new_interval: true,
             ..self
         }
     }
 
-    /// Replaces a server, but keeps its loads from racks. A server that is not in the pool is ignored.
-    pub fn replace_server(&mut self, server: PoolServer) {
-        let Some(pool_server) = self.position(server.id).map(|position| &mut self.servers[position]) else { return };
-        let rack_loads = match (&server.loads, &pool_server.loads) {
+    /// Replaces a server, but keeps its loads from rack summaries. A server that is not in the pool is ignored.
+    pub fn replace_server(&mut self, new_server: PoolServer) {
+        let Some(pool_server) = self.find_position(new_server.id).map(|position| &mut self.servers[position]) else {
+            return;
+        };
+        let rack_loads = match (&new_server.loads, &pool_server.loads) {
             (None, Some(loads)) if !matches!(loads, ServerLoads::Local(_)) => pool_server.loads.take(),
             (None, Some(_)) => {
                 self.is_each_server_in_one_rack = false;
@@ -135,18 +139,18 @@ impl Pool {
             }
             _ => None,
         };
-        *pool_server = PoolServer { loads: server.loads.or(rack_loads), ..server };
+        *pool_server = PoolServer { loads: new_server.loads.or(rack_loads), ..new_server };
         self.totals = OnceLock::new();
     }
 
     /// Sets whether the loads of a server are newer than the previous table.
     pub fn set_has_new_load(&mut self, id: ServerId, has_new_load: bool) {
-        if let Some(position) = self.position(id) {
+        if let Some(position) = self.find_position(id) {
             self.servers[position].has_new_load = has_new_load;
         }
     }
 
-    fn position(&mut self, id: ServerId) -> Option<usize> {
+    fn find_position(&mut self, id: ServerId) -> Option<usize> {
         if self.position_by_id.is_empty()
             && let Some(last) = self.servers.last()
         {
@@ -158,8 +162,8 @@ impl Pool {
         self.position_by_id.get(usize::from(id.get())).copied().flatten().map(usize::from)
     }
 
-    /// Returns the pool with loads from racks, for servers of which no other loads are known. If the pool has summaries
-    /// already, only new ones are processed.
+    /// Returns the pool with loads from rack summaries, for servers whose loads are not known otherwise. If the pool
+    /// already has summaries, only new ones are processed.
     pub fn with_rack_summaries(mut self, racks: Vec<Arc<RackSummary>>) -> Self {
         let previous_racks = std::mem::replace(&mut self.racks, racks.clone());
         self.totals = OnceLock::new();
@@ -186,17 +190,17 @@ impl Pool {
 
     fn remove_rack_loads(&mut self, rack: &RackSummary) {
         for summarized_server in &rack.servers {
-            if let Some(position) = self.position(summarized_server.id) {
+            if let Some(position) = self.find_position(summarized_server.id) {
                 let loads = &mut self.servers[position].loads;
                 *loads = loads.take().filter(|loads| matches!(loads, ServerLoads::Local(_)));
             }
         }
     }
 
-    /// Adds the loads of a rack's summary. If several summaries contain a server, the first one counts.
+    /// Adds the loads of a rack's summary. If several summaries contain the same server, the first one counts.
     fn add_rack_loads(&mut self, rack: &RackSummary) {
         for summarized_server in &rack.servers {
-            let Some(position) = self.position(summarized_server.id) else { continue };
+            let Some(position) = self.find_position(summarized_server.id) else { continue };
             match &mut self.servers[position].loads {
                 loads @ None => *loads = Some(summarized_server.loads.clone()),
                 Some(ServerLoads::Local(_)) => {}
@@ -210,18 +214,18 @@ impl Pool {
         self.racks.iter().flat_map(|rack| &rack.candidate_lists).filter(move |list| list.key == *key)
     }
 
-    /// Returns the pool with the number of connections opened in the last complete report interval.
-    pub fn with_opened_connections(self, connections: u64) -> Self {
-        Self { opened_connections: Some(connections), ..self }
+    /// Returns the pool with the number of connections that were opened in the last complete report interval.
+    pub fn with_opened_connections(self, connection_count: u64) -> Self {
+        Self { opened_connection_count: Some(connection_count), ..self }
     }
 
-    /// Returns the pool for a further table in the same report interval.
-    pub fn for_same_interval(self) -> Self {
+    /// Returns the pool for another table in the same report interval.
+    pub fn for_another_table_in_interval(self) -> Self {
         Self { is_new_interval: false, ..self }
     }
 
-    /// Returns the pool with each "connection" counting as one request. This is for UDP services that place each
-    /// datagram on its own, where no request is left at the next table.
+    /// Returns the pool in which each placement counts as one request. It is for UDP services that place each datagram
+    /// independently, where no request remains at the next table.
     pub fn counting_placements_as_requests(self) -> Self {
         Self { counts_placements_as_requests: true, ..self }
     }
@@ -236,7 +240,7 @@ impl Pool {
         self.servers.iter().filter(|server| server.is_eligible)
     }
 
-    /// Returns a pool like this one with `servers` and their loads.
+    /// Returns a copy of this pool with `servers` and their loads.
     pub(super) fn with_server_loads(&self, servers: Vec<PoolServer>) -> Self {
         Self { servers, racks: self.racks.clone(), position_by_id: Vec::new(), totals: OnceLock::new(), ..*self }
     }
@@ -265,17 +269,18 @@ impl Pool {
         })
     }
 
-    /// Returns whether the loads of any eligible server are known.
+    /// Returns whether the load of at least one eligible server is known.
     pub fn has_loads(&self) -> bool {
         self.totals().has_loads
     }
 
-    /// Returns the mean of all known core loads, the neutral load with which a server without a fresh report counts.
+    /// Returns the neutral load, which is the mean of all known core loads. A server without a recent report counts
+    /// with it.
     pub fn neutral_load(&self) -> f64 {
         self.totals().neutral_load
     }
 
-    /// Returns the share of each eligible server in new connections, which is its weight times its slow-start fraction.
+    /// Returns each eligible server's share of new connections, which is its weight times its slow-start fraction.
     pub fn new_connection_shares(&self) -> Vec<(ServerId, f64)> {
         self.eligible_servers()
             .map(|server| (server.id, f64::from(server.weight.get()) * server.slow_start_fraction))
@@ -284,7 +289,7 @@ impl Pool {
 
     /// Returns the capacity of each eligible server, which is the operator's value or the number of cores. The number
     /// of cores counts up to [`MAX_CORE_COUNT_TO_MEDIAN_RATIO`] times the pool's median, because only the server itself
-    /// reports it. A server without data counts as the mean of the others, and in a pool of such servers as 1.
+    /// reports it. A server without data counts as the mean of the others, or as 1 if no server has data.
     pub fn capacities(&self) -> Vec<f64> {
         let mut core_counts: Vec<u32> = self.eligible_servers().filter_map(PoolServer::core_count).collect();
         core_counts.sort_unstable();
@@ -299,11 +304,11 @@ impl Pool {
         self.eligible_servers().map(|server| known_capacity(server).unwrap_or(mean_capacity)).collect()
     }
 
-    /// Returns the fair share of each eligible server in new connections, by weight and, with `by_capacity`, also by
+    /// Returns each eligible server's fair share of new connections, by weight and, with `includes_capacity`, also by
     /// capacity. The shares add up to 1.
-    pub fn fair_shares(&self, by_capacity: bool) -> Vec<(ServerId, f64)> {
+    pub fn fair_shares(&self, includes_capacity: bool) -> Vec<(ServerId, f64)> {
         let weights = self.eligible_servers().map(|server| f64::from(server.weight.get()));
-        let unscaled_shares: Vec<f64> = match by_capacity {
+        let unscaled_shares: Vec<f64> = match includes_capacity {
             true => weights.zip(self.capacities()).map(|(weight, capacity)| weight * capacity).collect(),
             false => weights.collect(),
         };
@@ -314,17 +319,18 @@ impl Pool {
             .collect()
     }
 
-    /// Returns whether a server takes part in a bucket. A server in slow start takes part in a fraction of the buckets,
-    /// which are always the same ones.
+    /// Returns whether a server takes part in a bucket. A server in slow start takes part in a fraction of the buckets.
+    /// As the fraction grows, buckets are only added.
     pub fn takes_part_in_bucket(&self, server: &PoolServer, bucket: u32) -> bool {
         server.slow_start_fraction >= 1.0 || bucket_hash_fraction(bucket, server.id) < server.slow_start_fraction
     }
 
-    /// Returns the mean load per connection, which is the sum of all loads divided by the number of open connections.
+    /// Returns the mean load per open connection, which is the sum of all loads divided by the number of open
+    /// connections.
     pub fn load_per_connection(&self) -> f64 {
         let servers_with_loads = self.servers.iter().filter(|server| server.loads.is_some());
-        let connections: u64 = servers_with_loads.map(|server| u64::from(server.open_connections)).sum();
-        if connections == 0 { 0.0 } else { self.total_load() / connections as f64 }
+        let open_connection_count: u64 = servers_with_loads.map(|server| u64::from(server.open_connection_count)).sum();
+        if open_connection_count == 0 { 0.0 } else { self.total_load() / open_connection_count as f64 }
     }
 
     /// Returns the sum of the loads of all cores whose load is known.
@@ -333,7 +339,7 @@ impl Pool {
     }
 }
 
-/// Returns a pseudorandom number from 0 to 1 that depends only on bucket and server.
+/// Returns a pseudorandom number from 0 to 1 that depends only on the bucket and the server.
 fn bucket_hash_fraction(bucket: u32, server: ServerId) -> f64 {
     let hash_bits = mix_hash(bucket << 16 | u32::from(server.get())).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (hash_bits >> 11) as f64 / (1u64 << 53) as f64
@@ -347,7 +353,7 @@ impl PoolServer {
             is_eligible: true,
             loads: None,
             rss: None,
-            open_connections: 0,
+            open_connection_count: 0,
             weight: ServerWeight::ONE,
             slow_start_fraction: 1.0,
             capacity: None,
@@ -356,8 +362,8 @@ impl PoolServer {
         }
     }
 
-    /// Returns the load of the core with index `core`. A core beyond the reported ones has their mean load, or
-    /// `neutral_load` if there are none.
+    /// Returns the load of the core with index `core`. For a core beyond the reported ones, it is their mean load, or
+    /// `neutral_load` if no core was reported.
     pub fn core_load(&self, core: u16, neutral_load: f64) -> f64 {
         let known_load =
             self.loads.as_ref().and_then(ServerLoads::cores).and_then(|loads| loads.get(usize::from(core)));
@@ -370,10 +376,11 @@ impl PoolServer {
         ServerClass { weight: self.weight, speed: speed.unwrap_or(1.0) }
     }
 
-    /// Returns the number of cores by the server's reports or its NIC's table, or `None` if both are unknown.
+    /// Returns the number of the server's cores according to its reports or its indirection table, or `None` if both
+    /// are unknown.
     pub fn core_count(&self) -> Option<u32> {
         let core_count_by_table =
-            |rss: &RssConfig| rss.indirection_table.queues().iter().max().map(|last| u32::from(*last) + 1);
+            |rss: &RssConfig| rss.indirection_table.queue_by_entry().iter().max().map(|last| u32::from(*last) + 1);
         let reported_core_count = self.loads.as_ref().map(ServerLoads::core_count);
         reported_core_count.or_else(|| self.rss.as_ref().and_then(core_count_by_table))
     }
@@ -391,7 +398,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn server_in_slow_start_takes_part_in_a_growing_fraction_of_buckets() {
+    fn slow_start_server_takes_part_in_more_and_more_buckets() {
         let mut server = PoolServer::new(ServerId::try_from(77).unwrap());
         let pool = Pool::new(vec![server.clone()], 1);
         let mut previous_buckets: Vec<u32> = Vec::new();
@@ -411,14 +418,18 @@ mod tests {
             loads: (cores > 0).then(|| vec![0.0; cores].into()),
             ..PoolServer::new(ServerId::try_from(id).unwrap())
         };
-        let capacities_of = |servers: &[PoolServer]| Pool::new(servers.to_vec(), 1).capacities();
-        assert_eq!(capacities_of(&[server(1, Some(2.5), 8), server(2, None, 4), server(3, None, 0)]), [2.5, 4.0, 3.0]);
-        assert_eq!(capacities_of(&[server(1, None, 0)]), [1.0]);
+        let capacities_of_servers = |servers: &[PoolServer]| Pool::new(servers.to_vec(), 1).capacities();
+        assert_eq!(
+            capacities_of_servers(&[server(1, Some(2.5), 8), server(2, None, 4), server(3, None, 0)]),
+            [2.5, 4.0, 3.0]
+        );
+        assert_eq!(capacities_of_servers(&[server(1, None, 0)]), [1.0]);
     }
 
     prop_compose! {
-        /// Local loads of some servers, and summaries of some racks, several of which may contain the same server.
-        fn step()(
+        /// Generates local loads of some servers and summaries of some racks, several of which may have the same
+        /// server.
+        fn step_strategy()(
             local_reports in prop::collection::vec((0usize..10, prop::option::weighted(0.3, 1u32..9)), 0..4),
             racks in prop::collection::vec((0usize..5, prop::collection::vec((0u64..12, 1u32..9), 0..5)), 0..3),
             rack_count in prop_oneof![4 => Just(4usize), 1 => 0usize..6],
@@ -451,7 +462,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn updated_pool_equals_a_new_pool(steps in prop::collection::vec(step(), 1..10)) {
+        fn pool_updated_in_steps_equals_a_newly_built_pool(steps in prop::collection::vec(step_strategy(), 1..10)) {
             let mut servers: Vec<PoolServer> = (0..10).map(|n| PoolServer::new(id(n))).collect();
             let mut racks: Vec<Arc<RackSummary>> = (0..6).map(|_| rack_summary(&[])).collect();
             let mut pool = Pool::new(servers.clone(), 1);
@@ -472,7 +483,7 @@ mod tests {
                 prop_assert_eq!(pool.neutral_load(), new_pool.neutral_load());
                 prop_assert_eq!(pool.has_loads(), new_pool.has_loads());
                 prop_assert_eq!(pool.load_balancer_count, new_pool.load_balancer_count);
-                prop_assert_eq!(pool.opened_connections, new_pool.opened_connections);
+                prop_assert_eq!(pool.opened_connection_count, new_pool.opened_connection_count);
             }
         }
     }

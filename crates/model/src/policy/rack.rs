@@ -1,5 +1,5 @@
-//! Summary that a rack controller sends of the rack's servers ("hierarchical aggregation, as the minimal load of a
-//! group of servers is the same as the minimal load of any server", CrossRSS, CoNEXT'20, Sect. 2).
+//! Summary of a rack's servers that a rack controller sends ("hierarchical aggregation, as the minimal load of a group
+//! of servers is the same as the minimal load of any server", CrossRSS, CoNEXT'20, Sect. 2).
 //!
 //! A table needs the k least loaded cores of each bucket. A core among the k least of all is among the k least of its
 //! rack, because fewer cores of the rack are before it. So the k least of the racks' lists are the k least of all, in
@@ -15,7 +15,7 @@
 
 use std::collections::BTreeMap;
 
-use super::bucket_loads::reached_core_and_load;
+use super::bucket_loads::reachable_core_and_load;
 use super::groups::LeastCoreList;
 use super::loads::{HistogramBins, LoadHistogram, ServerClass, ServerLoads};
 use super::{Policy, Pool, PoolServer};
@@ -37,7 +37,7 @@ pub struct RackSummary {
     pub candidate_lists: Vec<CandidateList>,
 }
 
-/// A server in a rack's summary, with its reduced loads.
+/// Server in a rack's summary, with its loads in reduced form.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SummarizedServer {
     /// Id of the server.
@@ -46,31 +46,38 @@ pub struct SummarizedServer {
     pub loads: ServerLoads,
 }
 
-/// Least loaded cores of each bucket, among servers with the same RSS key and class.
+/// Least loaded cores for each bucket, among servers with the same RSS key and class.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CandidateList {
     /// RSS key of the list's servers.
     pub key: RssKey,
-    /// Number of candidates of each bucket, at least 1.
+    /// Number of candidates for each bucket, at least 1.
     pub candidates_per_bucket: usize,
     /// Candidates by bucket, each with its load. The least loaded is first, or the lowest id among equal loads.
     pub candidates: Vec<(ServerCore, f64)>,
 }
 
 impl CandidateList {
-    /// Returns the candidates of a bucket, or none if the list has fewer buckets.
-    pub fn bucket(&self, bucket: u32) -> &[(ServerCore, f64)] {
-        let start = bucket as usize * self.candidates_per_bucket;
-        self.candidates.get(start..start + self.candidates_per_bucket).unwrap_or_default()
+    /// Returns the candidates of a bucket, or an empty list if there are fewer buckets.
+    pub fn bucket(&self, bucket_candidates: u32) -> &[(ServerCore, f64)] {
+        let first_candidate_index = bucket_candidates as usize * self.candidates_per_bucket;
+        self.candidates
+            .get(first_candidate_index..first_candidate_index + self.candidates_per_bucket)
+            .unwrap_or_default()
     }
 }
 
 impl RackSummary {
-    /// Returns the summary of a rack with these servers, with at most `max_candidate_count` candidates for each bucket.
-    /// Fewer than [`Policy::max_candidates_per_bucket`] lose information. It must be called once per table, because the
-    /// policy may smooth loads.
-    pub fn of(pool: &Pool, policy: &mut dyn Policy, buckets: BucketCount, max_candidate_count: usize) -> Self {
-        let max_per_bucket = policy.max_candidates_per_bucket(buckets).min(max_candidate_count);
+    /// Returns the summary of a rack whose servers are in `pool`, with at most `max_candidate_count` candidates per
+    /// bucket. Fewer than [`Policy::max_candidates_per_bucket`] lose information. Callers call it once per table,
+    /// because the policy may smooth loads.
+    pub fn from_pool(
+        pool: &Pool,
+        policy: &mut dyn Policy,
+        bucket_count: BucketCount,
+        max_candidate_count: usize,
+    ) -> Self {
+        let max_candidates_per_bucket = policy.max_candidates_per_bucket(bucket_count).min(max_candidate_count);
         let preprocessed_pool = policy.preprocess(pool);
         let mut summary = Self { servers: Vec::new(), histograms_by_class: Vec::new(), candidate_lists: Vec::new() };
         let mut histogram_by_class: BTreeMap<ServerClass, LoadHistogram> = BTreeMap::new();
@@ -101,34 +108,34 @@ impl RackSummary {
         }
         summary.histograms_by_class =
             histogram_by_class.into_iter().map(|(class, histogram)| (class, histogram.bins().collect())).collect();
-        if max_per_bucket > 0 {
+        if max_candidates_per_bucket > 0 {
             let candidate_lists = servers_by_key_and_class
                 .into_iter()
-                .map(|(key, _, servers)| build_candidate_list(key, &servers, buckets, max_per_bucket));
+                .map(|(key, _, servers)| build_candidate_list(key, &servers, bucket_count, max_candidates_per_bucket));
             summary.candidate_lists = candidate_lists.collect();
         }
         summary
     }
 }
 
-/// Returns the candidate list of servers with one RSS key and of one class.
+/// Returns the candidate list of servers with the same RSS key and class.
 fn build_candidate_list(
     key: &RssKey,
     servers: &[&PoolServer],
-    buckets: BucketCount,
+    bucket_count: BucketCount,
     max_candidate_count: usize,
 ) -> CandidateList {
     let candidates_per_bucket = servers.len().min(max_candidate_count);
-    let mut candidates = Vec::with_capacity(candidates_per_bucket * buckets.get() as usize);
-    for bucket in 0..buckets.get() {
+    let mut candidates = Vec::with_capacity(candidates_per_bucket * bucket_count.get() as usize);
+    for bucket in 0..bucket_count.get() {
         let mut least_cores = LeastCoreList::new(candidates_per_bucket);
         for server in servers {
             let rss = server.rss.as_ref().expect("servers are listed by their key");
             // All loads are known, so no neutral value is needed.
-            let (core, load) = reached_core_and_load(server, rss, bucket, buckets, 0.0);
-            least_cores.offer(load, load, ServerCore { server: server.id, core });
+            let (core, load) = reachable_core_and_load(server, rss, bucket, bucket_count, 0.0);
+            least_cores.insert_if_least(load, load, ServerCore { server: server.id, core });
         }
-        candidates.extend(least_cores.cores().map(|(core, load, _)| (core, load)));
+        candidates.extend(least_cores.cores_with_loads().map(|(core, load, _)| (core, load)));
     }
     CandidateList { key: key.clone(), candidates_per_bucket, candidates }
 }

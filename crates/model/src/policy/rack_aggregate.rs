@@ -10,17 +10,20 @@ use super::{CandidateList, RackSummary};
 use crate::placement::BucketCount;
 use crate::rss::RssKey;
 
-/// Rack summaries that have been merged, for comparison with newer ones.
+/// Rack summaries that have been merged, which are compared with newer ones.
 #[derive(Debug, Default)]
 struct MergedSummaries(Vec<Arc<RackSummary>>);
 
 impl MergedSummaries {
-    /// Stores the newest summaries. Returns the indexes of changed summaries with their previous versions, or `None` if
-    /// all have changed.
-    fn update(&mut self, racks: &[Arc<RackSummary>]) -> Option<Vec<(usize, Arc<RackSummary>)>> {
-        let previous_racks = std::mem::replace(&mut self.0, racks.to_vec());
-        let is_same_rack_count = previous_racks.len() == racks.len();
-        let indexed_pairs = previous_racks.into_iter().zip(racks).enumerate();
+    /// Stores the newest summaries. Returns the indexes of changed summaries with the previous versions, or `None` if
+    /// all may have changed.
+    fn replace_and_find_changes(
+        &mut self,
+        newest_summaries: &[Arc<RackSummary>],
+    ) -> Option<Vec<(usize, Arc<RackSummary>)>> {
+        let previous_summaries = std::mem::replace(&mut self.0, newest_summaries.to_vec());
+        let is_same_rack_count = previous_summaries.len() == newest_summaries.len();
+        let indexed_pairs = previous_summaries.into_iter().zip(newest_summaries).enumerate();
         let changed_pairs =
             indexed_pairs.filter(|(_, (previous_rack, current_rack))| !Arc::ptr_eq(previous_rack, current_rack));
         is_same_rack_count
@@ -31,37 +34,37 @@ impl MergedSummaries {
 #[derive(Debug, Default)]
 pub struct RackHistograms {
     merged_summaries: MergedSummaries,
-    by_class: BTreeMap<ServerClass, LoadHistogram>,
+    histogram_by_class: BTreeMap<ServerClass, LoadHistogram>,
 }
 
 impl RackHistograms {
-    /// Merges these summaries, and returns the load histogram of each class.
-    pub fn update(&mut self, racks: &[Arc<RackSummary>]) -> &BTreeMap<ServerClass, LoadHistogram> {
-        match self.merged_summaries.update(racks) {
+    /// Merges the histograms of these summaries, and returns the load histogram of each class.
+    pub fn update(&mut self, newest_summaries: &[Arc<RackSummary>]) -> &BTreeMap<ServerClass, LoadHistogram> {
+        match self.merged_summaries.replace_and_find_changes(newest_summaries) {
             Some(changed_racks) => {
                 for (position, previous_rack) in changed_racks {
                     for (class, bins) in &previous_rack.histograms_by_class {
-                        self.by_class.entry(*class).or_default().remove_bins(bins.iter().copied());
+                        self.histogram_by_class.entry(*class).or_default().remove_bins(bins.iter().copied());
                     }
-                    self.add_rack(&racks[position]);
+                    self.add_rack_histograms(&newest_summaries[position]);
                 }
             }
             None => {
-                self.by_class.clear();
-                racks.iter().for_each(|rack| self.add_rack(rack));
+                self.histogram_by_class.clear();
+                newest_summaries.iter().for_each(|rack| self.add_rack_histograms(rack));
             }
         }
-        &self.by_class
+        &self.histogram_by_class
     }
 
-    fn add_rack(&mut self, rack: &RackSummary) {
+    fn add_rack_histograms(&mut self, rack: &RackSummary) {
         for (class, bins) in &rack.histograms_by_class {
-            self.by_class.entry(*class).or_default().add_bins(bins.iter().copied());
+            self.histogram_by_class.entry(*class).or_default().add_bins(bins.iter().copied());
         }
     }
 }
 
-/// Least loaded cores of each bucket, among the servers of all racks with one RSS key.
+/// Least loaded cores of each bucket, among all racks' servers with one RSS key.
 #[derive(Debug, Default)]
 pub struct RackAggregate {
     merged_summaries: MergedSummaries,
@@ -71,43 +74,53 @@ pub struct RackAggregate {
 }
 
 impl RackAggregate {
-    /// Updates the least loaded cores to these summaries. `needed_core_count` is the number of cores needed for each
+    /// Updates the least loaded cores by these summaries. `needed_core_count` is the number of cores needed for each
     /// bucket.
-    pub fn update(&mut self, racks: &[Arc<RackSummary>], key: &RssKey, buckets: BucketCount, needed_core_count: usize) {
+    pub fn update(
+        &mut self,
+        newest_summaries: &[Arc<RackSummary>],
+        key: &RssKey,
+        bucket_count: BucketCount,
+        needed_core_count: usize,
+    ) {
         let is_same_group =
-            self.rss_key.as_ref() == Some(key) && self.least_cores_by_bucket.len() == buckets.get() as usize;
-        match self.merged_summaries.update(racks) {
-            Some(changed_racks) if is_same_group => {
-                changed_racks.into_iter().for_each(|(position, _)| self.replace_rack(position, &racks[position]))
-            }
+            self.rss_key.as_ref() == Some(key) && self.least_cores_by_bucket.len() == bucket_count.get() as usize;
+        match self.merged_summaries.replace_and_find_changes(newest_summaries) {
+            Some(changed_racks) if is_same_group => changed_racks
+                .into_iter()
+                .for_each(|(position, _)| self.replace_cores_of_rack(position, &newest_summaries[position])),
             _ => {
                 self.rss_key = Some(key.clone());
                 self.least_cores_by_bucket.clear();
-                self.least_cores_by_bucket.resize(buckets.get() as usize, LeastLoadedCores::default());
+                self.least_cores_by_bucket.resize(bucket_count.get() as usize, LeastLoadedCores::default());
             }
         }
-        self.total_core_count =
-            racks.iter().flat_map(|rack| lists_of_key(rack, key)).map(|list| list.candidates_per_bucket).sum();
-        let needed_count = needed_core_count.min(self.total_core_count);
+        self.total_core_count = newest_summaries
+            .iter()
+            .flat_map(|rack| candidate_lists_with_key(rack, key))
+            .map(|list| list.candidates_per_bucket)
+            .sum();
+        let available_needed_count = needed_core_count.min(self.total_core_count);
         for (bucket, least_cores) in (0..)
             .zip(&mut self.least_cores_by_bucket)
-            .filter(|(_, least_cores)| least_cores.ranked_cores().len() < needed_count)
+            .filter(|(_, least_cores)| least_cores.ranked_cores().len() < available_needed_count)
         {
-            let lists_by_rack = racks
+            let lists_by_rack = newest_summaries
                 .iter()
                 .enumerate()
-                .flat_map(|(position, rack)| lists_of_key(rack, key).map(move |list| (position, list)));
-            least_cores.refill(lists_by_rack.map(|(position, list)| ranked_cores(position, list, bucket)));
+                .flat_map(|(position, rack)| candidate_lists_with_key(rack, key).map(move |list| (position, list)));
+            least_cores
+                .refill_from_all_sources(lists_by_rack.map(|(position, list)| ranked_cores(position, list, bucket)));
         }
     }
 
-    fn replace_rack(&mut self, position: usize, rack: &RackSummary) {
+    fn replace_cores_of_rack(&mut self, rack_index: usize, rack: &RackSummary) {
         let Some(key) = &self.rss_key else { return };
-        let candidate_lists: Vec<&CandidateList> = lists_of_key(rack, key).collect();
+        let candidate_lists: Vec<&CandidateList> = candidate_lists_with_key(rack, key).collect();
         for (bucket, least_cores) in (0..).zip(&mut self.least_cores_by_bucket) {
-            let Some(insertion_bound) = least_cores.remove_source(position as u32) else { continue };
+            let Some(insertion_bound) = least_cores.remove_source(rack_index as u32) else { continue };
             for list in &candidate_lists {
-                for ranked_core in ranked_cores(position, list, bucket) {
+                for ranked_core in ranked_cores(rack_index, list, bucket) {
                     if !least_cores.insert_core(insertion_bound, ranked_core) {
                         break;
                     }
@@ -116,22 +129,22 @@ impl RackAggregate {
         }
     }
 
-    /// Returns the least loaded cores of the bucket, as many as needed if they exist.
-    pub fn least_cores(&self, bucket: u32) -> &[RankedCore] {
+    /// Returns the bucket's least loaded cores, as many as needed if they exist.
+    pub fn least_loaded_cores(&self, bucket: u32) -> &[RankedCore] {
         self.least_cores_by_bucket.get(bucket as usize).map_or(&[], LeastLoadedCores::ranked_cores)
     }
 
-    /// Returns whether `ranked_cores` are all cores that exist.
-    pub fn is_complete(&self, ranked_cores: &[RankedCore]) -> bool {
+    /// Returns whether `ranked_cores` has all cores of the racks, so that no other core exists.
+    pub fn has_all_cores(&self, ranked_cores: &[RankedCore]) -> bool {
         ranked_cores.len() >= self.total_core_count
     }
 }
 
-fn lists_of_key<'a>(rack: &'a RackSummary, key: &'a RssKey) -> impl Iterator<Item = &'a CandidateList> {
+fn candidate_lists_with_key<'a>(rack: &'a RackSummary, key: &'a RssKey) -> impl Iterator<Item = &'a CandidateList> {
     rack.candidate_lists.iter().filter(move |list| list.key == *key)
 }
 
-fn ranked_cores(position: usize, list: &CandidateList, bucket: u32) -> impl Iterator<Item = RankedCore> {
+fn ranked_cores(rack_index: usize, list: &CandidateList, bucket: u32) -> impl Iterator<Item = RankedCore> {
     let candidates = list.bucket(bucket).iter();
-    candidates.map(move |(core, load)| RankedCore { load: *load, core: *core, source: position as u32 })
+    candidates.map(move |(core, load)| RankedCore { load: *load, core: *core, source: rack_index as u32 })
 }

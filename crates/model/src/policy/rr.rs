@@ -26,8 +26,8 @@ impl Policy for RoundRobinPolicy {
         false
     }
 
-    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
         let shares: Vec<f64> = pool.new_connection_shares().into_iter().map(|(_, share)| share).collect();
-        weighted_turn_table(pool, buckets, generation, self.hash_key.clone(), &shares)
+        weighted_turn_table(pool, bucket_count, generation, self.hash_key.clone(), &shares)
     }
 }

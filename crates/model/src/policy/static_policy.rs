@@ -1,12 +1,13 @@
 //! Policies whose table depends on the pool alone (hash, consistent-hash, maglev). They differ in how they share
 //! buckets.
 
-use super::{Policy, Pool, independent_hash_key, table_by_bucket};
+use super::{Policy, Pool, independent_hash_key, table_with_server_per_bucket};
 use crate::ServerId;
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
 
-/// Function that returns each bucket's server, by its position in a list with shares. Empty without servers.
+/// Function that assigns each bucket to a server, given servers with shares and the number of buckets. It returns
+/// positions in the list of servers, or an empty list without servers.
 type BucketAssigner = fn(&[(ServerId, f64)], usize) -> Vec<usize>;
 
 pub struct StaticPolicy {
@@ -34,8 +35,8 @@ impl Policy for StaticPolicy {
         true
     }
 
-    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        let server_positions = (self.assign_buckets)(&pool.new_connection_shares(), buckets.get() as usize);
-        table_by_bucket(pool, buckets, generation, self.hash_key.clone(), &server_positions)
+    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
+        let server_positions = (self.assign_buckets)(&pool.new_connection_shares(), bucket_count.get() as usize);
+        table_with_server_per_bucket(pool, bucket_count, generation, self.hash_key.clone(), &server_positions)
     }
 }

@@ -1,6 +1,7 @@
 //! An operator's settings for a server's share.
 
-/// Weight of a server from 0 (none) to 100, which is its share of new connections relative to other servers' weights.
+/// Weight of a server from 0 (no new connections) to 100. A server's share of new connections is proportional to its
+/// weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ServerWeight(u8);
 
@@ -10,13 +11,13 @@ pub struct ServerWeight(u8);
 pub struct ServerWeightOutOfRange(pub u64);
 
 impl ServerWeight {
-    /// Maximum weight. For a larger ratio, other servers must have smaller weights.
+    /// Maximum weight. Larger ratios of weights require smaller weights of the other servers.
     pub const MAX: u8 = 100;
 
     /// Default weight of a server.
     pub const ONE: ServerWeight = ServerWeight(1);
 
-    /// Returns the weight `weight`. Fails if it is above 100.
+    /// Returns the weight `weight`. Fails if the weight is above 100.
     pub fn new(weight: u64) -> Result<Self, ServerWeightOutOfRange> {
         u8::try_from(weight).ok().filter(|weight| *weight <= Self::MAX).map(Self).ok_or(ServerWeightOutOfRange(weight))
     }
@@ -33,7 +34,7 @@ impl Default for ServerWeight {
     }
 }
 
-/// Capacity of a server in cores of usual speed, above 0 and at most a million.
+/// Capacity of a server, as a number of cores of usual speed, above 0 and at most a million.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ServerCapacity(f64);
 
@@ -43,7 +44,7 @@ pub struct ServerCapacity(f64);
 pub struct ServerCapacityOutOfRange(pub f64);
 
 impl ServerCapacity {
-    /// Returns the capacity `capacity`. Fails if it is not above 0, or above a million.
+    /// Returns the capacity `capacity`. Fails if the capacity is not above 0, or above a million.
     pub fn new(capacity: f64) -> Result<Self, ServerCapacityOutOfRange> {
         if capacity > 0.0 && capacity <= 1e6 { Ok(Self(capacity)) } else { Err(ServerCapacityOutOfRange(capacity)) }
     }

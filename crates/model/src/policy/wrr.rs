@@ -31,12 +31,12 @@ impl Policy for WeightedRoundRobinPolicy {
         true
     }
 
-    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        weighted_turn_table(pool, buckets, generation, self.hash_key.clone(), &shares_by_capacity(pool))
+    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
+        weighted_turn_table(pool, bucket_count, generation, self.hash_key.clone(), &fair_shares_by_capacity(pool))
     }
 }
 
-fn shares_by_capacity(pool: &Pool) -> Vec<f64> {
+fn fair_shares_by_capacity(pool: &Pool) -> Vec<f64> {
     pool.new_connection_shares()
         .into_iter()
         .zip(pool.capacities())
@@ -51,26 +51,26 @@ mod tests {
     use crate::rss::{IndirectionTable, RssConfig};
 
     #[test]
-    fn core_count_is_known_by_reported_loads_or_by_the_indirection_table() {
+    fn core_count_is_taken_from_reported_loads_or_indirection_table() {
         let server = |id: u64, loads: Option<Vec<f64>>, cores: Option<u16>| PoolServer {
             loads: loads.map(ServerLoads::from),
             rss: cores.map(|cores| RssConfig {
-                key: RssKey::microsoft(),
+                key: RssKey::microsoft_verification_key(),
                 indirection_table: IndirectionTable::balanced(id, 128, cores).unwrap(),
             }),
             ..PoolServer::new(id.try_into().unwrap())
         };
         let server_with_loads = server(1, Some(vec![0.5; 8]), Some(4));
         let pool = Pool::new(vec![server_with_loads.clone(), server(2, None, Some(4)), server(3, None, None)], 1);
-        assert_eq!(shares_by_capacity(&pool), [8.0, 4.0, 6.0]);
-        assert_eq!(shares_by_capacity(&Pool::new(vec![server(3, None, None)], 1)), [1.0]);
+        assert_eq!(fair_shares_by_capacity(&pool), [8.0, 4.0, 6.0]);
+        assert_eq!(fair_shares_by_capacity(&Pool::new(vec![server(3, None, None)], 1)), [1.0]);
         let configured_server = PoolServer {
             weight: ServerWeight::new(3).unwrap(),
             capacity: Some(ServerCapacity::new(2.5).unwrap()),
             slow_start_fraction: 0.5,
             ..server_with_loads.clone()
         };
-        assert_eq!(shares_by_capacity(&Pool::new(vec![configured_server], 1)), [3.75]);
+        assert_eq!(fair_shares_by_capacity(&Pool::new(vec![configured_server], 1)), [3.75]);
 
         // Only the server itself reports its number of cores.
         let server_with_false_report = server(4, Some(vec![0.0; 4096]), None);
@@ -83,7 +83,7 @@ mod tests {
             ],
             1,
         );
-        assert_eq!(shares_by_capacity(&pool), [4.0, 4.0, 4.0, 32.0]);
+        assert_eq!(fair_shares_by_capacity(&pool), [4.0, 4.0, 4.0, 32.0]);
 
         let pool = Pool::new(vec![server_with_loads, server(2, None, Some(4))], 1);
         let table = WeightedRoundRobinPolicy::new(1).compute_table(&pool, BucketCount::PAPER_VALUE, 1);

@@ -9,32 +9,34 @@ use super::{Pool, table_without_candidates};
 use crate::placement::{BucketCount, PlacementRule, PlacementTable};
 use crate::rss::RssKey;
 
-/// Returns a table with turns in proportion to `shares`, which has a share above 0 for each eligible server, by id.
+/// Returns a round-robin table in which the turns of each server are in proportion to its share. `shares` has a share
+/// above 0 for each eligible server, by id.
 pub fn weighted_turn_table(
     pool: &Pool,
-    buckets: BucketCount,
+    bucket_count: BucketCount,
     generation: u64,
     key: RssKey,
     shares: &[f64],
 ) -> PlacementTable {
-    let mut table = table_without_candidates(pool, PlacementRule::RoundRobin, buckets, generation, key);
-    table.members = evenly_spread_turns(shares).into_iter().map(|position| table.members[position]).collect();
+    let mut table = table_without_candidates(pool, PlacementRule::RoundRobin, bucket_count, generation, key);
+    table.members = evenly_spread_positions(shares).into_iter().map(|position| table.members[position]).collect();
     table
 }
 
-/// Number of turns per unit of share, if shares are not whole numbers.
-const TURNS_PER_SHARE: f64 = 64.0;
+/// Number of turns per unit of share, used if some shares are not whole numbers.
+const TURNS_PER_UNIT_OF_SHARE: f64 = 64.0;
 
-/// Returns positions in `shares`, each as often as its share requires, and evenly spread.
-pub fn evenly_spread_turns(shares: &[f64]) -> Vec<usize> {
+/// Returns a sequence of positions in `shares`. Each position occurs in proportion to its share, evenly spread.
+pub fn evenly_spread_positions(shares: &[f64]) -> Vec<usize> {
     let are_whole_numbers = shares.iter().all(|share| share.fract() == 0.0);
-    let turns_per_share = if are_whole_numbers { 1.0 } else { TURNS_PER_SHARE };
-    let weights: Vec<u32> = shares.iter().map(|share| ((share * turns_per_share).round() as u32).max(1)).collect();
-    interleaved_positions(&scale_weights_to_fit(&weights))
+    let turns_per_share = if are_whole_numbers { 1.0 } else { TURNS_PER_UNIT_OF_SHARE };
+    let turn_counts: Vec<u32> = shares.iter().map(|share| ((share * turns_per_share).round() as u32).max(1)).collect();
+    interleaved_positions(&reduce_weights_to_fit(&turn_counts))
 }
 
-/// Returns the weights in lowest terms, scaled down (at least to 1) if the turns would not fit the data plane.
-fn scale_weights_to_fit(weights: &[u32]) -> Vec<u32> {
+/// Returns the weights in lowest terms. If the turns would not fit the data plane, they are scaled down, but not below
+/// 1.
+fn reduce_weights_to_fit(weights: &[u32]) -> Vec<u32> {
     let divisor = weights.iter().copied().fold(0, greatest_common_divisor).max(1);
     let total_turns: u64 = weights.iter().map(|weight| u64::from(weight / divisor)).sum();
     let max_turns = u64::from(intf::MAX_MEMBERS);
@@ -50,43 +52,44 @@ fn greatest_common_divisor(a: u32, b: u32) -> u32 {
     if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
-/// Returns each position as often as its weight. After any number of turns, each is within one turn of its share. The
-/// schedule is R. Tijdeman's ("The chairman assignment problem", Discrete Mathematics 32, 1980). Its bound for n
-/// servers is 1 - d, with d = 1 / (2n - 2).
+/// Returns a sequence in which each position occurs as often as its weight. After any number of turns, each position is
+/// within one turn of its share. The schedule is R. Tijdeman's ("The chairman assignment problem", Discrete Mathematics
+/// 32, 1980). Its bound for n servers is 1 - d, with d = 1 / (2n - 2).
 ///
 /// Turn k (from 0) of a server of share r keeps the bound from (k + d) / r turns on, up to (k + 1 - d) / r. Among the
-/// servers that may have a turn, the one with the nearest end is taken. Such a schedule exists, so this rule finds it.
+/// servers whose next turn may come now, the one whose turn must come first is chosen. Such a schedule exists, so this
+/// rule finds it.
 fn interleaved_positions(weights: &[u32]) -> Vec<usize> {
     if weights.len() == 1 {
         return vec![0; weights[0] as usize];
     }
     let total_turns: u64 = weights.iter().copied().map(u64::from).sum();
     // 1 / d, and a turn's time in turns of the whole list, as a dividend (at most 2^14 * 2^15 * 2^14) and a divisor.
-    let parts_per_turn = (2 * weights.len() as u64).saturating_sub(2);
+    let fractions_per_turn = (2 * weights.len() as u64).saturating_sub(2);
     let turn_fraction =
-        |position: usize, parts: u64| (parts * total_turns, u64::from(weights[position]) * parts_per_turn);
+        |position: usize, parts: u64| (parts * total_turns, u64::from(weights[position]) * fractions_per_turn);
     let earliest_turn = |position: usize, turn_index: u64| {
-        let (dividend, divisor) = turn_fraction(position, turn_index * parts_per_turn + 1);
+        let (dividend, divisor) = turn_fraction(position, turn_index * fractions_per_turn + 1);
         dividend.div_ceil(divisor)
     };
     let latest_turn = |position: usize, turn_index: u64| {
-        let (dividend, divisor) = turn_fraction(position, (turn_index + 1) * parts_per_turn - 1);
+        let (dividend, divisor) = turn_fraction(position, (turn_index + 1) * fractions_per_turn - 1);
         dividend / divisor
     };
 
-    let mut turns_by_earliest: BinaryHeap<_> =
+    let mut future_turns_by_earliest: BinaryHeap<_> =
         (0..weights.len()).map(|position| Reverse((earliest_turn(position, 0), position, 0))).collect();
-    let mut turns_by_latest = BinaryHeap::new();
+    let mut eligible_turns_by_latest = BinaryHeap::new();
     let mut positions_by_turn = Vec::with_capacity(total_turns as usize);
     for current_turn in 1..=total_turns {
-        while turns_by_earliest.peek().is_some_and(|Reverse((earliest, ..))| *earliest <= current_turn) {
-            let Reverse((_, position, turn_index)) = turns_by_earliest.pop().expect("just seen");
-            turns_by_latest.push(Reverse((latest_turn(position, turn_index), position, turn_index)));
+        while future_turns_by_earliest.peek().is_some_and(|Reverse((earliest, ..))| *earliest <= current_turn) {
+            let Reverse((_, position, turn_index)) = future_turns_by_earliest.pop().expect("just seen");
+            eligible_turns_by_latest.push(Reverse((latest_turn(position, turn_index), position, turn_index)));
         }
         let Reverse((_, position, turn_index)) =
-            turns_by_latest.pop().expect("someone's turn: the schedule exists, and has no gap");
+            eligible_turns_by_latest.pop().expect("someone's turn: the schedule exists, and has no gap");
         positions_by_turn.push(position);
-        turns_by_earliest.push(Reverse((earliest_turn(position, turn_index + 1), position, turn_index + 1)));
+        future_turns_by_earliest.push(Reverse((earliest_turn(position, turn_index + 1), position, turn_index + 1)));
     }
     positions_by_turn
 }
@@ -97,20 +100,20 @@ mod tests {
 
     use super::*;
 
-    fn turns_for_weights(weights: &[u32]) -> Vec<usize> {
+    fn positions_for_weights(weights: &[u32]) -> Vec<usize> {
         let shares: Vec<f64> = weights.iter().copied().map(f64::from).collect();
-        super::evenly_spread_turns(&shares)
+        super::evenly_spread_positions(&shares)
     }
 
     #[test]
     fn equal_weights_alternate_and_unequal_weights_interleave() {
-        assert_eq!(turns_for_weights(&[10, 10, 10]), [0, 1, 2]);
-        assert_eq!(turns_for_weights(&[4, 2, 2]), [0, 1, 0, 2]);
-        assert_eq!(turns_for_weights(&[5, 1, 1]), [0, 0, 1, 0, 0, 2, 0]);
-        assert_eq!(turns_for_weights(&[3]), [0]);
-        assert_eq!(turns_for_weights(&[]), Vec::<usize>::new());
+        assert_eq!(positions_for_weights(&[10, 10, 10]), [0, 1, 2]);
+        assert_eq!(positions_for_weights(&[4, 2, 2]), [0, 1, 0, 2]);
+        assert_eq!(positions_for_weights(&[5, 1, 1]), [0, 0, 1, 0, 0, 2, 0]);
+        assert_eq!(positions_for_weights(&[3]), [0]);
+        assert_eq!(positions_for_weights(&[]), Vec::<usize>::new());
         // The third server has half a share.
-        let turns_with_half_share = super::evenly_spread_turns(&[1.0, 1.0, 0.5]);
+        let turns_with_half_share = super::evenly_spread_positions(&[1.0, 1.0, 0.5]);
         assert_eq!(
             (turns_with_half_share.len(), turns_with_half_share.iter().filter(|position| **position == 2).count()),
             (5, 1)
@@ -120,7 +123,7 @@ mod tests {
     #[test]
     fn oversized_weights_are_scaled_down() {
         let weights: Vec<u32> = (0..2_000).map(|server| if server < 1_000 { 30 } else { 2 }).collect();
-        let scaled_turns = turns_for_weights(&weights);
+        let scaled_turns = positions_for_weights(&weights);
         let turn_count = |server: usize| scaled_turns.iter().filter(|position| **position == server).count();
         assert!(
             scaled_turns.len() <= intf::MAX_MEMBERS as usize && scaled_turns.len() > 15_000,
@@ -133,22 +136,22 @@ mod tests {
             turn_count(3),
             turn_count(1_500)
         );
-        assert_eq!(scale_weights_to_fit(&[7; 16_384]), [1; 16_384]);
+        assert_eq!(reduce_weights_to_fit(&[7; 16_384]), [1; 16_384]);
     }
 
     proptest! {
         /// In any window of turns, also across the end of the list, each server is within two turns of its share.
         #[test]
-        fn every_window_of_turns_is_fair(
-            weights in prop::collection::vec(1u32..40, 1..30), from in 0usize..500, length in 1usize..500
+        fn every_window_of_turns_has_fair_shares(
+            weights in prop::collection::vec(1u32..40, 1..30), first_turn in 0usize..500, window_turns in 1usize..500
         ) {
-            let positions_by_turn = turns_for_weights(&weights);
+            let positions_by_turn = positions_for_weights(&weights);
             let total_weight = f64::from(weights.iter().sum::<u32>());
             for (server, weight) in weights.iter().enumerate() {
                 let is_turn_of_server =
                     |turn_index: &usize| positions_by_turn[turn_index % positions_by_turn.len()] == server;
-                let turns_in_window = (from..from + length).filter(is_turn_of_server).count();
-                let fair_share = length as f64 * f64::from(*weight) / total_weight;
+                let turns_in_window = (first_turn..first_turn + window_turns).filter(is_turn_of_server).count();
+                let fair_share = window_turns as f64 * f64::from(*weight) / total_weight;
                 prop_assert!((turns_in_window as f64 - fair_share).abs() < 2.0,
                     "server {server}: {turns_in_window} of {fair_share}");
             }

@@ -10,14 +10,15 @@ pub enum InputTransform {
     /// Addresses and ports are hashed unchanged.
     #[default]
     None,
-    /// Source and destination are both replaced by their XOR (RXH_XFRM_SYM_XOR), so that both directions hash alike.
+    /// Source and destination are both replaced by their XOR (RXH_XFRM_SYM_XOR), so both directions of a flow hash
+    /// alike.
     SymmetricXor,
     /// The source is replaced by the OR of source and destination, and the destination by their XOR
     /// (RXH_XFRM_SYM_OR_XOR). This is mlx5's default.
     SymmetricOrXor,
 }
 
-/// Error returned for a number or a name that no input transform has.
+/// Error returned for the number of an unknown input transform.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("input transform {0} of RSS: expected 0 (none), 1 (symmetric-xor) or 2 (symmetric-or-xor)")]
 pub struct UnknownInputTransform(pub u32);
@@ -35,7 +36,7 @@ impl InputTransform {
     /// All input transforms in the order of their numbers.
     pub const ALL: [Self; 3] = [Self::None, Self::SymmetricXor, Self::SymmetricOrXor];
 
-    /// Returns the transform's number in ethtool.
+    /// Returns the number of the transform in ethtool.
     pub fn ethtool_number(self) -> u8 {
         match self {
             Self::None => intf::RSS_INPUT_UNCHANGED as u8,
@@ -44,7 +45,7 @@ impl InputTransform {
         }
     }
 
-    /// Returns the transform's name in ethtool.
+    /// Returns the name of the transform in ethtool.
     pub fn name(self) -> &'static str {
         match self {
             Self::None => "none",
@@ -53,7 +54,7 @@ impl InputTransform {
         }
     }
 
-    /// Transforms a source byte and the destination byte at the same offset, and returns both.
+    /// Transforms a source byte and the destination byte at the same offset, and returns both results.
     pub(super) fn transform_bytes(self, source: u8, destination: u8) -> (u8, u8) {
         match self {
             Self::None => (source, destination),
@@ -62,10 +63,10 @@ impl InputTransform {
         }
     }
 
-    /// Returns the transformed addresses and ports of IPv4 (12 bytes) or IPv6 (36 bytes). Input of any other length has
-    /// only addresses.
-    pub(super) fn transform_tuple(self, tuple: &[u8]) -> Vec<u8> {
-        let mut tuple = tuple.to_vec();
+    /// Returns the transformed addresses and ports of IPv4 (12 bytes) or IPv6 (36 bytes). Input of another length has
+    /// no ports.
+    pub(super) fn transform_tuple(self, four_tuple_bytes: &[u8]) -> Vec<u8> {
+        let mut tuple = four_tuple_bytes.to_vec();
         let address_bytes = match tuple.len() {
             IPV4_INPUT_BYTES | MAX_INPUT_BYTES => tuple.len() - 4,
             length => length,

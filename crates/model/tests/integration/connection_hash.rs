@@ -1,5 +1,5 @@
 //! Checks the hash of connections against a sender that knows the code but not the key. Structured sets of tuples must
-//! collide as often as by chance.
+//! collide only as often as by chance.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -9,23 +9,24 @@ use coreward_model::cookie::CookieKey;
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
-/// Number of tuples in each set, enough for 128 collisions in 4,096 table positions by chance.
+/// Number of tuples in each set. By chance, it causes 128 collisions in 4,096 table positions.
 const TUPLE_COUNT: u32 = 1024;
 const KEY_COUNT: u64 = 200;
-/// Number of bits that select a table position. A source's counter, a hint and a flow table set have 12, 14 and 17.
+/// Number of hash bits that select a table position. In coreward, a source's counter takes 12 bits, a hint 14, and a
+/// set of the flow table 17.
 const POSITION_BITS: u32 = 12;
-/// Ratio to the number of collisions by chance from which a set counts as structured.
+/// Ratio of a set's collisions to those by chance, from which the set counts as structured.
 const MAX_COLLISION_RATIO: f64 = 1.25;
 
-/// Name of a set of clients, and function that returns a client by its number.
+/// Name of a set of clients, and function that returns a client of the set by its number.
 type ClientSet = (&'static str, fn(u32) -> SocketAddr);
 
 fn client(address: u32, port: u32) -> SocketAddr {
     SocketAddr::new(Ipv4Addr::from(address).into(), port as u16)
 }
 
-/// Sets of clients that differ where a sender can choose, in the low and high bits of ports and addresses. They are
-/// counters, strides and Gray codes, which change one bit at a time.
+/// Sets of clients whose addresses and ports differ where a sender can choose, in low and high bits. They are counters,
+/// strides and Gray codes, which change one bit at a time.
 const CLIENT_SETS: [ClientSet; 9] = [
     ("ports in a row", |n| client(0xc000_0201, 1024 + n)),
     ("ports in steps of 64", |n| client(0xc000_0201, n << 6)),
@@ -38,20 +39,23 @@ const CLIENT_SETS: [ClientSet; 9] = [
     ("port against address", |n| client(0xc000_0000 + n, 65_535 - n)),
 ];
 
-/// Returns how often pairs of the set's tuples share a table position, in multiples of chance, averaged over many keys.
-fn collisions_relative_to_chance(hash: fn(&CookieKey, SocketAddr) -> u64, set: ClientSet, shift: u32) -> f64 {
-    let mut rng = seeded_rng(171, shift.into());
-    let mut colliding_pairs = 0u64;
+/// Returns the ratio of the set's colliding pairs to the number expected by chance, averaged over many keys. A pair
+/// collides if both tuples have the same table position.
+fn collision_ratio_to_chance(hash: fn(&CookieKey, SocketAddr) -> u64, set: ClientSet, hash_shift: u32) -> f64 {
+    let mut rng = seeded_rng(171, hash_shift.into());
+    let mut colliding_pair_count = 0u64;
     for _ in 0..KEY_COUNT {
         let key = CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
-        let mut tuples_by_position: HashMap<u64, u64> = HashMap::new();
+        let mut tuple_count_by_position: HashMap<u64, u64> = HashMap::new();
         for n in 0..TUPLE_COUNT {
-            *tuples_by_position.entry(hash(&key, set.1(n)) >> shift & ((1 << POSITION_BITS) - 1)).or_default() += 1;
+            *tuple_count_by_position
+                .entry(hash(&key, set.1(n)) >> hash_shift & ((1 << POSITION_BITS) - 1))
+                .or_default() += 1;
         }
-        colliding_pairs += tuples_by_position.values().map(|count| count * (count - 1) / 2).sum::<u64>();
+        colliding_pair_count += tuple_count_by_position.values().map(|count| count * (count - 1) / 2).sum::<u64>();
     }
     let pair_count = f64::from(TUPLE_COUNT) * f64::from(TUPLE_COUNT - 1) / 2.0;
-    colliding_pairs as f64 / KEY_COUNT as f64 / (pair_count / f64::from(1 << POSITION_BITS))
+    colliding_pair_count as f64 / KEY_COUNT as f64 / (pair_count / f64::from(1 << POSITION_BITS))
 }
 
 /// Returns the connection hash, whose low half selects table positions and whose upper half is the tag.
@@ -60,19 +64,19 @@ fn connection_hash(key: &CookieKey, client: SocketAddr) -> u64 {
     u64::from(hash.tag()) << 32 | u64::from(hash.low_half())
 }
 
-/// Returns a hash by one multiplication without a fold, so that positions depend on the low bits of the tuple alone.
-fn one_multiplication_hash(key: &CookieKey, client: SocketAddr) -> u64 {
+/// Returns a hash by one multiplication without a fold, so that positions depend only on the low bits of the tuple.
+fn single_multiplication_hash(key: &CookieKey, client: SocketAddr) -> u64 {
     let SocketAddr::V4(client) = client else { unreachable!("sets are of IPv4") };
     let tuple_word = u64::from(client.port().swap_bytes()) << 32 | u64::from(u32::from(*client.ip()).swap_bytes());
     (tuple_word ^ key.k0).wrapping_mul(key.k1 | 1)
 }
 
 #[test]
-fn structured_tuples_collide_no_more_often_than_by_chance() {
+fn structured_tuples_collide_only_as_often_as_by_chance() {
     // The lowest bits, the bits of a set of the flow table above them, and both ends of the tag.
     for shift in [0, 5, 32, 52] {
         for set in CLIENT_SETS {
-            let collision_ratio = collisions_relative_to_chance(connection_hash, set, shift);
+            let collision_ratio = collision_ratio_to_chance(connection_hash, set, shift);
             println!("{} at bit {shift}: {collision_ratio:.2} times chance", set.0);
             assert!(
                 collision_ratio < MAX_COLLISION_RATIO,
@@ -84,9 +88,9 @@ fn structured_tuples_collide_no_more_often_than_by_chance() {
 }
 
 #[test]
-fn one_multiplication_hash_collides_more_often_than_by_chance() {
+fn single_multiplication_hash_collides_more_often_than_by_chance() {
     let max_collision_ratio = CLIENT_SETS
-        .map(|set| collisions_relative_to_chance(one_multiplication_hash, set, 0))
+        .map(|set| collision_ratio_to_chance(single_multiplication_hash, set, 0))
         .into_iter()
         .fold(0.0, f64::max);
     println!("{max_collision_ratio:.0} times chance");

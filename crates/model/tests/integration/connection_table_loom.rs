@@ -21,21 +21,22 @@ use loom::thread;
 
 const SERVICE_SLOT: u16 = 3;
 const WORDS_PER_ENTRY: usize = size_of::<intf::connection>() / 8;
-/// Number of slots in use in the one partition. The number of orders that loom tries grows quickly with it.
-const SLOT_COUNT: usize = 2;
+/// Number of usable slots in the table's one partition. The number of orders that loom tries grows quickly with it.
+const USABLE_SLOT_COUNT: usize = 2;
 
-/// Memory of a connection table. Shared words are loom's, so that each access is a separate step, and others are plain.
+/// Memory of a connection table. Shared words are loom's, so that each access is a separate step. Other words are
+/// plain.
 struct LoomMemory {
     stack_top: AtomicU64,
-    /// Word of the clock hand, which is only a hint on which no packet relies.
+    /// Word of the clock hand, which is plain because packets use it only as a hint.
     clock_hand: PlainWord,
-    identity_words: [AtomicU64; SLOT_COUNT],
-    port_flags_next_words: [AtomicU64; SLOT_COUNT],
-    generation_words: [AtomicU64; SLOT_COUNT],
-    other_entry_words: [[PlainWord; WORDS_PER_ENTRY]; SLOT_COUNT],
-    /// Value of every word of the other slots, which is 0 as in a free slot.
+    identity_words: [AtomicU64; USABLE_SLOT_COUNT],
+    port_flags_next_words: [AtomicU64; USABLE_SLOT_COUNT],
+    generation_words: [AtomicU64; USABLE_SLOT_COUNT],
+    plain_entry_words: [[PlainWord; WORDS_PER_ENTRY]; USABLE_SLOT_COUNT],
+    /// Value of every word of the unusable slots, which is 0 as in a free slot.
     unused_slot_word: PlainWord,
-    /// Mask of the stack top's bits by which states of the stack are distinguished.
+    /// Mask of the stack top's bits that the test keeps. Without the change count's bits, the ABA problem occurs.
     stack_top_mask: u64,
 }
 
@@ -47,7 +48,7 @@ enum WordRef<'a> {
 impl LoomMemory {
     fn new(stack_top_mask: u64) -> Self {
         let loom_words = || std::array::from_fn(|_| AtomicU64::new(0));
-        let other_entry_words = std::array::from_fn(|_| std::array::from_fn(|_| PlainWord::new(0)));
+        let plain_entry_words = std::array::from_fn(|_| std::array::from_fn(|_| PlainWord::new(0)));
         let (stack_top, clock_hand) = (AtomicU64::new(0), PlainWord::new(0));
         Self {
             stack_top,
@@ -55,7 +56,7 @@ impl LoomMemory {
             identity_words: loom_words(),
             port_flags_next_words: loom_words(),
             generation_words: loom_words(),
-            other_entry_words,
+            plain_entry_words,
             unused_slot_word: PlainWord::new(0),
             stack_top_mask,
         }
@@ -66,16 +67,16 @@ impl LoomMemory {
         const PORT_FLAGS_NEXT_OFFSET: usize = std::mem::offset_of!(intf::connection, client_port);
         const GENERATION_OFFSET: usize = std::mem::offset_of!(intf::connection, generation);
         match table_word {
-            TableWord::StackTop(_) => WordRef::LoomWord(&self.stack_top),
-            TableWord::ClockHand(_) => WordRef::UnsharedWord(&self.clock_hand),
+            TableWord::PartitionStackTop(_) => WordRef::LoomWord(&self.stack_top),
+            TableWord::PartitionClockHand(_) => WordRef::UnsharedWord(&self.clock_hand),
             TableWord::EntryWordAtOffset(index, field_offset) => {
                 let slot = index.slot() as usize;
                 match field_offset {
-                    _ if slot >= SLOT_COUNT => WordRef::UnsharedWord(&self.unused_slot_word),
+                    _ if slot >= USABLE_SLOT_COUNT => WordRef::UnsharedWord(&self.unused_slot_word),
                     IDENTITY_OFFSET => WordRef::LoomWord(&self.identity_words[slot]),
                     PORT_FLAGS_NEXT_OFFSET => WordRef::LoomWord(&self.port_flags_next_words[slot]),
                     GENERATION_OFFSET => WordRef::LoomWord(&self.generation_words[slot]),
-                    _ => WordRef::UnsharedWord(&self.other_entry_words[slot][field_offset / 8]),
+                    _ => WordRef::UnsharedWord(&self.plain_entry_words[slot][field_offset / 8]),
                 }
             }
         }
@@ -85,7 +86,7 @@ impl LoomMemory {
 impl AtomicWordStorage for LoomMemory {
     fn load(&self, table_word: TableWord) -> u64 {
         match self.word_ref(table_word) {
-            WordRef::LoomWord(cell) if matches!(table_word, TableWord::StackTop(_)) => {
+            WordRef::LoomWord(cell) if matches!(table_word, TableWord::PartitionStackTop(_)) => {
                 cell.load(Ordering::Acquire) & self.stack_top_mask
             }
             WordRef::LoomWord(cell) => cell.load(Ordering::Acquire),
@@ -102,7 +103,7 @@ impl AtomicWordStorage for LoomMemory {
 
     fn compare_exchange(&self, table_word: TableWord, old: u64, new: u64) -> bool {
         let WordRef::LoomWord(cell) = self.word_ref(table_word) else { unreachable!("no plain word is exchanged") };
-        let new = if matches!(table_word, TableWord::StackTop(_)) { new & self.stack_top_mask } else { new };
+        let new = if matches!(table_word, TableWord::PartitionStackTop(_)) { new & self.stack_top_mask } else { new };
         cell.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
@@ -118,40 +119,44 @@ fn table_size() -> TableSize {
     TableSize::try_from(u64::from(intf::CONNECTIONS_PER_PARTITION)).unwrap()
 }
 
-/// Returns a table with `free_slot_count` free slots in its one partition, with slot 0 on top of the stack.
-fn table_with_free_slots(free_slot_count: usize, top_mask: u64) -> Arc<LoomTable> {
-    let table = ConnectionTable::new(LoomMemory::new(top_mask), table_size());
+/// Returns a table with `free_slot_count` free slots in its one partition, of which slot 0 is on top of the stack.
+fn table_with_free_slots(free_slot_count: usize, stack_top_mask: u64) -> Arc<LoomTable> {
+    let table = ConnectionTable::new(LoomMemory::new(stack_top_mask), table_size());
     for slot in (0..free_slot_count as u32).rev() {
         table.push_slot(ConnectionIndex::new(0, slot));
     }
     Arc::new(table)
 }
 
-fn new_connection(client: u16) -> NewConnection {
-    let address = SocketAddr::new(Ipv4Addr::new(10, 1, 0, 7).into(), client);
-    let hash =
-        ConnectionHash::new(&CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 }, SERVICE_SLOT, address);
-    NewConnection { hash, service_slot: SERVICE_SLOT, client: address, frame_bytes: u64::from(client) }
+fn new_connection(client_port: u16) -> NewConnection {
+    let client_socket = SocketAddr::new(Ipv4Addr::new(10, 1, 0, 7).into(), client_port);
+    let hash = ConnectionHash::new(
+        &CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 },
+        SERVICE_SLOT,
+        client_socket,
+    );
+    NewConnection { hash, service_slot: SERVICE_SLOT, client: client_socket, frame_bytes: u64::from(client_port) }
 }
 
-fn server_of_client(client: u16) -> ServerId {
-    ServerId::try_from(u64::from(client)).unwrap()
+fn server_of_client(client_port: u16) -> ServerId {
+    ServerId::try_from(u64::from(client_port)).unwrap()
 }
 
-fn take_slot(table: &LoomTable, client: u16) -> Result<ConnectionIndex, TakeSlotError> {
-    table.take_slot(&new_connection(client), server_of_client(client), ClockTicks(5))
+fn take_slot(table: &LoomTable, client_port: u16) -> Result<ConnectionIndex, TakeSlotError> {
+    table.take_slot(&new_connection(client_port), server_of_client(client_port), ClockTicks(5))
 }
 
-fn identity_of_client(client: u16, generation: u16) -> EntryIdentity {
+fn identity_of_client(client_port: u16, generation: u16) -> EntryIdentity {
     EntryIdentity {
-        tag: new_connection(client).hash.tag(),
+        tag: new_connection(client_port).hash.tag(),
         generation,
         service_slot: SERVICE_SLOT,
-        server: server_of_client(client),
+        server: server_of_client(client_port),
     }
 }
 
-/// Frees an entry as user space does. The grace period, which only keeps counters apart, is omitted.
+/// Frees an entry as user space does, and returns whether it did. The grace period, which only keeps counters apart, is
+/// omitted.
 fn free_entry(table: &LoomTable, index: ConnectionIndex, identity: EntryIdentity) -> bool {
     let is_released = table.release(index, identity);
     if is_released {
@@ -160,7 +165,7 @@ fn free_entry(table: &LoomTable, index: ConnectionIndex, identity: EntryIdentity
     is_released
 }
 
-/// Checks that the entries of `taken_slots` are in use, and that all other slots are on the stack exactly once.
+/// Checks that the entries of `taken_slots` are in use, and that every other slot is on the stack exactly once.
 fn assert_slots_are_consistent(table: &LoomTable, taken_slots: &[(u16, ConnectionIndex)]) {
     for (client, index) in taken_slots {
         let entry = table.connection(*index).expect("it was taken");
@@ -176,7 +181,7 @@ fn assert_slots_are_consistent(table: &LoomTable, taken_slots: &[(u16, Connectio
     let distinct_slots: BTreeSet<_> = all_slots.clone().collect();
     assert_eq!(
         (all_slots.count(), distinct_slots.len()),
-        (SLOT_COUNT, SLOT_COUNT),
+        (USABLE_SLOT_COUNT, USABLE_SLOT_COUNT),
         "taken {taken_slots:?}, free {stack_slots:?}"
     );
 }
@@ -184,9 +189,9 @@ fn assert_slots_are_consistent(table: &LoomTable, taken_slots: &[(u16, Connectio
 const FULL_STACK_TOP_MASK: u64 = u64::MAX;
 
 #[test]
-fn concurrent_packets_and_user_space_neither_lose_nor_duplicate_slots() {
+fn slots_are_neither_lost_nor_duplicated_by_concurrent_accesses() {
     loom::model(|| {
-        let table = table_with_free_slots(SLOT_COUNT, FULL_STACK_TOP_MASK);
+        let table = table_with_free_slots(USABLE_SLOT_COUNT, FULL_STACK_TOP_MASK);
         let first_index = take_slot(&table, 1).unwrap();
         let packet_threads = [2, 3].map(|client| {
             let table = table.clone();
@@ -208,17 +213,17 @@ fn concurrent_packets_and_user_space_neither_lose_nor_duplicate_slots() {
 
 /// Provokes the ABA problem. One packet reads the stack's top and is delayed. Meanwhile, the same slot is taken, freed
 /// and pushed as the top again, but with another slot below.
-fn provoke_aba_problem(top_mask: u64) {
+fn provoke_aba_problem(stack_top_mask: u64) {
     loom::model(move || {
-        let table = table_with_free_slots(SLOT_COUNT, top_mask);
+        let table = table_with_free_slots(USABLE_SLOT_COUNT, stack_top_mask);
         let delayed_packet_thread = {
             let table = table.clone();
             thread::spawn(move || take_slot(&table, 1))
         };
         let mut taken_slots = Vec::new();
-        let quick_result = take_slot(&table, 2);
+        let quick_packet_result = take_slot(&table, 2);
         taken_slots.extend(take_slot(&table, 3).ok().map(|index| (3, index)));
-        if let Ok(index) = quick_result {
+        if let Ok(index) = quick_packet_result {
             assert!(free_entry(&table, index, identity_of_client(2, 0)));
         }
         taken_slots.extend(take_slot(&table, 4).ok().map(|index| (4, index)));
@@ -232,10 +237,10 @@ fn change_count_prevents_the_aba_problem() {
     provoke_aba_problem(FULL_STACK_TOP_MASK);
 }
 
-/// Without the change count, the test above must find the fault.
+/// Without the change count, the test above must detect the fault.
 #[test]
 #[should_panic(expected = "a slot was handed out that is in use")]
-fn slot_is_allocated_twice_without_the_change_count() {
+fn slot_is_taken_twice_without_the_change_count() {
     provoke_aba_problem(u64::from(intf::CONNECTION_STACK_SLOT_MASK));
 }
 
@@ -261,15 +266,15 @@ fn reader_never_finds_the_server_of_another_connection() {
 }
 
 #[test]
-fn concurrent_free_of_an_entry_succeeds_once() {
+fn only_one_of_two_concurrent_frees_of_an_entry_succeeds() {
     loom::model(|| {
-        let table = table_with_free_slots(SLOT_COUNT, FULL_STACK_TOP_MASK);
+        let table = table_with_free_slots(USABLE_SLOT_COUNT, FULL_STACK_TOP_MASK);
         let index = take_slot(&table, 1).unwrap();
-        let other_thread = {
+        let second_thread = {
             let table = table.clone();
             thread::spawn(move || free_entry(&table, index, identity_of_client(1, 0)))
         };
-        let free_results = [free_entry(&table, index, identity_of_client(1, 0)), other_thread.join().unwrap()];
+        let free_results = [free_entry(&table, index, identity_of_client(1, 0)), second_thread.join().unwrap()];
         assert_eq!(free_results.iter().filter(|is_freed| **is_freed).count(), 1);
         assert_slots_are_consistent(&table, &[]);
         // A late caller does not free the entry's next connection either, even if it belongs to the same client.
@@ -278,9 +283,10 @@ fn concurrent_free_of_an_entry_succeeds_once() {
     });
 }
 
-/// Lets a packet reuse the one slot in use, whose entry has expired, while `other` acts. Returns the results of both.
-fn reuse_concurrently_with<T>(
-    other: impl Fn(&LoomTable, ConnectionIndex) -> Option<T>,
+/// Runs a packet that reuses the one used slot, whose entry has expired, concurrently with `other_operation`. Returns
+/// both results.
+fn reuse_slot_concurrently_with<T>(
+    other_operation: impl Fn(&LoomTable, ConnectionIndex) -> Option<T>,
 ) -> (Option<ConnectionIndex>, Option<T>) {
     let table = table_with_free_slots(1, FULL_STACK_TOP_MASK);
     let index = take_slot(&table, 1).unwrap();
@@ -288,7 +294,7 @@ fn reuse_concurrently_with<T>(
         let table = table.clone();
         thread::spawn(move || reuse_expired_slot(&table, 2))
     };
-    let other_result = other(&table, index);
+    let other_result = other_operation(&table, index);
     let reused_index = packet_thread.join().unwrap();
     if reused_index.is_some() {
         assert_eq!(table.connection(index).unwrap().identity, identity_of_client(2, 1), "the generation grew");
@@ -296,18 +302,18 @@ fn reuse_concurrently_with<T>(
     (reused_index, other_result)
 }
 
-/// Lets client `client` reuse the slot of client 1, whose entry has expired.
-fn reuse_expired_slot(table: &LoomTable, client: u16) -> Option<ConnectionIndex> {
+/// Lets the client with port `client_port` reuse the slot of client 1, whose entry counts as expired.
+fn reuse_expired_slot(table: &LoomTable, client_port: u16) -> Option<ConnectionIndex> {
     let is_of_client_1 = |connection: &Connection| connection.client.port() == 1;
     table
-        .reuse_expired_slot(&new_connection(client), server_of_client(client), ClockTicks(5), is_of_client_1)
+        .reuse_expired_slot(&new_connection(client_port), server_of_client(client_port), ClockTicks(5), is_of_client_1)
         .map(|(index, _)| index)
 }
 
 #[test]
-fn expired_entry_is_reused_by_one_of_two_packets() {
+fn expired_entry_is_reused_by_at_most_one_packet() {
     loom::model(|| {
-        let (first, second) = reuse_concurrently_with(|table, _| reuse_expired_slot(table, 3));
+        let (first, second) = reuse_slot_concurrently_with(|table, _| reuse_expired_slot(table, 3));
         assert!(first.is_none() || second.is_none(), "{first:?}, {second:?}");
     });
 }
@@ -316,7 +322,7 @@ fn expired_entry_is_reused_by_one_of_two_packets() {
 fn expired_entry_is_either_reused_or_freed() {
     loom::model(|| {
         let (reused_index, release_result) =
-            reuse_concurrently_with(|table, index| table.release(index, identity_of_client(1, 0)).then_some(()));
+            reuse_slot_concurrently_with(|table, index| table.release(index, identity_of_client(1, 0)).then_some(()));
         assert!(reused_index.is_some() != release_result.is_some(), "{reused_index:?}, {release_result:?}");
     });
 }

@@ -1,4 +1,4 @@
-//! Compares tables of a pool behind racks with tables of the same pool without racks.
+//! Compares the tables of a pool whose servers are in racks with the tables of the same pool without racks.
 
 use std::sync::Arc;
 
@@ -11,10 +11,10 @@ use coreward_model::policy::{
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 use proptest::prelude::*;
 
-/// Number of reports in a test, more than one because policies keep loads from report to report.
+/// Number of reports in a test. It is more than one because policies keep loads from report to report.
 const REPORT_COUNT: u64 = 4;
 
-/// A server and the index of its rack, or `None` if its agent reports directly to the controller.
+/// Server and the index of its rack, or `None` if the server's agent reports directly to the controller.
 #[derive(Debug, Clone)]
 struct RackServer {
     server: PoolServer,
@@ -31,7 +31,7 @@ prop_compose! {
         ),
         key in prop::option::weighted(0.9, 0u64..6),
         table_bits in 0u32..9, queues in 1u16..9,
-        open_connections in 0u32..50,
+        open_connection_count in 0u32..50,
         weight in prop_oneof![3 => Just(1u64), 1 => 2..5u64],
         slow_start_fraction in prop_oneof![4 => Just(1.0), 1 => Just(0.3)],
         capacity in prop::option::weighted(0.2, (1u32..9).prop_map(f64::from)),
@@ -47,7 +47,7 @@ prop_compose! {
             is_eligible: eligible,
             loads: loads.map(ServerLoads::from),
             rss,
-            open_connections,
+            open_connection_count,
             weight: ServerWeight::new(weight).unwrap(),
             slow_start_fraction,
             capacity: capacity.map(|capacity| ServerCapacity::new(capacity).unwrap()),
@@ -60,9 +60,9 @@ prop_compose! {
     }
 }
 
-fn pool_of_servers(servers: &[PoolServer], requests: bool) -> Pool {
+fn create_pool(servers: &[PoolServer], counts_placements_as_requests: bool) -> Pool {
     let pool = Pool::new(servers.to_vec(), 2).with_opened_connections(300);
-    if requests { pool.counting_placements_as_requests() } else { pool }
+    if counts_placements_as_requests { pool.counting_placements_as_requests() } else { pool }
 }
 
 fn servers_in_rack(servers: &[RackServer], rack: usize) -> Vec<PoolServer> {
@@ -70,7 +70,7 @@ fn servers_in_rack(servers: &[RackServer], rack: usize) -> Vec<PoolServer> {
     servers.iter().filter(is_in_rack).map(|server_in_rack| server_in_rack.server.clone()).collect()
 }
 
-/// Returns all servers, with the loads of those that report directly to the controller.
+/// Returns all servers. Only those that report directly to the controller have loads.
 fn servers_with_direct_loads(servers: &[RackServer]) -> Vec<PoolServer> {
     let with_direct_loads = |server_in_rack: &RackServer| PoolServer {
         loads: server_in_rack.server.loads.clone().filter(|_| server_in_rack.rack.is_none()),
@@ -79,10 +79,11 @@ fn servers_with_direct_loads(servers: &[RackServer]) -> Vec<PoolServer> {
     servers.iter().map(with_direct_loads).collect()
 }
 
-/// Changes the servers to their state at the next report. Loads differ, and some servers are silent, join or leave.
-fn advance_to_next_report(servers: &mut [RackServer], report: u64) {
+/// Changes the servers to their state at the next report. Loads change, some servers do not report, and some join or
+/// leave.
+fn advance_to_next_report(servers: &mut [RackServer], report_index: u64) {
     for (position, RackServer { server, .. }) in servers.iter_mut().enumerate() {
-        let change_number = (position as u64).wrapping_mul(0x9e37_79b9).wrapping_add(report * 7) % 23;
+        let change_number = (position as u64).wrapping_mul(0x9e37_79b9).wrapping_add(report_index * 7) % 23;
         match change_number {
             0 => server.is_eligible = !server.is_eligible,
             1 => server.loads = None,
@@ -104,41 +105,41 @@ fn advance_to_next_report(servers: &mut [RackServer], report: u64) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
-    /// For every policy, the table from the summaries of racks equals the table from the servers' own reports.
+    /// For every policy, the table from racks' summaries equals the table from the servers' own reports.
     #[test]
-    fn tables_are_equal_with_and_without_racks(
-        mut servers in prop::collection::vec(rack_server(), 0..24), bits in 0u32..8, requests: bool
+    fn tables_with_and_without_racks_are_equal(
+        mut servers in prop::collection::vec(rack_server(), 0..24), bits in 0u32..8, counts_placements_as_requests: bool
     ) {
         for (position, server_in_rack) in servers.iter_mut().enumerate() {
             server_in_rack.server.id = ServerId::try_from(position as u64 * 31).unwrap();
         }
-        let buckets = BucketCount::new(1 << bits).unwrap();
+        let bucket_count = BucketCount::new(1 << bits).unwrap();
         for name in policy_names() {
             let mut servers = servers.clone();
-            let new_policy = || policy_by_name(name, 7).unwrap();
+            let create_policy = || policy_by_name(name, 7).unwrap();
             let (mut policy_without_racks, mut policy_above_racks, mut rack_policies) =
-                (new_policy(), new_policy(), [new_policy(), new_policy(), new_policy(), new_policy()]);
+                (create_policy(), create_policy(), [create_policy(), create_policy(), create_policy(), create_policy()]);
             // As in the controller, one pool is updated from table to table.
-            let (mut continued_policy, mut continued_pool) = (new_policy(), None);
+            let (mut continued_policy, mut continued_pool) = (create_policy(), None);
             for report in 1..=REPORT_COUNT {
                 let rack_summaries = rack_policies.iter_mut().enumerate().map(|(rack, policy)| {
-                    let pool = pool_of_servers(&servers_in_rack(&servers, rack), requests);
-                    Arc::new(RackSummary::of(&pool, policy.as_mut(), buckets, usize::MAX))
+                    let pool = create_pool(&servers_in_rack(&servers, rack), counts_placements_as_requests);
+                    Arc::new(RackSummary::from_pool(&pool, policy.as_mut(), bucket_count, usize::MAX))
                 }).collect::<Vec<_>>();
                 let all_servers: Vec<PoolServer> =
                     servers.iter().map(|server_in_rack| server_in_rack.server.clone()).collect();
                 let reporting_servers = servers_with_direct_loads(&servers);
-                let pool = pool_of_servers(&all_servers, requests);
-                let table_without_racks = policy_without_racks.compute_table(&pool, buckets, report);
-                let pool = pool_of_servers(&reporting_servers, requests).with_rack_summaries(rack_summaries.clone());
-                let table_with_racks = policy_above_racks.compute_table(&pool, buckets, report);
+                let pool = create_pool(&all_servers, counts_placements_as_requests);
+                let table_without_racks = policy_without_racks.compute_table(&pool, bucket_count, report);
+                let pool = create_pool(&reporting_servers, counts_placements_as_requests).with_rack_summaries(rack_summaries.clone());
+                let table_with_racks = policy_above_racks.compute_table(&pool, bucket_count, report);
                 prop_assert_eq!(&table_with_racks, &table_without_racks, "{}, report {}", name, report);
-                let mut pool = continued_pool.take().unwrap_or_else(|| pool_of_servers(&reporting_servers, requests));
+                let mut pool = continued_pool.take().unwrap_or_else(|| create_pool(&reporting_servers, counts_placements_as_requests));
                 reporting_servers.iter().for_each(|server| pool.replace_server(server.clone()));
                 let pool = pool.for_next_table(2).with_opened_connections(300);
-                let pool = if requests { pool.counting_placements_as_requests() } else { pool };
+                let pool = if counts_placements_as_requests { pool.counting_placements_as_requests() } else { pool };
                 let pool = pool.with_rack_summaries(rack_summaries);
-                let continued_table = continued_policy.compute_table(&pool, buckets, report);
+                let continued_table = continued_policy.compute_table(&pool, bucket_count, report);
                 prop_assert_eq!(&continued_table, &table_without_racks, "{}, report {}, going on", name, report);
                 continued_pool = Some(pool);
                 advance_to_next_report(&mut servers, report);
@@ -146,25 +147,26 @@ proptest! {
         }
     }
 
-    /// The k least loaded cores of all are among the k least loaded of each rack, but fewer than k do not suffice.
+    /// The k least loaded cores of all racks are among the k least loaded of each rack, but fewer than k may not
+    /// suffice.
     #[test]
-    fn shorter_candidate_lists_have_the_least_loaded_cores(
+    fn shortened_candidate_lists_have_the_least_loaded_cores(
         loads in prop::collection::vec(0.0..1.0f64, 2..12),
-        most in 1usize..9,
+        max_candidate_count in 1usize..9,
     ) {
-        let key = RssKey::microsoft();
+        let key = RssKey::microsoft_verification_key();
         let server = |(id, load): (usize, &f64)| PoolServer {
             loads: Some(vec![*load].into()),
             rss: Some(RssConfig { key: key.clone(), indirection_table: IndirectionTable::balanced(1, 1, 1).unwrap() }),
             ..PoolServer::new(ServerId::try_from(id as u64).unwrap())
         };
         let servers: Vec<PoolServer> = loads.iter().enumerate().map(server).collect();
-        let buckets = BucketCount::new(1).unwrap();
+        let bucket_count = BucketCount::new(1).unwrap();
         let mut policy = policy_by_name("crossrss-plus", 1).unwrap();
-        let summary = RackSummary::of(&Pool::new(servers, 1), policy.as_mut(), buckets, most);
+        let summary = RackSummary::from_pool(&Pool::new(servers, 1), policy.as_mut(), bucket_count, max_candidate_count);
         let mut least_loads = loads.clone();
         least_loads.sort_by(f64::total_cmp);
-        least_loads.truncate(most.min(8));
+        least_loads.truncate(max_candidate_count.min(8));
         let listed_loads: Vec<f64> = summary.candidate_lists[0].bucket(0).iter().map(|(_, load)| *load).collect();
         prop_assert_eq!(listed_loads, least_loads);
     }

@@ -1,4 +1,5 @@
-//! Tests load monitors, hints and core allocation together, in virtual time. A burst opens cores, and calm closes them.
+//! Tests load monitors, hints and core allocation together, in virtual time. A burst of requests enables services on
+//! more cores, and calm periods disable them.
 
 use std::num::NonZeroU16;
 
@@ -13,49 +14,49 @@ use crate::engine::{TestEngine, engine_config};
 const CORE_COUNT: u16 = 4;
 const MONITOR_EPOCH_NS: u64 = 16;
 
-/// Returns for each core the services that run on it, as digits.
-fn services_of_cores(bench: &TestEngine) -> [String; CORE_COUNT as usize] {
-    let ranks = bench.engine.dispatch_policy().ranks();
+/// Returns for each core the numbers of the services that are enabled on it, as a string of digits.
+fn services_of_cores(test_engine: &TestEngine) -> [String; CORE_COUNT as usize] {
+    let ranks = test_engine.engine.dispatch_policy().ranks();
     let services_of_core =
         |core| ['0', '1'].into_iter().zip(0..).filter(move |(_, service)| ranks.is_enabled(*service, core));
     std::array::from_fn(|core| services_of_core(core as u16).map(|(name, _)| name).collect())
 }
 
-/// Checks the load monitors at time `now`, and lets a worker that gets a hint act on it.
+/// Checks the load monitors at time `now_ns`, and lets each worker that gets a hint act on it.
 fn check_monitors_and_apply_hints(
-    bench: &mut TestEngine,
+    test_engine: &mut TestEngine,
     allocator: &SharedCoreAllocator,
     workers: &mut [Worker<'_>],
-    now: u64,
+    now_ns: u64,
 ) {
-    bench.engine.check_load_monitors(now);
+    test_engine.engine.check_load_monitors(now_ns);
     for worker in workers {
         while let Some(hint) = worker.next_hint() {
             allocator.apply_hint(hint, worker).unwrap();
         }
     }
-    bench.poll(now);
-    bench.check_request_counts();
+    test_engine.poll(now_ns);
+    test_engine.check_request_counts();
 }
 
-fn complete_all_requests(bench: &mut TestEngine, workers: &mut [Worker<'_>], now: u64) {
-    while (0..CORE_COUNT).any(|core| bench.engine.dispatch_policy().ranks().core_request_count(core) > 0) {
+fn complete_all_requests(test_engine: &mut TestEngine, workers: &mut [Worker<'_>], now_ns: u64) {
+    while (0..CORE_COUNT).any(|core| test_engine.engine.dispatch_policy().ranks().core_outstanding_count(core) > 0) {
         for worker in &mut *workers {
             while let Some(request) = worker.take_request().unwrap() {
                 worker.respond(&request, b"").unwrap();
             }
         }
-        bench.poll(now);
+        test_engine.poll(now_ns);
     }
 }
 
-/// Returns the assignments at the start, during a burst for service 0, and after calm epochs.
-fn assignments_over_time(kind: CoreAssignmentMode) -> Vec<[String; CORE_COUNT as usize]> {
+/// Returns the services of each core at the start, during a burst for service 0, and after calm epochs.
+fn assignments_over_time(assignment_mode: CoreAssignmentMode) -> Vec<[String; CORE_COUNT as usize]> {
     let engine_config =
         EngineConfig { core_count: CORE_COUNT, rank_bound: NonZeroU16::new(1).unwrap(), ..engine_config() };
     let mut test_engine = TestEngine::new(&engine_config);
     let runtime = test_engine.connect_runtime();
-    let allocator = SharedCoreAllocator::new(kind, CORE_COUNT, ReservedCores([1, 1]));
+    let allocator = SharedCoreAllocator::new(assignment_mode, CORE_COUNT, ReservedCores([1, 1]));
     let mut workers: Vec<Worker<'_>> = (0..CORE_COUNT).map(|core| test_engine.attach_worker(&runtime, core)).collect();
     workers.iter_mut().for_each(|worker| allocator.enable_assigned_services(worker).unwrap());
     let monitor_epoch = EpochLength::power_of_two(4).unwrap();
@@ -69,7 +70,7 @@ fn assignments_over_time(kind: CoreAssignmentMode) -> Vec<[String; CORE_COUNT as
     }
     test_engine.poll(0);
     let mut assignments = vec![services_of_cores(&test_engine)];
-    (0..8).for_each(|_| test_engine.submit(1, 0, b"x"));
+    (0..8).for_each(|_| test_engine.submit_request(1, 0, b"x"));
     for check in 1..=4 {
         check_monitors_and_apply_hints(&mut test_engine, &allocator, &mut workers, check * MONITOR_EPOCH_NS);
     }
@@ -79,10 +80,16 @@ fn assignments_over_time(kind: CoreAssignmentMode) -> Vec<[String; CORE_COUNT as
         check_monitors_and_apply_hints(&mut test_engine, &allocator, &mut workers, check * MONITOR_EPOCH_NS);
     }
     assignments.push(services_of_cores(&test_engine));
-    assert_eq!((test_engine.counters(0).received_requests, test_engine.counters(0).lost_requests), (8, 0));
-    assert_eq!(test_engine.counters(0).completed_requests + test_engine.counters(0).dropped_requests, 8);
     assert_eq!(
-        (test_engine.engine.core_counters().bad_messages, test_engine.engine.core_counters().rejected_feedback),
+        (test_engine.service_counters(0).received_requests, test_engine.service_counters(0).lost_requests),
+        (8, 0)
+    );
+    assert_eq!(
+        test_engine.service_counters(0).completed_requests + test_engine.service_counters(0).dropped_requests,
+        8
+    );
+    assert_eq!(
+        (test_engine.engine.core_counters().invalid_messages, test_engine.engine.core_counters().rejected_feedback),
         (0, 0)
     );
     assignments
@@ -90,18 +97,24 @@ fn assignments_over_time(kind: CoreAssignmentMode) -> Vec<[String; CORE_COUNT as
 
 #[test]
 fn dedicated_cores_move_between_services_except_reserved_ones() {
-    let expected = [["0", "0", "1", "1"], ["0", "0", "0", "1"], ["1", "1", "0", "1"]];
-    assert_eq!(assignments_over_time(CoreAssignmentMode::Dedicated), expected.map(|cores| cores.map(str::to_owned)));
+    let expected_assignments = [["0", "0", "1", "1"], ["0", "0", "0", "1"], ["1", "1", "0", "1"]];
+    assert_eq!(
+        assignments_over_time(CoreAssignmentMode::Dedicated),
+        expected_assignments.map(|cores| cores.map(str::to_owned))
+    );
 }
 
 #[test]
-fn cores_of_the_hybrid_assignment_follow_the_load() {
-    let expected = [["0", "01", "01", "1"], ["0", "0", "0", "1"], ["01", "01", "0", "1"]];
-    assert_eq!(assignments_over_time(CoreAssignmentMode::Hybrid), expected.map(|cores| cores.map(str::to_owned)));
+fn hybrid_assignment_follows_the_load() {
+    let expected_assignments = [["0", "01", "01", "1"], ["0", "0", "0", "1"], ["01", "01", "0", "1"]];
+    assert_eq!(
+        assignments_over_time(CoreAssignmentMode::Hybrid),
+        expected_assignments.map(|cores| cores.map(str::to_owned))
+    );
 }
 
 #[test]
-fn complete_share_ignores_hints() {
+fn complete_share_assignment_ignores_hints() {
     let assignments = assignments_over_time(CoreAssignmentMode::CompleteShare);
     assert!(assignments.iter().flatten().all(|services| services == "01"), "{assignments:?}");
 }

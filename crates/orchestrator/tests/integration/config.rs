@@ -75,23 +75,27 @@ fn af_xdp_requires_an_interface_and_specific_addresses() {
     let parsed_interface = |keys: &str| parse_with(keys, service_toml).unwrap().af_xdp_interface;
     assert_eq!((parsed_interface(""), parsed_interface("intake = \"socket\"\n")), (None, None));
     assert_eq!(parsed_interface("intake = \"af-xdp\"\ninterface = \"eth1\"\n").as_deref(), Some("eth1"));
-    let error_of = |keys, service| parse_with(keys, service).unwrap_err();
+    let error_text = |keys, service| parse_with(keys, service).unwrap_err();
     assert!(
-        error_of("intake = \"af-xdp\"\n", service_toml).ends_with("expected the interface at which requests arrive")
+        error_text("intake = \"af-xdp\"\n", service_toml).ends_with("expected the interface at which requests arrive")
     );
-    assert!(error_of("interface = \"eth1\"\n", service_toml).ends_with("expected both or neither"));
-    assert!(error_of("intake = \"xdp\"\n", service_toml).ends_with("expected \"socket\" or \"af-xdp\""));
+    assert!(error_text("interface = \"eth1\"\n", service_toml).ends_with("expected both or neither"));
+    assert!(error_text("intake = \"xdp\"\n", service_toml).ends_with("expected \"socket\" or \"af-xdp\""));
     let service_on_any_address = service_toml.replace("192.0.2.1", "0.0.0.0");
-    let text = error_of("intake = \"af-xdp\"\ninterface = \"eth1\"\n", &service_on_any_address);
-    assert!(text.contains("listen 0.0.0.0:4000") && text.ends_with("the address to which requests go"), "{text}");
+    let any_address_error = error_text("intake = \"af-xdp\"\ninterface = \"eth1\"\n", &service_on_any_address);
+    assert!(
+        any_address_error.contains("listen 0.0.0.0:4000")
+            && any_address_error.ends_with("the address to which requests go"),
+        "{any_address_error}"
+    );
 }
 
 #[test]
 fn mistakes_are_reported_with_line_and_expectation() {
     let error_of_service =
         |extra_lines: &str| parse(&format!("{REQUIRED_KEYS}[[service]]\n{extra_lines}\n")).unwrap_err();
-    let text = error_of_service("listen = \"127.0.0.1:4000\"\nlambda = 1.5");
-    assert_eq!(text, "orchestrate.toml:3:1: key `service`: lambda 1.5: expected a number from 0 to 1");
+    let lambda_error = error_of_service("listen = \"127.0.0.1:4000\"\nlambda = 1.5");
+    assert_eq!(lambda_error, "orchestrate.toml:3:1: key `service`: lambda 1.5: expected a number from 0 to 1");
     assert!(
         error_of_service("listen = \"[::1]:4000\"").contains("expected an IPv4 address and a port from 1 to 65535")
     );

@@ -64,9 +64,9 @@ impl TestEngine {
         runtime
     }
 
-    pub fn poll(&mut self, now: u64) -> Vec<Vec<u8>> {
+    pub fn poll(&mut self, now_ns: u64) -> Vec<Vec<u8>> {
         let mut responses = Vec::new();
-        self.engine.poll(now, &mut |_, _, payload| responses.push(payload.to_vec()));
+        self.engine.poll(now_ns, &mut |_, _, payload| responses.push(payload.to_vec()));
         responses
     }
 
@@ -80,7 +80,7 @@ impl TestEngine {
         })
     }
 
-    /// Attaches a worker on which both services are enabled. The test takes its requests explicitly.
+    /// Attaches a worker on which both services are enabled. It completes only requests that the test takes explicitly.
     fn attach_serving_worker<'r>(&mut self, runtime: &'r Runtime, core: u16) -> Worker<'r> {
         let mut worker = self.attach_worker(runtime, core);
         (0..2).for_each(|service| worker.enable_service(service, core).unwrap());
@@ -88,25 +88,25 @@ impl TestEngine {
         worker
     }
 
-    pub fn submit(&mut self, now: u64, service: u8, payload: &[u8]) {
-        self.engine.submit_request(now, service, "192.0.2.1:9".parse().unwrap(), payload);
+    pub fn submit_request(&mut self, now_ns: u64, service: u8, payload: &[u8]) {
+        self.engine.submit_request(now_ns, service, "192.0.2.1:9".parse().unwrap(), payload);
         self.check_request_counts();
     }
 
-    fn check_workers(&mut self, now: u64) {
-        self.engine.check_workers(now, &mut |_, _, _| ());
+    fn check_workers(&mut self, now_ns: u64) {
+        self.engine.check_workers(now_ns, &mut |_, _, _| ());
         self.check_request_counts();
     }
 
     fn outstanding_counts_by_core(&self) -> [u32; 2] {
-        [0, 1].map(|core| self.engine.dispatch_policy().ranks().core_request_count(core))
+        [0, 1].map(|core| self.engine.dispatch_policy().ranks().core_outstanding_count(core))
     }
 
-    pub fn counters(&self, service: usize) -> ServiceCounters {
+    pub fn service_counters(&self, service: usize) -> ServiceCounters {
         self.engine.service_counters()[service]
     }
 
-    /// Checks that each received request is counted in exactly one of the other states.
+    /// Checks that each received request is counted in exactly one other state, such as dropped, waiting or completed.
     pub fn check_request_counts(&self) {
         for (service, counters) in self.engine.service_counters().iter().enumerate() {
             let ServiceCounters {
@@ -117,27 +117,27 @@ impl TestEngine {
                 lost_requests,
             } = counters;
             let ranks = self.engine.dispatch_policy().ranks();
-            let outstanding_count: u32 =
+            let outstanding_request_count: u32 =
                 (0..self.core_count).map(|core| ranks.outstanding_count(service as u8, core)).sum();
-            let waiting_count = self.engine.dispatch_policy().waiting_count(service as u8);
+            let waiting_request_count = self.engine.dispatch_policy().waiting_request_count(service as u8);
             assert_eq!(
                 *received_requests,
                 dropped_requests
                     + rejected_requests
                     + completed_requests
                     + lost_requests
-                    + waiting_count
-                    + u64::from(outstanding_count)
+                    + waiting_request_count
+                    + u64::from(outstanding_request_count)
             );
         }
     }
 }
 
-fn take_and_complete_requests(worker: &mut Worker<'_>, service: u8, count: u32) {
-    for _ in 0..count {
+fn take_and_complete_requests(worker: &mut Worker<'_>, service: u8, request_count: u32) {
+    for _ in 0..request_count {
         assert_eq!(worker.take_request().unwrap().unwrap().service(), service);
     }
-    worker.send_load_feedback(service, worker.core(), count).unwrap();
+    worker.send_load_feedback(service, worker.core(), request_count).unwrap();
 }
 
 struct EchoHandler;
@@ -156,10 +156,10 @@ fn requests_are_distributed_to_both_cores_and_answered() {
     let runtime = test_engine.connect_runtime();
     let mut workers = [0, 1].map(|core| test_engine.attach_serving_worker(&runtime, core));
     for number in 0..6 {
-        test_engine.submit(1, 1, &[number]);
+        test_engine.submit_request(1, 1, &[number]);
     }
     assert_eq!(
-        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_count(1)),
+        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_request_count(1)),
         ([2, 2], 2)
     );
     let (stop, started) = (AtomicBool::new(false), Instant::now());
@@ -185,7 +185,7 @@ fn requests_are_distributed_to_both_cores_and_answered() {
     assert_eq!(responses[..4].iter().map(|answer| answer[0]).collect::<Vec<_>>(), [0, 1, 0, 1]);
     assert_eq!(
         (
-            test_engine.counters(1).completed_requests,
+            test_engine.service_counters(1).completed_requests,
             test_engine.engine.dispatch_policy().ranks().eligible_service_mask()
         ),
         (6, 0)
@@ -197,26 +197,26 @@ fn requests_of_an_ended_worker_are_lost_and_counted() {
     let mut test_engine = TestEngine::new(&engine_config());
     let runtime = test_engine.connect_runtime();
     let first_worker = test_engine.attach_serving_worker(&runtime, 0);
-    (0..5).for_each(|_| test_engine.submit(1, 1, b"x"));
+    (0..5).for_each(|_| test_engine.submit_request(1, 1, b"x"));
     assert_eq!(
-        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_count(1)),
+        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_request_count(1)),
         ([2, 0], 3)
     );
     test_engine.check_workers(2);
     assert_eq!(test_engine.outstanding_counts_by_core(), [2, 0], "the worker lives");
     drop(first_worker);
     test_engine.check_workers(3);
-    assert_eq!((test_engine.outstanding_counts_by_core(), test_engine.counters(1).lost_requests), ([0, 0], 2));
+    assert_eq!((test_engine.outstanding_counts_by_core(), test_engine.service_counters(1).lost_requests), ([0, 0], 2));
     assert_eq!(test_engine.engine.dispatch_policy().ranks().eligible_service_mask(), 0);
     // A new worker at this core gets the waiting requests. A second one replaces it before the next check.
     let second_worker = test_engine.attach_serving_worker(&runtime, 0);
     assert_eq!(
-        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_count(1)),
+        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_request_count(1)),
         ([2, 0], 1)
     );
     drop(second_worker);
     let _third_worker = test_engine.attach_serving_worker(&runtime, 0);
-    assert_eq!((test_engine.outstanding_counts_by_core(), test_engine.counters(1).lost_requests), ([1, 0], 4));
+    assert_eq!((test_engine.outstanding_counts_by_core(), test_engine.service_counters(1).lost_requests), ([1, 0], 4));
     assert_eq!(
         (test_engine.engine.core_counters().accepted_workers, test_engine.engine.core_counters().ended_workers),
         (3, 2)
@@ -230,16 +230,16 @@ fn stalled_worker_loses_eligibility_until_it_completes_a_request() {
     let runtime = test_engine.connect_runtime();
     let (mut stalls, mut other) =
         (test_engine.attach_serving_worker(&runtime, 0), test_engine.attach_serving_worker(&runtime, 1));
-    test_engine.submit(1, 0, b"x");
+    test_engine.submit_request(1, 0, b"x");
     assert_eq!(test_engine.outstanding_counts_by_core(), [1, 0]);
     test_engine.check_workers(2);
     test_engine.check_workers(2 + STALL_AFTER_NS);
     assert_eq!(test_engine.engine.core_counters().worker_stalls, 1);
-    (0..2).for_each(|_| test_engine.submit(3, 0, b"x"));
+    (0..2).for_each(|_| test_engine.submit_request(3, 0, b"x"));
     assert_eq!(test_engine.outstanding_counts_by_core(), [1, 2], "the other core takes all");
-    test_engine.submit(4, 0, b"x");
+    test_engine.submit_request(4, 0, b"x");
     assert_eq!(
-        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_count(0)),
+        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_request_count(0)),
         ([1, 2], 1)
     );
     take_and_complete_requests(&mut other, 0, 2);
@@ -247,7 +247,7 @@ fn stalled_worker_loses_eligibility_until_it_completes_a_request() {
     test_engine.poll(5 + STALL_AFTER_NS);
     assert_eq!(test_engine.outstanding_counts_by_core(), [0, 1]);
     test_engine.check_workers(6 + STALL_AFTER_NS);
-    test_engine.submit(7 + STALL_AFTER_NS, 0, b"x");
+    test_engine.submit_request(7 + STALL_AFTER_NS, 0, b"x");
     assert_eq!(
         (test_engine.outstanding_counts_by_core(), test_engine.engine.core_counters().worker_stalls),
         ([1, 1], 1)
@@ -258,13 +258,16 @@ fn stalled_worker_loses_eligibility_until_it_completes_a_request() {
 fn full_buffer_drops_requests_of_the_lowest_priority() {
     let mut test_engine = TestEngine::new(&engine_config());
     for service in [1, 1, 0, 0, 0, 1, 0] {
-        test_engine.submit(1, service, b"x");
+        test_engine.submit_request(1, service, b"x");
     }
-    assert_eq!([0, 1].map(|service| test_engine.engine.dispatch_policy().waiting_count(service)), [4, 0]);
-    assert_eq!([0, 1].map(|service| test_engine.counters(service).dropped_requests), [0, 3]);
-    test_engine.submit(1, 0, b"x");
-    test_engine.submit(1, 0, &[0; 101]);
-    assert_eq!((test_engine.counters(0).dropped_requests, test_engine.counters(0).rejected_requests), (1, 1));
+    assert_eq!([0, 1].map(|service| test_engine.engine.dispatch_policy().waiting_request_count(service)), [4, 0]);
+    assert_eq!([0, 1].map(|service| test_engine.service_counters(service).dropped_requests), [0, 3]);
+    test_engine.submit_request(1, 0, b"x");
+    test_engine.submit_request(1, 0, &[0; 101]);
+    assert_eq!(
+        (test_engine.service_counters(0).dropped_requests, test_engine.service_counters(0).rejected_requests),
+        (1, 1)
+    );
 }
 
 #[test]
@@ -272,32 +275,38 @@ fn feedback_for_requests_that_were_not_sent_is_rejected_and_counted() {
     let mut test_engine = TestEngine::new(&engine_config());
     let runtime = test_engine.connect_runtime();
     let mut worker = test_engine.attach_serving_worker(&runtime, 0);
-    test_engine.submit(1, 0, b"x");
+    test_engine.submit_request(1, 0, b"x");
     worker.send_load_feedback(0, 0, 2).unwrap();
     worker.send_load_feedback(1, 0, 1).unwrap();
     worker.send_load_feedback(0, 1, u32::MAX).unwrap();
     worker.enable_service(0, 1).unwrap();
     test_engine.poll(2);
     let counters = test_engine.engine.core_counters();
-    assert_eq!((counters.rejected_feedback, counters.bad_messages), (3, 0));
-    assert_eq!(counters.enabled_without_worker, 1, "core 1 has no worker");
-    assert_eq!((test_engine.outstanding_counts_by_core(), test_engine.counters(0).completed_requests), ([1, 0], 0));
+    assert_eq!((counters.rejected_feedback, counters.invalid_messages), (3, 0));
+    assert_eq!(counters.enable_requests_without_worker, 1, "core 1 has no worker");
+    assert_eq!(
+        (test_engine.outstanding_counts_by_core(), test_engine.service_counters(0).completed_requests),
+        ([1, 0], 0)
+    );
     worker.send_load_feedback(0, 0, 1).unwrap();
     test_engine.poll(3);
-    assert_eq!((test_engine.outstanding_counts_by_core(), test_engine.counters(0).completed_requests), ([0, 0], 1));
+    assert_eq!(
+        (test_engine.outstanding_counts_by_core(), test_engine.service_counters(0).completed_requests),
+        ([0, 0], 1)
+    );
 }
 
 #[test]
-fn hint_is_sent_to_the_least_loaded_core_once_until_rearmed() {
+fn hint_is_sent_once_to_the_least_loaded_core_until_monitor_is_rearmed() {
     let mut test_engine = TestEngine::new(&engine_config());
     let runtime = test_engine.connect_runtime();
     let mut workers = [0, 1].map(|core| test_engine.attach_serving_worker(&runtime, core));
     let monitor_epoch = EpochLength::power_of_two(4).unwrap();
     workers[0].enable_load_monitor(1, HintTrigger::ScaleUp(ScaleUpCondition { epoch_length: monitor_epoch })).unwrap();
     test_engine.poll(0);
-    (0..5).for_each(|_| test_engine.submit(1, 1, b"x"));
+    (0..5).for_each(|_| test_engine.submit_request(1, 1, b"x"));
     assert_eq!(
-        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_count(1)),
+        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_request_count(1)),
         ([2, 2], 1)
     );
     assert_eq!(test_engine.engine.next_timer_ns(4), Some(16));
@@ -319,7 +328,7 @@ fn hint_is_sent_to_the_least_loaded_core_once_until_rearmed() {
     let [first, mut second] = workers;
     drop(first);
     test_engine.check_workers(65);
-    assert_eq!(test_engine.counters(1).lost_requests, 2);
+    assert_eq!(test_engine.service_counters(1).lost_requests, 2);
     test_engine.engine.check_load_monitors(80);
     assert_eq!(second.next_hint().map(|hint| hint.hint), Some(LoadHint::ScaleUp));
     let scale_down_condition =
@@ -339,7 +348,7 @@ fn rate_limit_delays_requests() {
     let mut test_engine = TestEngine::new(&rate_limited_config);
     let runtime = test_engine.connect_runtime();
     let _worker = test_engine.attach_serving_worker(&runtime, 0);
-    (0..2).for_each(|_| test_engine.submit(1000, 0, b"x"));
+    (0..2).for_each(|_| test_engine.submit_request(1000, 0, b"x"));
     assert_eq!(
         (test_engine.outstanding_counts_by_core(), test_engine.engine.next_timer_ns(1000)),
         ([1, 0], Some(1100))
@@ -358,7 +367,7 @@ fn core_of_a_worker_with_damaged_queues_is_released() {
     let mut worker = test_engine.attach_serving_worker(&runtime, 0);
     // The orchestrator reads the worker's cursor only when the queue looks full.
     for _ in 0..engine_config().rank_bound.get().next_power_of_two() {
-        test_engine.submit(1, 0, b"x");
+        test_engine.submit_request(1, 0, b"x");
         let request = worker.take_request().unwrap().unwrap();
         worker.respond(&request, b"y").unwrap();
         test_engine.poll(2);
@@ -366,12 +375,15 @@ fn core_of_a_worker_with_damaged_queues_is_released() {
     // The header, 64 services, and three cache lines of the core precede the worker's heads.
     let file = std::fs::OpenOptions::new().write(true).open(&test_engine.memory_path).unwrap();
     file.write_all_at(&(1u32 << 31).to_ne_bytes(), 64 * 68).unwrap();
-    test_engine.submit(3, 0, b"x");
+    test_engine.submit_request(3, 0, b"x");
     let error = worker.serve(&EchoHandler, ServeOptions::default(), &AtomicBool::new(false)).unwrap_err();
     assert!(matches!(error, RuntimeError::CoreWorkerReleased(0)), "{error}");
-    assert_eq!((test_engine.engine.core_counters().damaged_queues, test_engine.counters(0).rejected_requests), (1, 1));
+    assert_eq!(
+        (test_engine.engine.core_counters().damaged_queues, test_engine.service_counters(0).rejected_requests),
+        (1, 1)
+    );
     drop(worker);
     let _next_worker = test_engine.attach_serving_worker(&runtime, 0);
-    test_engine.submit(3, 0, b"x");
+    test_engine.submit_request(3, 0, b"x");
     assert_eq!(test_engine.outstanding_counts_by_core(), [1, 0], "the next worker adopts the cursors");
 }

@@ -17,9 +17,9 @@ use crate::engine::WAIT_TIMEOUT;
 fn scrape_metrics(address: SocketAddr) -> String {
     let mut connection = TcpStream::connect(address).unwrap();
     connection.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
-    let mut text = String::new();
-    connection.read_to_string(&mut text).unwrap();
-    text
+    let mut response_text = String::new();
+    connection.read_to_string(&mut response_text).unwrap();
+    response_text
 }
 
 #[test]
@@ -28,11 +28,11 @@ fn metrics_show_waiting_requests() {
     let service_address = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let metrics_address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let memory_path = directory.path().join("cores").display().to_string();
-    let text = format!(
+    let config_text = format!(
         "memory = \"{memory_path}\"\ncores = 2\nmetrics = \"{metrics_address}\"\n\
          [[service]]\nlisten = \"{service_address}\"\nmatch = {{ value = 1 }}\npriority = 1\n"
     );
-    let config = Config::parse(&Source::from_text("orchestrate.toml", &text)).unwrap();
+    let config = Config::parse(&Source::from_text("orchestrate.toml", &config_text)).unwrap();
     let mut daemon = Daemon::start(&config, RequestIntake::default()).unwrap();
     let client = UdpSocket::bind("127.0.0.1:0").unwrap();
     for request in [&[1, 2][..], &[9], &[1]] {

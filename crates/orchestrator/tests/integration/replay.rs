@@ -29,14 +29,14 @@ const REPLAY_BATCH_LENGTH: usize = 1 << 20;
 /// Time without a response after which the test fails.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Record of an input to the engine, in the order of processing, or of an observed result. After polling all cores, the
-/// engine dispatches waiting requests.
+/// Record of an input to the engine, or of a result that was observed. The records are in the order in which the engine
+/// processes them. After polling all cores, the engine dispatches waiting requests.
 #[derive(Debug, Clone, Copy)]
 enum EngineRecord {
-    Submit { now: u64, service: u8 },
-    Response { service: u8, core: u16, number: u64 },
-    Enabled { service: u8, core: u16, is_enabled: bool },
-    Dispatch { now: u64 },
+    Submit { now_ns: u64, service: u8 },
+    Response { service: u8, core: u16, request_number: u64 },
+    EnabledChange { service: u8, core: u16, is_enabled: bool },
+    Dispatch { now_ns: u64 },
 }
 
 /// Replay of records on the model, and the requests that the model has sent to cores.
@@ -45,11 +45,11 @@ struct ModelReplay {
     /// Weight, in thousandths, of a request of one service (column) in the rank for another service (row).
     rank_weights: [[u32; SERVICE_COUNT]; SERVICE_COUNT],
     rank_bound: u32,
-    is_enabled: [[bool; SERVICE_COUNT]; CORE_COUNT as usize],
-    /// Numbers of the outstanding requests at each core and service, in order.
+    is_service_enabled: [[bool; SERVICE_COUNT]; CORE_COUNT as usize],
+    /// Numbers of the outstanding requests at each core and service, in the order in which they were sent.
     outstanding_requests: [[VecDeque<u64>; SERVICE_COUNT]; CORE_COUNT as usize],
     next_request_number: u64,
-    dropped_counts: [u64; SERVICE_COUNT],
+    dropped_request_counts: [u64; SERVICE_COUNT],
     decision_count: u64,
 }
 
@@ -70,38 +70,42 @@ impl ModelReplay {
             policy_model,
             rank_weights: [0, 1].map(|own_service| [0, 1].map(|other_service| rank_weight(own_service, other_service))),
             rank_bound: u32::from(config.rank_bound.get()) * 1000,
-            is_enabled: Default::default(),
+            is_service_enabled: Default::default(),
             outstanding_requests: Default::default(),
             next_request_number: 0,
-            dropped_counts: [0; SERVICE_COUNT],
+            dropped_request_counts: [0; SERVICE_COUNT],
             decision_count: 0,
         }
     }
 
-    /// Applies a record. Fails when the model decides differently, or the search for the least rank does.
+    /// Applies a record to the model. Fails when the model decides differently, or sends a request to another core than
+    /// the least ranked one.
     fn apply_record(&mut self, record: EngineRecord) -> Result<(), String> {
         match record {
-            EngineRecord::Submit { now, service } => {
+            EngineRecord::Submit { now_ns: now, service } => {
                 let submit_outcome = self.policy_model.submit(now, service, self.next_request_number);
                 self.next_request_number += 1;
                 if let Some((service, _)) = submit_outcome.dropped_request {
-                    self.dropped_counts[usize::from(service)] += 1;
+                    self.dropped_request_counts[usize::from(service)] += 1;
                 }
                 submit_outcome.sent_request.map_or(Ok(()), |(release, number)| self.check_sent_request(release, number))
             }
-            EngineRecord::Response { service, core, number } => {
-                let expected = self.outstanding_requests[usize::from(core)][usize::from(service)].pop_front();
-                if expected != Some(number) {
-                    return Err(format!("core {core}, service {service}: request {number}, the model: {expected:?}"));
+            EngineRecord::Response { service, core, request_number: number } => {
+                let expected_request_number =
+                    self.outstanding_requests[usize::from(core)][usize::from(service)].pop_front();
+                if expected_request_number != Some(number) {
+                    return Err(format!(
+                        "core {core}, service {service}: request {number}, the model: {expected_request_number:?}"
+                    ));
                 }
                 self.policy_model.record_feedback(service, core, 1).map_err(|error| error.to_string())
             }
-            EngineRecord::Enabled { service, core, is_enabled } => {
-                self.is_enabled[usize::from(core)][usize::from(service)] = is_enabled;
+            EngineRecord::EnabledChange { service, core, is_enabled } => {
+                self.is_service_enabled[usize::from(core)][usize::from(service)] = is_enabled;
                 self.policy_model.set_enabled(service, core, is_enabled);
                 Ok(())
             }
-            EngineRecord::Dispatch { now } => {
+            EngineRecord::Dispatch { now_ns: now } => {
                 while let Some((release, number)) = self.policy_model.next_request(now) {
                     self.check_sent_request(release, number)?;
                 }
@@ -113,30 +117,32 @@ impl ModelReplay {
     fn check_sent_request(
         &mut self,
         ReleasedRequest { service, core }: ReleasedRequest,
-        number: u64,
+        request_number: u64,
     ) -> Result<(), String> {
         let least_ranked_core = self.least_ranked_core(service);
         if least_ranked_core != Some(core) {
             return Err(format!(
-                "request {number} of service {service}: core {core}, of least rank is {least_ranked_core:?}"
+                "request {request_number} of service {service}: core {core}, of least rank is {least_ranked_core:?}"
             ));
         }
-        self.outstanding_requests[usize::from(core)][usize::from(service)].push_back(number);
+        self.outstanding_requests[usize::from(core)][usize::from(service)].push_back(request_number);
         self.decision_count += 1;
         Ok(())
     }
 
-    /// Returns the first core with the least rank among those that are below the bound and run the service.
+    /// Returns the first core with the least rank, among the cores that run the service and whose rank is below the
+    /// bound.
     fn least_ranked_core(&self, service: u8) -> Option<u16> {
         let own_service = usize::from(service);
         let core_rank = |core: usize| -> u32 {
-            let weighted_count = |other: usize| {
-                self.rank_weights[own_service][other] * self.outstanding_requests[core][other].len() as u32
+            let weighted_count = |other_service: usize| {
+                self.rank_weights[own_service][other_service]
+                    * self.outstanding_requests[core][other_service].len() as u32
             };
             (0..SERVICE_COUNT).map(weighted_count).sum()
         };
         let ranks_and_cores = (0..CORE_COUNT.into())
-            .filter(|core| self.is_enabled[*core][own_service])
+            .filter(|core| self.is_service_enabled[*core][own_service])
             .map(|core| (core_rank(core), core));
         ranks_and_cores.filter(|(rank, _)| *rank < self.rank_bound).min().map(|(_, core)| core as u16)
     }
@@ -145,8 +151,8 @@ impl ModelReplay {
 struct RecordingEngine {
     test_engine: TestEngine,
     unreplayed_records: Vec<EngineRecord>,
-    was_enabled: [[bool; SERVICE_COUNT]; CORE_COUNT as usize],
-    submitted_count: u64,
+    was_service_enabled: [[bool; SERVICE_COUNT]; CORE_COUNT as usize],
+    submitted_request_count: u64,
     response_count: u64,
 }
 
@@ -156,88 +162,89 @@ impl RecordingEngine {
         Self {
             test_engine: TestEngine::new(config),
             unreplayed_records,
-            was_enabled: Default::default(),
-            submitted_count: 0,
+            was_service_enabled: Default::default(),
+            submitted_request_count: 0,
             response_count: 0,
         }
     }
 
-    fn submit_request(&mut self, now: u64, service: u8) {
-        self.unreplayed_records.push(EngineRecord::Submit { now, service });
+    fn submit_request(&mut self, now_ns: u64, service: u8) {
+        self.unreplayed_records.push(EngineRecord::Submit { now_ns, service });
         self.test_engine.engine.submit_request(
-            now,
+            now_ns,
             service,
             "192.0.2.1:9".parse().unwrap(),
-            &self.submitted_count.to_le_bytes(),
+            &self.submitted_request_count.to_le_bytes(),
         );
-        self.submitted_count += 1;
+        self.submitted_request_count += 1;
     }
 
     /// Submits requests until a random number of them is in flight. Some bursts are so large that they overflow the
     /// buffer.
-    fn submit_burst(&mut self, now: u64, round: u64, random_below: &mut impl FnMut(u32) -> u32) {
+    fn submit_burst(&mut self, now_ns: u64, round: u64, random_below: &mut impl FnMut(u32) -> u32) {
         let burst_size = if round.is_multiple_of(64) {
             2 * WAITING_CAPACITY as u32
         } else {
             random_below(4 * u32::from(CORE_COUNT))
         };
-        for _ in self.requests_in_flight()..burst_size.into() {
-            self.submit_request(now, u8::from(random_below(3) == 0));
+        for _ in self.in_flight_request_count()..burst_size.into() {
+            self.submit_request(now_ns, u8::from(random_below(3) == 0));
         }
     }
 
     /// Polls the engine and records the results. Returns how many responses and messages arrived.
-    fn poll_engine(&mut self, now: u64) -> usize {
+    fn poll_engine(&mut self, now_ns: u64) -> usize {
         let Self { test_engine: bench, unreplayed_records: records, response_count, .. } = self;
-        let received_count = bench.engine.poll(now, &mut |service, _, payload| {
+        let response_and_message_count = bench.engine.poll(now_ns, &mut |service, _, payload| {
             let (number, core) = payload.split_first_chunk().expect("a number and a core");
             let core = u16::from_le_bytes(core.try_into().unwrap());
-            records.push(EngineRecord::Response { service, core, number: u64::from_le_bytes(*number) });
+            records.push(EngineRecord::Response { service, core, request_number: u64::from_le_bytes(*number) });
             *response_count += 1;
         });
         for core in 0..CORE_COUNT {
             for service in [0, 1] {
                 let is_enabled = self.test_engine.engine.dispatch_policy().ranks().is_enabled(service, core);
-                let was_enabled = &mut self.was_enabled[usize::from(core)][usize::from(service)];
+                let was_enabled = &mut self.was_service_enabled[usize::from(core)][usize::from(service)];
                 if std::mem::replace(was_enabled, is_enabled) != is_enabled {
-                    self.unreplayed_records.push(EngineRecord::Enabled { service, core, is_enabled });
+                    self.unreplayed_records.push(EngineRecord::EnabledChange { service, core, is_enabled });
                 }
             }
         }
-        self.unreplayed_records.push(EngineRecord::Dispatch { now });
-        received_count
+        self.unreplayed_records.push(EngineRecord::Dispatch { now_ns });
+        response_and_message_count
     }
 
-    fn requests_in_flight(&self) -> u64 {
-        let dropped_count: u64 =
-            (0..SERVICE_COUNT).map(|service| self.test_engine.counters(service).dropped_requests).sum();
-        self.submitted_count - self.response_count - dropped_count
+    fn in_flight_request_count(&self) -> u64 {
+        let dropped_request_count: u64 =
+            (0..SERVICE_COUNT).map(|service| self.test_engine.service_counters(service).dropped_requests).sum();
+        self.submitted_request_count - self.response_count - dropped_request_count
     }
 
     /// Replays the records since the last call on the model, and compares the counters.
     fn replay_and_compare(&mut self, replay: &mut ModelReplay) {
         self.unreplayed_records.drain(..).try_for_each(|record| replay.apply_record(record)).unwrap();
         for service in 0..SERVICE_COUNT {
-            let counters = self.test_engine.counters(service);
+            let counters = self.test_engine.service_counters(service);
             assert_eq!(
                 (counters.dropped_requests, counters.rejected_requests, counters.lost_requests),
-                (replay.dropped_counts[service], 0, 0)
+                (replay.dropped_request_counts[service], 0, 0)
             );
-            let waiting_count = self.test_engine.engine.dispatch_policy().waiting_count(service as u8);
-            assert_eq!(waiting_count, replay.policy_model.waiting_count(service as u8));
+            let waiting_request_count = self.test_engine.engine.dispatch_policy().waiting_request_count(service as u8);
+            assert_eq!(waiting_request_count, replay.policy_model.waiting_request_count(service as u8));
         }
     }
 }
 
-/// Serves all cores in one thread. Responds with request number and core, and enables and disables services at random.
-fn serve_all_cores(runtime: &Runtime, seed: u64, stop: &AtomicBool) -> Result<(), RuntimeError> {
+/// Serves the requests of all cores in one thread. Responds with the numbers of the request and of the core, and
+/// enables and disables services at random.
+fn serve_all_cores(runtime: &Runtime, seed: u64, stop_flag: &AtomicBool) -> Result<(), RuntimeError> {
     let mut rng = seeded_rng(seed, 1);
     let mut random_below = |bound: u32| uniform_below(&mut rng, bound);
     let mut workers = (0..CORE_COUNT).map(|core| runtime.attach_worker(core)).collect::<Result<Vec<_>, _>>()?;
     for worker in &mut workers {
         [0, 1].into_iter().try_for_each(|service| worker.enable_service(service, worker.core()))?;
     }
-    while !stop.load(Relaxed) {
+    while !stop_flag.load(Relaxed) {
         let core = random_below(CORE_COUNT.into());
         let worker = &mut workers[core as usize];
         for _ in 0..random_below(4) {
@@ -255,8 +262,14 @@ fn serve_all_cores(runtime: &Runtime, seed: u64, stop: &AtomicBool) -> Result<()
     Ok(())
 }
 
-/// Runs the engine until `completed_count` requests are completed. `check` is called repeatedly to consume the records.
-fn run_engine(config: &EngineConfig, completed_count: u64, seed: u64, mut check: impl FnMut(&mut RecordingEngine)) {
+/// Runs the engine until `completed_request_count` requests are completed. Calls `check` repeatedly, so that it
+/// consumes the records.
+fn run_engine(
+    config: &EngineConfig,
+    completed_request_count: u64,
+    seed: u64,
+    mut check: impl FnMut(&mut RecordingEngine),
+) {
     let mut recorder = RecordingEngine::new(config);
     let runtime = recorder.test_engine.connect_runtime();
     let mut rng = seeded_rng(seed, 0);
@@ -266,7 +279,7 @@ fn run_engine(config: &EngineConfig, completed_count: u64, seed: u64, mut check:
         let serving_thread = scope.spawn(|| serve_all_cores(&runtime, seed, &stop_flag));
         let (mut now, mut last_progress_at) = (0, Instant::now());
         for round in 1u64.. {
-            if recorder.response_count >= completed_count {
+            if recorder.response_count >= completed_request_count {
                 break;
             }
             now += u64::from(random_below(20));
@@ -340,7 +353,7 @@ fn model_makes_the_same_decisions_as_the_engine() {
         let mut replay = ModelReplay::new(config, Lambda::PAPER_VALUE);
         run_engine(config, decisions_per_config, seed, |recorder| recorder.replay_and_compare(&mut replay));
         assert!(
-            replay.decision_count >= decisions_per_config && replay.dropped_counts[1] > 0,
+            replay.decision_count >= decisions_per_config && replay.dropped_request_counts[1] > 0,
             "{} decisions",
             replay.decision_count
         );

@@ -13,15 +13,16 @@ fn bind_loopback_socket() -> BatchSocket {
     BatchSocket::bind("127.0.0.1:0".parse().unwrap(), MAX_DATAGRAM_BYTES).unwrap()
 }
 
-/// Receives batches until `count` datagrams have arrived. Returns the batches' lengths, and the datagrams.
+/// Receives batches until `datagram_count` datagrams have arrived. Returns the number of datagrams in each batch, and
+/// all datagrams.
 fn receive_datagrams(
     socket: &mut BatchSocket,
     sender_address: SocketAddrV4,
-    count: usize,
+    datagram_count: usize,
 ) -> (Vec<usize>, Vec<Vec<u8>>) {
     let (mut batches, mut datagrams, started_at) = (Vec::new(), Vec::new(), Instant::now());
-    while datagrams.len() < count {
-        assert!(started_at.elapsed() < WAIT_TIMEOUT, "{} of {count} datagrams have arrived", datagrams.len());
+    while datagrams.len() < datagram_count {
+        assert!(started_at.elapsed() < WAIT_TIMEOUT, "{} of {datagram_count} datagrams have arrived", datagrams.len());
         let mut record_datagram = |sender, payload: &[u8]| {
             assert_eq!(sender, sender_address);
             datagrams.push(payload.to_vec());
@@ -42,7 +43,7 @@ fn batches_arrive_completely_and_in_order() {
     client.flush();
     let (batches, received) = receive_datagrams(&mut server, client_address, sent_payloads.len());
     assert_eq!(batches[..3], [MAX_BATCH_DATAGRAMS; 3]);
-    assert_eq!((received, client.unsent_count()), (sent_payloads, 0));
+    assert_eq!((received, client.unsent_datagram_count()), (sent_payloads, 0));
 }
 
 #[test]
@@ -65,5 +66,5 @@ fn only_the_datagram_that_the_kernel_rejects_is_counted_as_unsent() {
     }
     client.flush();
     let (_, received) = receive_datagrams(&mut server, client.local_address().unwrap(), 2);
-    assert_eq!((received, client.unsent_count()), (vec![b"a".to_vec(), b"d".to_vec()], 2));
+    assert_eq!((received, client.unsent_datagram_count()), (vec![b"a".to_vec(), b"d".to_vec()], 2));
 }

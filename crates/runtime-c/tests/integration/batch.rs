@@ -21,11 +21,11 @@ fn timer_preempts_a_batch_without_yield_points() {
 fn check_batch_preemption(timer_us: Option<&str>) {
     let directory = tempfile::tempdir().unwrap();
     let (memory, [interactive, batch]) = (directory.path().join("cores"), [unused_udp_address(), unused_udp_address()]);
-    let services = format!(
+    let services_toml = format!(
         "[[service]]\nlisten = \"{interactive}\"\n\
          [[service]]\nlisten = \"{batch}\"\npriority = 1\n"
     );
-    let mut daemon = start_orchestrator(&memory, &services);
+    let mut daemon = start_orchestrator(&memory, &services_toml);
     let mut server = Command::new(compile_example(directory.path(), "batch", &[]));
     server
         .arg(&memory)

@@ -21,8 +21,8 @@ fn last_error() -> String {
     unsafe { CStr::from_ptr(coreward_last_error()) }.to_str().unwrap().to_owned()
 }
 
-fn connect_runtime(memory: &Path) -> *mut Runtime {
-    let path = CString::new(memory.to_str().unwrap()).unwrap();
+fn connect_runtime(memory_path: &Path) -> *mut Runtime {
+    let path = CString::new(memory_path.to_str().unwrap()).unwrap();
     // SAFETY: a string with a zero byte at its end.
     let runtime = unsafe { coreward_connect(path.as_ptr()) };
     assert!(!runtime.is_null(), "{}", last_error());
@@ -30,7 +30,7 @@ fn connect_runtime(memory: &Path) -> *mut Runtime {
 }
 
 #[test]
-fn null_pointers_and_wrong_values_are_rejected() {
+fn null_pointers_and_invalid_values_are_rejected() {
     let expected_prefix = "a null pointer: expected";
     // SAFETY: null pointers are permitted everywhere.
     unsafe {
@@ -47,7 +47,7 @@ fn null_pointers_and_wrong_values_are_rejected() {
     assert_eq!(last_error(), "assignment 3: expected 0 (share), 1 (dedicated) or 2 (hybrid)");
 }
 
-/// Registers service 0, after an attempt at another port has failed.
+/// Registers service 0. Before this, checks that a registration with another port fails.
 ///
 /// # Safety
 ///
@@ -65,14 +65,14 @@ unsafe fn register_service(runtime: *mut Runtime, address: SocketAddrV4) {
 #[test]
 fn server_with_its_own_scheduler_takes_and_answers_requests() {
     let directory = tempfile::tempdir().unwrap();
-    let memory = directory.path().join("cores");
-    let (mut daemon, listen) = start_one_service_orchestrator(&memory);
+    let memory_path = directory.path().join("cores");
+    let (mut daemon, listen) = start_one_service_orchestrator(&memory_path);
     let SocketAddr::V4(address) = listen else { unreachable!("an IPv4 address") };
     let stop_flag = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let _stop_guard = StopOnDrop(&stop_flag);
         scope.spawn(|| daemon.run(&stop_flag).unwrap());
-        let runtime = connect_runtime(&memory);
+        let runtime = connect_runtime(&memory_path);
         let client = connected_client(listen);
         // SAFETY: the objects are used by this thread alone, and freed once.
         unsafe {

@@ -34,7 +34,7 @@ struct KeyValueClient {
 }
 
 impl KeyValueClient {
-    /// Sends a request. Returns the response's status and pairs.
+    /// Sends a request. Returns the response's status and its key-value pairs.
     fn send_request(&self, request_type: u8, key: &str, value: &[u8]) -> (u8, KeyValuePairs) {
         let id = self.next_id.replace(self.next_id.get() + 1);
         let is_response = |response: &[u8]| response[4..8] == id.to_le_bytes();
@@ -76,11 +76,11 @@ fn rocksdb_server_keeps_keys_across_a_restart() {
     }
     let directory = tempfile::tempdir().unwrap();
     let (memory, listen) = (directory.path().join("cores"), unused_udp_address());
-    let services = format!(
+    let services_toml = format!(
         "[[service]]\nlisten = \"{listen}\"\nmatch = {{ value = 1 }}\n\
          [[service]]\nlisten = \"{listen}\"\npriority = 1\n"
     );
-    let mut daemon = start_orchestrator(&memory, &services);
+    let mut daemon = start_orchestrator(&memory, &services_toml);
     let program = compile_example(directory.path(), "rocksdb", &["-lrocksdb"]);
     let start_server = || {
         let mut server = Command::new(&program);

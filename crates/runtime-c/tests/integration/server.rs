@@ -13,7 +13,7 @@ use coreward_orchestrator::intake::RequestIntake;
 
 pub const TIMEOUT: Duration = Duration::from_secs(20);
 
-pub fn compile_example(directory: &Path, example: &str, options: &[&str]) -> PathBuf {
+pub fn compile_example(directory: &Path, example: &str, compiler_options: &[&str]) -> PathBuf {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let library_directory = std::env::current_exe().unwrap().parent().unwrap().to_owned();
     let program_path = directory.join(example);
@@ -23,7 +23,7 @@ pub fn compile_example(directory: &Path, example: &str, options: &[&str]) -> Pat
     // DT_RPATH is used because it precedes LD_LIBRARY_PATH, which may lead to an older library.
     let rpath_option = format!("-Wl,--disable-new-dtags,-rpath,{}", library_directory.display());
     compiler.arg("-L").arg(&library_directory).arg(rpath_option).arg("-lcoreward_runtime_c");
-    compiler.args(options);
+    compiler.args(compiler_options);
     let output = compiler.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     program_path
@@ -59,16 +59,16 @@ pub fn unused_udp_address() -> SocketAddr {
     UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }
 
-pub fn start_orchestrator(memory: &Path, services: &str) -> Daemon {
-    let text = format!("memory = {memory:?}\ncores = 2\n{services}");
-    let config = Config::parse(&Source::from_text("orchestrate.toml", &text)).unwrap();
+pub fn start_orchestrator(memory_path: &Path, services_toml: &str) -> Daemon {
+    let config_text = format!("memory = {memory_path:?}\ncores = 2\n{services_toml}");
+    let config = Config::parse(&Source::from_text("orchestrate.toml", &config_text)).unwrap();
     Daemon::start(&config, RequestIntake::default()).unwrap()
 }
 
 /// Starts an orchestrator with two cores and one service. Also returns the service's address.
-pub fn start_one_service_orchestrator(memory: &Path) -> (Daemon, SocketAddr) {
+pub fn start_one_service_orchestrator(memory_path: &Path) -> (Daemon, SocketAddr) {
     let listen = unused_udp_address();
-    (start_orchestrator(memory, &format!("[[service]]\nlisten = \"{listen}\"\n")), listen)
+    (start_orchestrator(memory_path, &format!("[[service]]\nlisten = \"{listen}\"\n")), listen)
 }
 
 /// Ends a server with SIGTERM, and returns its output.
@@ -88,10 +88,10 @@ pub fn connected_client(server: SocketAddr) -> UdpSocket {
 fn server_in_c_answers_until_it_is_stopped() {
     let directory = tempfile::tempdir().unwrap();
     let program = compile_example(directory.path(), "upper_case", &[]);
-    let memory = directory.path().join("cores");
-    let (mut daemon, listen) = start_one_service_orchestrator(&memory);
+    let memory_path = directory.path().join("cores");
+    let (mut daemon, listen) = start_one_service_orchestrator(&memory_path);
     let mut server = Command::new(program);
-    server.arg(&memory).arg(listen.port().to_string()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    server.arg(&memory_path).arg(listen.port().to_string()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let stop_flag = AtomicBool::new(false);
     let output = std::thread::scope(|scope| {
         let _stop_guard = StopOnDrop(&stop_flag);

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::{
-    Handler, Preempt, RequestServer, ServeCounters, ServeOptions, ServerAccess, serve_higher_priorities,
+    Handler, Preempt, RequestServer, ServeCounters, ServeOptions, ServerAccess, serve_higher_priority_requests,
     serve_until_stopped, try_yield,
 };
 use crate::error::RuntimeError;
@@ -48,13 +48,13 @@ fn lock_server<'l, 'w, 'r, H: ?Sized>(
 }
 
 impl Worker<'_> {
-    /// Serves like [`serve`](Self::serve), but also preempts handlers between yield points, with a timer of `period`.
-    /// Both threads may call the handler at the same time. It must not hold a lock that handlers of higher priority
-    /// need.
+    /// Serves requests like [`serve`](Self::serve), but a timer thread also preempts handlers once per `period`,
+    /// between yield points. Both threads may call the handler at the same time. It must not hold a lock that handlers
+    /// of higher priority need.
     ///
     /// The timer thread has the affinity of this thread, which should be one CPU. Its real-time priority is one above
     /// that of this thread, if the process may set it (CAP_SYS_NICE or RLIMIT_RTPRIO). Otherwise the kernel may let the
-    /// handler run for a time slice first. Fails like [`serve`](Self::serve).
+    /// handler run for a time slice first. Fails in the same cases as [`serve`](Self::serve).
     pub fn serve_with_timer(
         &mut self,
         handler: &(dyn Handler + Sync),
@@ -82,22 +82,22 @@ impl Worker<'_> {
 fn preempt_periodically<H: Handler + ?Sized>(
     server: &Mutex<RequestServer<'_, '_, H>>,
     period: Duration,
-    has_ended: &AtomicBool,
+    has_serving_ended: &AtomicBool,
 ) -> Result<(), RuntimeError> {
     // Errors are ignored, because without these rights the timer is only late, as documented.
     let _ = nix::sys::prctl::set_timerslack(1);
     raise_thread_priority();
-    while !has_ended.load(Relaxed) {
+    while !has_serving_ended.load(Relaxed) {
         std::thread::sleep(period);
         let mut locked_server = lock_server(server);
-        if let Some(priority) = locked_server.preempted_priority().filter(|priority| *priority > 0) {
-            serve_higher_priorities(&mut *locked_server, priority)?;
+        if let Some(priority) = locked_server.priority_to_preempt().filter(|priority| *priority > 0) {
+            serve_higher_priority_requests(&mut *locked_server, priority)?;
         }
     }
     Ok(())
 }
 
-/// Gives this thread a real-time priority above its current one, if the process may do so.
+/// Raises this thread's real-time priority by one, if the process has the right to do so.
 fn raise_thread_priority() {
     let mut current_parameters = libc::sched_param { sched_priority: 0 };
     // SAFETY: both calls get a valid structure, and thread 0 is the calling one.

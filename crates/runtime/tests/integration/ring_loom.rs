@@ -54,7 +54,7 @@ impl LoomRing {
 }
 
 #[test]
-fn values_arrive_once_and_in_order() {
+fn ring_delivers_values_once_and_in_order() {
     loom::model(|| {
         let ring = Arc::new(LoomRing::new());
         let shared_ring = ring.clone();
@@ -65,9 +65,9 @@ fn values_arrive_once_and_in_order() {
         });
         let mut consumer = Consumer::new(SLOT_COUNT as u32, 0);
         let mut received_values: Vec<u32> = (0..4).filter_map(|_| ring.pop_value(&mut consumer)).collect();
-        let sent_count = producer_thread.join().unwrap();
+        let sent_value_count = producer_thread.join().unwrap();
         received_values.extend(std::iter::from_fn(|| ring.pop_value(&mut consumer)));
-        assert!(sent_count >= SLOT_COUNT as u32);
-        assert_eq!(received_values, Vec::from_iter(1..=sent_count), "all that was sent, once, in order");
+        assert!(sent_value_count >= SLOT_COUNT as u32);
+        assert_eq!(received_values, Vec::from_iter(1..=sent_value_count), "all that was sent, once, in order");
     });
 }

@@ -16,12 +16,12 @@ use crate::shared_memory::{
     TEST_GEOMETRY, attach_worker, create_orchestrator, loopback_address, receive_all_messages, request_header,
 };
 
-/// Handler for two services that records events.
+/// Handler that records the start and end of requests of two services, and the load hints.
 #[derive(Default)]
 struct RecordingHandler {
     recorded_events: Mutex<Vec<&'static str>>,
-    has_low_priority_started: AtomicBool,
-    is_high_priority_sent: AtomicBool,
+    has_low_priority_request_started: AtomicBool,
+    is_high_priority_request_sent: AtomicBool,
 }
 
 impl RecordingHandler {
@@ -38,8 +38,8 @@ impl Handler for RecordingHandler {
             return Reply::Send;
         }
         self.record_event("low starts");
-        self.has_low_priority_started.store(true, SeqCst);
-        while !self.is_high_priority_sent.load(SeqCst) {
+        self.has_low_priority_request_started.store(true, SeqCst);
+        while !self.is_high_priority_request_sent.load(SeqCst) {
             std::thread::yield_now();
         }
         context.yield_point();
@@ -54,13 +54,14 @@ impl Handler for RecordingHandler {
     }
 }
 
-/// Serves requests until `work` returns, while the orchestrator reads all rings. Returns the messages and responses.
+/// Serves requests until `work` returns, while the orchestrator reads all rings. Returns the counters, the messages and
+/// the responses.
 fn serve_while(
     queues: &mut CoreQueues,
     path: &Path,
     handler: &(dyn Handler + Sync),
     options: ServeOptions,
-    timer: Option<Duration>,
+    timer_period: Option<Duration>,
     work: impl FnOnce(&mut CoreQueues),
 ) -> (ServeCounters, Vec<Message>, Vec<Vec<u8>>) {
     let runtime = Runtime::connect(path).unwrap();
@@ -68,8 +69,8 @@ fn serve_while(
     let mut attached_worker = attach_worker(queues, &runtime, 0);
     let stop_flag = AtomicBool::new(false);
     let (mut sent_messages, mut responses) = (Vec::new(), Vec::new());
-    let counters = std::thread::scope(|scope| {
-        let server_thread = scope.spawn(|| match timer {
+    let serve_counters = std::thread::scope(|scope| {
+        let server_thread = scope.spawn(|| match timer_period {
             None => attached_worker.serve(handler, options, &stop_flag).unwrap(),
             Some(period) => attached_worker.serve_with_timer(handler, options, period, &stop_flag).unwrap(),
         });
@@ -81,21 +82,21 @@ fn serve_while(
         }
         server_thread.join().unwrap()
     });
-    (counters, sent_messages, responses)
+    (serve_counters, sent_messages, responses)
 }
 
-fn events_with_quantum(quantum: Duration, timer: Option<Duration>) -> (Vec<&'static str>, u64) {
+fn events_with_quantum(quantum: Duration, timer_period: Option<Duration>) -> (Vec<&'static str>, u64) {
     let (_directory, path, mut queues) = create_orchestrator();
     let recording_handler = RecordingHandler::default();
     let options = ServeOptions { quantum, ..ServeOptions::default() };
     let (counters, sent_messages, responses) =
-        serve_while(&mut queues, &path, &recording_handler, options, timer, |queues| {
+        serve_while(&mut queues, &path, &recording_handler, options, timer_period, |queues| {
             queues.send_request(0, 1, &request_header(1), b"low").unwrap();
-            while !recording_handler.has_low_priority_started.load(SeqCst) {
+            while !recording_handler.has_low_priority_request_started.load(SeqCst) {
                 std::thread::yield_now();
             }
             queues.send_request(0, 0, &request_header(0), b"answer").unwrap();
-            recording_handler.is_high_priority_sent.store(true, SeqCst);
+            recording_handler.is_high_priority_request_sent.store(true, SeqCst);
         });
     assert_eq!((counters.served_requests, &responses[..]), (2, &[b"answer".to_vec()][..]));
     assert!(sent_messages.contains(&Message::LoadFeedback { service: 1, core: 0, count: 1 }), "{sent_messages:?}");
@@ -113,22 +114,22 @@ fn handler_yields_to_higher_priority_after_its_quantum() {
     }
 }
 
-/// Handler that serves service 1 without yield points until a request of service 0 has been served.
+/// Handler whose request of service 1 runs without yield points until a request of service 0 has been served.
 #[derive(Default)]
 struct EndlessHandler {
-    has_low_priority_started: AtomicBool,
-    has_high_priority_ended: AtomicBool,
+    has_low_priority_request_started: AtomicBool,
+    has_high_priority_request_ended: AtomicBool,
 }
 
 impl Handler for EndlessHandler {
     fn handle(&self, request: &Request<'_>, _response: &mut Vec<u8>, _context: &mut Context<'_>) -> Reply {
         if request.service == 0 {
-            self.has_high_priority_ended.store(true, SeqCst);
+            self.has_high_priority_request_ended.store(true, SeqCst);
             return Reply::Nothing;
         }
-        self.has_low_priority_started.store(true, SeqCst);
+        self.has_low_priority_request_started.store(true, SeqCst);
         let started_at = Instant::now();
-        while !self.has_high_priority_ended.load(SeqCst) {
+        while !self.has_high_priority_request_ended.load(SeqCst) {
             assert!(started_at.elapsed() < Duration::from_secs(10), "not preempted");
             std::hint::spin_loop();
         }
@@ -142,7 +143,7 @@ fn timer_preempts_a_handler_without_yield_points() {
     let (handler, period) = (EndlessHandler::default(), Duration::from_micros(50));
     let (counters, ..) = serve_while(&mut queues, &path, &handler, ServeOptions::default(), Some(period), |queues| {
         queues.send_request(0, 1, &request_header(1), b"low").unwrap();
-        while !handler.has_low_priority_started.load(SeqCst) {
+        while !handler.has_low_priority_request_started.load(SeqCst) {
             std::thread::yield_now();
         }
         queues.send_request(0, 0, &request_header(0), b"high").unwrap();
@@ -187,14 +188,15 @@ fn every_request_is_answered_once_while_a_timer_preempts() {
             }
         });
     response_payloads.extend(remaining_responses);
-    let numbers_of_service = |service: u32| {
-        let all_numbers = response_payloads.iter().map(|payload| u32::from_le_bytes(payload[..].try_into().unwrap()));
-        all_numbers.filter(|number| number % 2 == service).collect::<Vec<_>>()
+    let request_numbers_of_service = |service: u32| {
+        let all_request_numbers =
+            response_payloads.iter().map(|payload| u32::from_le_bytes(payload[..].try_into().unwrap()));
+        all_request_numbers.filter(|number| number % 2 == service).collect::<Vec<_>>()
     };
     assert_eq!((counters.served_requests, response_payloads.len()), (20_000, 20_000));
     for service in [0, 1] {
         assert_eq!(
-            numbers_of_service(service),
+            request_numbers_of_service(service),
             (service..20_000).step_by(2).collect::<Vec<_>>(),
             "in the order of arrival"
         );
@@ -208,11 +210,11 @@ fn worker_acts_on_a_hint_at_a_yield_point() {
     let options = ServeOptions { quantum: Duration::ZERO, ..ServeOptions::default() };
     serve_while(&mut queues, &path, &recording_handler, options, None, |queues| {
         queues.send_request(0, 1, &request_header(1), b"low").unwrap();
-        while !recording_handler.has_low_priority_started.load(SeqCst) {
+        while !recording_handler.has_low_priority_request_started.load(SeqCst) {
             std::thread::yield_now();
         }
         queues.send_hint(0, HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting_services: 0 }).unwrap();
-        recording_handler.is_high_priority_sent.store(true, SeqCst);
+        recording_handler.is_high_priority_request_sent.store(true, SeqCst);
     });
     assert_eq!(recording_handler.recorded_events.into_inner().unwrap(), ["low starts", "hint", "low ends"]);
 }
@@ -231,7 +233,7 @@ impl Handler for FeedbackHandler {
 fn feedback_is_sent_in_batches_and_before_serving_ends() {
     for (feedback_batch, expected) in [(10, vec![3]), (2, vec![2, 1]), (1, vec![1, 1, 1])] {
         let (_directory, path, mut queues) = create_orchestrator();
-        let options = ServeOptions { max_feedback_batch: feedback_batch, ..ServeOptions::default() };
+        let options = ServeOptions { max_completions_per_feedback: feedback_batch, ..ServeOptions::default() };
         let runtime = Runtime::connect(&path).unwrap();
         runtime.register_service(0, loopback_address(4000), 0).unwrap();
         let mut worker = attach_worker(&mut queues, &runtime, 0);
@@ -279,6 +281,6 @@ fn hints_are_passed_to_the_handler() {
                 std::thread::yield_now();
             }
         });
-    let expected = [Message::EnableService { service: 1, core: 0 }, Message::RearmLoadMonitor { service: 1 }];
-    assert_eq!(&sent_messages[..2], expected);
+    let expected_messages = [Message::EnableService { service: 1, core: 0 }, Message::RearmLoadMonitor { service: 1 }];
+    assert_eq!(&sent_messages[..2], expected_messages);
 }

@@ -40,7 +40,7 @@ pub fn attach_worker<'a>(queues: &mut CoreQueues, runtime: &'a Runtime, core: u1
 }
 
 pub fn request_header(service: u8) -> RequestHeader {
-    RequestHeader { client: CLIENT_ADDRESS.parse().unwrap(), service, arrived_ns: 1 }
+    RequestHeader { client: CLIENT_ADDRESS.parse().unwrap(), service, arrival_time_ns: 1 }
 }
 
 pub fn receive_all_messages(queues: &mut CoreQueues, core: u16) -> Vec<Message> {
@@ -62,14 +62,14 @@ fn worker_messages_and_hints_reach_their_receivers() {
     worker.enable_load_monitor(1, trigger).unwrap();
     worker.rearm_load_monitor(1).unwrap();
     worker.disable_service(1, 0).unwrap();
-    let expected = [
+    let expected_messages = [
         Message::EnableService { service: 1, core: 0 },
         Message::LoadFeedback { service: 1, core: 0, count: 3 },
         Message::EnableLoadMonitor { service: 1, trigger },
         Message::RearmLoadMonitor { service: 1 },
         Message::DisableService { service: 1, core: 0 },
     ];
-    assert_eq!(receive_all_messages(&mut queues, 1), expected);
+    assert_eq!(receive_all_messages(&mut queues, 1), expected_messages);
     let hint_message = HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting_services: 0b10 };
     queues.send_hint(1, hint_message).unwrap();
     assert_eq!((worker.next_hint(), worker.next_hint()), (Some(hint_message), None));
@@ -87,13 +87,13 @@ fn full_queues_and_too_long_requests_are_rejected() {
         (worker.queued_request_count(1, 0), worker.queued_request_count(0, 0), worker.queued_request_count(1, 1)),
         (4, 0, 0)
     );
-    let error_of = |send_result: Result<(), RuntimeError>| send_result.unwrap_err().to_string();
+    let error_text = |send_result: Result<(), RuntimeError>| send_result.unwrap_err().to_string();
     assert_eq!(
-        error_of(queues.send_request(0, 1, &request_header(1), &payload)),
+        error_text(queues.send_request(0, 1, &request_header(1), &payload)),
         "core 0: the ring of requests is full"
     );
-    assert_eq!(error_of(queues.send_request(0, 0, &request_header(0), &[0; 97])), "97 bytes: a slot holds 96");
-    assert_eq!(error_of(queues.send_request(0, 2, &request_header(0), &[])), "priority 2: expected 0 to 1");
+    assert_eq!(error_text(queues.send_request(0, 0, &request_header(0), &[0; 97])), "97 bytes: a slot holds 96");
+    assert_eq!(error_text(queues.send_request(0, 2, &request_header(0), &[])), "priority 2: expected 0 to 1");
     queues.send_request(0, 0, &request_header(0), &[0; 96]).unwrap();
     assert_eq!((worker.queued_request_count(1, 0), worker.queued_request_count(0, 0)), (4, 1));
 }
@@ -118,48 +118,49 @@ fn new_worker_starts_with_empty_queues() {
 }
 
 #[test]
-fn calls_out_of_range_are_rejected() {
+fn calls_with_invalid_arguments_are_rejected() {
     let (_directory, path, mut queues) = create_orchestrator();
     let runtime = Runtime::connect(&path).unwrap();
-    let other_process = Runtime::connect(&path).unwrap();
+    let second_runtime = Runtime::connect(&path).unwrap();
     let mut worker = attach_worker(&mut queues, &runtime, 0);
-    let error_of = |result: Result<(), RuntimeError>| result.unwrap_err().to_string();
-    let second_worker_result = other_process.attach_worker(0).map(drop);
-    assert_eq!(error_of(second_worker_result), "core 0 has a worker already");
-    assert_eq!(error_of(runtime.attach_worker(2).map(drop)), "core 2: expected 0 to 1");
-    let error = error_of(worker.enable_service(1, 0));
+    let error_text = |result: Result<(), RuntimeError>| result.unwrap_err().to_string();
+    let second_worker_result = second_runtime.attach_worker(0).map(drop);
+    assert_eq!(error_text(second_worker_result), "core 0 has a worker already");
+    assert_eq!(error_text(runtime.attach_worker(2).map(drop)), "core 2: expected 0 to 1");
+    let error = error_text(worker.enable_service(1, 0));
     assert_eq!(error, "core 0: service 1 is not registered");
     runtime.register_service(1, loopback_address(4000), 1).unwrap();
-    for runtime in [&runtime, &other_process] {
-        let error = error_of(runtime.register_service(1, loopback_address(4000), 1));
+    for runtime in [&runtime, &second_runtime] {
+        let error = error_text(runtime.register_service(1, loopback_address(4000), 1));
         assert_eq!(error, "service 1 is registered already");
     }
     let register_error =
-        |service, port, priority| error_of(runtime.register_service(service, loopback_address(port), priority));
+        |service, port, priority| error_text(runtime.register_service(service, loopback_address(port), priority));
     assert_eq!(register_error(0, 4000, 2), "priority 2: expected 0 to 1");
     assert_eq!(register_error(2, 4000, 0), "service 2: the orchestrator has 2 services");
-    let expected = "service 0 at 127.0.0.1:4001 with priority 1: the orchestrator has 127.0.0.1:4000 with priority 0";
-    assert_eq!(register_error(0, 4001, 1), expected);
-    assert_eq!(error_of(worker.send_load_feedback(1, 2, 1)), "core 2: expected 0 to 1");
-    assert_eq!(error_of(worker.rearm_load_monitor(2)), "service 2: the orchestrator has 2 services");
+    let expected_error =
+        "service 0 at 127.0.0.1:4001 with priority 1: the orchestrator has 127.0.0.1:4000 with priority 0";
+    assert_eq!(register_error(0, 4001, 1), expected_error);
+    assert_eq!(error_text(worker.send_load_feedback(1, 2, 1)), "core 2: expected 0 to 1");
+    assert_eq!(error_text(worker.rearm_load_monitor(2)), "service 2: the orchestrator has 2 services");
     assert_eq!(receive_all_messages(&mut queues, 0), []);
     drop(worker);
     // Workers in other processes may run the service as long as it is registered.
-    let mut worker = attach_worker(&mut queues, &other_process, 0);
+    let mut worker = attach_worker(&mut queues, &second_runtime, 0);
     worker.enable_service(1, 0).unwrap();
     drop(runtime);
-    assert_eq!(error_of(worker.enable_service(1, 0)), "core 0: service 1 is not registered");
-    other_process.register_service(1, loopback_address(4000), 1).unwrap();
+    assert_eq!(error_text(worker.enable_service(1, 0)), "core 0: service 1 is not registered");
+    second_runtime.register_service(1, loopback_address(4000), 1).unwrap();
     worker.enable_service(1, 0).unwrap();
 }
 
 fn connect_error_after_write(path: &Path, offset: u64, bytes: &[u8]) -> String {
-    let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let memory_file = OpenOptions::new().read(true).write(true).open(path).unwrap();
     let mut original_bytes = vec![0; bytes.len()];
-    file.read_exact_at(&mut original_bytes, offset).unwrap();
-    file.write_all_at(bytes, offset).unwrap();
+    memory_file.read_exact_at(&mut original_bytes, offset).unwrap();
+    memory_file.write_all_at(bytes, offset).unwrap();
     let error = Runtime::connect(path).unwrap_err().to_string();
-    file.write_all_at(&original_bytes, offset).unwrap();
+    memory_file.write_all_at(&original_bytes, offset).unwrap();
     error
 }
 
@@ -172,20 +173,21 @@ fn memory_with_another_owner_version_or_size_is_rejected() {
     let error = connect_error_after_write(&path, 12, &4_000_000u32.to_ne_bytes());
     assert!(error.starts_with("the memory belongs to user 4000000: expected user "), "{error}");
     let error = connect_error_after_write(&path, 24, &1u32.to_ne_bytes());
-    let expected = Geometry { core_count: 1, ..TEST_GEOMETRY }.segment_bytes();
-    assert_eq!(error, format!("{} bytes of memory: expected {expected}", TEST_GEOMETRY.segment_bytes()));
+    let expected_segment_bytes = Geometry { core_count: 1, ..TEST_GEOMETRY }.segment_bytes();
+    assert_eq!(error, format!("{} bytes of memory: expected {expected_segment_bytes}", TEST_GEOMETRY.segment_bytes()));
     assert_eq!(connect_error_after_write(&path, 24, &0u32.to_ne_bytes()), "cores 0: expected 1 to 256");
     let second_orchestrator_error = CoreQueues::create(&path, TEST_GEOMETRY, &[]).unwrap_err();
     assert_eq!(second_orchestrator_error.to_string(), "another orchestrator is running with this memory");
-    let short_path = directory.path().join("short");
-    std::fs::write(&short_path, b"coreward").unwrap();
-    assert_eq!(Runtime::connect(&short_path).unwrap_err().to_string(), "not the memory of an orchestrator");
+    let short_file_path = directory.path().join("short");
+    std::fs::write(&short_file_path, b"coreward").unwrap();
+    assert_eq!(Runtime::connect(&short_file_path).unwrap_err().to_string(), "not the memory of an orchestrator");
     Runtime::connect(&path).unwrap();
     drop(queues);
     assert_eq!(Runtime::connect(&path).unwrap_err().to_string(), "the orchestrator is not running");
 }
 
-/// Checks that all pages exist, because one that is missing later would end the process with SIGBUS.
+/// Checks that the file system has allocated all pages of the file. A write to a page without space would end the
+/// process with SIGBUS.
 #[test]
 fn space_of_the_memory_file_is_reserved_when_it_is_created() {
     let (_directory, path, _queues) = create_orchestrator();
@@ -202,7 +204,7 @@ fn worker_detects_that_the_orchestrator_has_ended() {
     let (_directory, path, queues) = create_orchestrator();
     let runtime = Runtime::connect(&path).unwrap();
     drop(queues);
-    assert!(matches!(runtime.attach_worker(0), Err(RuntimeError::OrchestratorGone)));
+    assert!(matches!(runtime.attach_worker(0), Err(RuntimeError::OrchestratorNotRunning)));
     let service_entries = [ServiceEntry { address: loopback_address(4000), priority: 2 }];
     let error = CoreQueues::create(&path, TEST_GEOMETRY, &service_entries).unwrap_err();
     assert_eq!(error.to_string(), "priority 2: expected 0 to 1");

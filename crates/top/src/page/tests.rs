@@ -7,7 +7,7 @@ use super::*;
 use crate::model::ControllerAnswer;
 use crate::terminal::page_text;
 
-fn server_json(number: usize, state: &str) -> Value {
+fn sample_server_json(number: usize, state: &str) -> Value {
     json!({
         "name": format!("s{number}"), "id": number, "address": "10.2.0.1", "state": state,
         "state_reason": if state == "draining" { "by `coreward drain`" } else { "" }, "state_for_ms": 17,
@@ -18,9 +18,9 @@ fn server_json(number: usize, state: &str) -> Value {
     })
 }
 
-fn sample_status(servers: usize) -> Status {
+fn sample_status(server_count: usize) -> Status {
     let state = |number: usize| if number == 3 { "draining" } else { "active" };
-    let servers: Vec<Value> = (1..=servers).map(|number| server_json(number, state(number))).collect();
+    let servers: Vec<Value> = (1..=server_count).map(|number| sample_server_json(number, state(number))).collect();
     let member = json!({"server": "s1", "state": "active", "reason": "", "state_for_ms": null, "checks": []});
     serde_json::from_value(json!({
         "configuration_generation": 3, "report_interval_ms": 100, "accepted_reports": 1, "refused_reports": {},
@@ -43,14 +43,14 @@ fn sample_status(servers: usize) -> Status {
     .unwrap()
 }
 
-fn sample_loads(uptime_ms: u64, servers: usize) -> Loads {
+fn sample_loads(uptime_ms: u64, server_count: usize) -> Loads {
     let server = |number: usize| {
         json!({
-            "name": format!("s{number}"), "cores": [0.1 * number as f64 / servers as f64, 0.95], "open_connections": 9,
+            "name": format!("s{number}"), "cores": [0.1 * number as f64 / server_count as f64, 0.95], "open_connections": 9,
             "service_connections": 7, "new_connections": uptime_ms * number as u64 / 100,
         })
     };
-    let servers: Vec<Value> = (1..=servers).map(server).collect();
+    let servers: Vec<Value> = (1..=server_count).map(server).collect();
     let counters = json!({"new_connection": uptime_ms, "existing": 3 * uptime_ms, "drop_no_server": uptime_ms / 10});
     serde_json::from_value(json!({
         "at_unix_ms": 1, "uptime_ms": uptime_ms, "servers": servers,
@@ -59,35 +59,35 @@ fn sample_loads(uptime_ms: u64, servers: usize) -> Loads {
     .unwrap()
 }
 
-fn sample_model(servers: usize) -> Model {
+fn sample_model(server_count: usize) -> Model {
     let mut model = Model::default();
-    model.update(ControllerAnswer::Status(Box::new(sample_status(servers))));
-    model.update(ControllerAnswer::Loads(sample_loads(1000, servers)));
-    model.update(ControllerAnswer::Loads(sample_loads(2000, servers)));
+    model.add_answer(ControllerAnswer::Status(Box::new(sample_status(server_count))));
+    model.add_answer(ControllerAnswer::Loads(sample_loads(1000, server_count)));
+    model.add_answer(ControllerAnswer::Loads(sample_loads(2000, server_count)));
     model
 }
 
-fn draw_page(model: &Model, view: &mut View, width: u16, height: u16) -> String {
+fn rendered_page(model: &Model, view: &mut View, width: u16, height: u16) -> String {
     let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
-    terminal.draw(|frame| draw(frame, model, view)).unwrap();
+    terminal.draw(|frame| draw_page(frame, model, view)).unwrap();
     page_text(terminal.backend())
 }
 
-fn words_of_line<'a>(page: &'a str, begins: &str) -> Vec<&'a str> {
-    let line = page.lines().find(|line| line.starts_with(begins));
-    line.unwrap_or_else(|| panic!("no line {begins:?} in\n{page}")).split_whitespace().collect()
+fn find_line_words<'a>(page: &'a str, line_start: &str) -> Vec<&'a str> {
+    let line = page.lines().find(|line| line.starts_with(line_start));
+    line.unwrap_or_else(|| panic!("no line {line_start:?} in\n{page}")).split_whitespace().collect()
 }
 
 #[test]
-fn small_page_shows_the_essentials() {
-    let page = draw_page(&sample_model(3), &mut View::default(), 80, 24);
+fn page_of_80_by_24_shows_all_sections() {
+    let page = rendered_page(&sample_model(3), &mut View::default(), 80, 24);
     assert_eq!(
-        words_of_line(&page, "web"),
+        find_line_words(&page, "web"),
         ["web", "10.200.0.1:80/tcp", "crossrss", "stateless", "1", "of", "1", "77"]
     );
-    assert_eq!(words_of_line(&page, "lb1 "), ["lb1", "connected", "-", "4100", "1000", "100"]);
-    assert_eq!(words_of_line(&page, "s1 "), ["s1", "active", "7", "10", "40", "ms", "49", "%", "95", "%", "▁█"]);
-    assert_eq!(words_of_line(&page, "s3 ")[..4], ["s3", "draining", "7", "30"]);
+    assert_eq!(find_line_words(&page, "lb1 "), ["lb1", "connected", "-", "4100", "1000", "100"]);
+    assert_eq!(find_line_words(&page, "s1 "), ["s1", "active", "7", "10", "40", "ms", "49", "%", "95", "%", "▁█"]);
+    assert_eq!(find_line_words(&page, "s3 ")[..4], ["s3", "draining", "7", "30"]);
     assert!(page.contains("! s3: draining: by `coreward drain`") && page.contains("! s2: aRFS is on"), "{page}");
     assert!(page.contains("6 cores, mean 51 %, highest 95 %; 60 new connections/s, 27 open"), "{page}");
     assert!(page.lines().last().unwrap().starts_with("servers 1 to 3 of 3; q quit"), "{page}");
@@ -95,33 +95,33 @@ fn small_page_shows_the_essentials() {
 }
 
 #[test]
-fn large_page_shows_more_servers() {
+fn larger_page_shows_more_servers() {
     let model = sample_model(100);
     let mut view = View { order: SortOrder::Load, ..View::default() };
-    let large_page = draw_page(&model, &mut view, 200, 60);
+    let large_page = rendered_page(&model, &mut view, 200, 60);
     assert_eq!(view.page_size, 60 - 3 - 2 - 2 - 2 - 1);
     let shown_servers: Vec<&str> =
         large_page.lines().filter(|line| line.starts_with('s')).filter_map(|line| line.split(' ').next()).collect();
     assert_eq!((shown_servers[2], shown_servers[3]), ("s100", "s99"), "after the headings: {large_page}");
     view.first_visible_row = 1000;
-    let small_page = draw_page(&model, &mut view, 80, 24);
+    let small_page = rendered_page(&model, &mut view, 80, 24);
     assert!(small_page.contains(" to 100 of 100; "), "{small_page}");
     view.order = SortOrder::NewConnections;
     view.first_visible_row = 0;
-    assert_eq!(words_of_line(&draw_page(&model, &mut view, 80, 24), "s100 ")[2..4], ["7", "1000"]);
+    assert_eq!(find_line_words(&rendered_page(&model, &mut view, 80, 24), "s100 ")[2..4], ["7", "1000"]);
 }
 
 #[test]
-fn page_of_any_size_is_drawn() {
+fn page_of_any_size_is_drawn_without_panic() {
     for model in [Model::default(), sample_model(0), sample_model(1), sample_model(300)] {
         for (width, height) in (0..40).flat_map(|width| (0..14).map(move |height| (width * 3, height))) {
-            draw_page(&model, &mut View { first_visible_row: 5, ..View::default() }, width, height);
+            rendered_page(&model, &mut View { first_visible_row: 5, ..View::default() }, width, height);
         }
     }
 }
 
 #[test]
-fn many_cores_are_grouped_into_the_available_columns() {
+fn core_load_bars_are_grouped_to_fit_the_columns() {
     let cores: Vec<f64> = (0..64).map(|core| if core == 63 { 1.0 } else { 0.0 }).collect();
     let bars_text = |core_columns| load_bars(&cores, core_columns).to_string();
     assert_eq!(bars_text(64).chars().count(), 64);
@@ -131,11 +131,11 @@ fn many_cores_are_grouped_into_the_available_columns() {
 }
 
 #[test]
-fn counter_reset_gives_no_rates() {
+fn no_rates_are_shown_after_a_counter_reset() {
     let mut model = sample_model(2);
-    model.update(ControllerAnswer::Loads(sample_loads(500, 2)));
+    model.add_answer(ControllerAnswer::Loads(sample_loads(500, 2)));
     assert!(model.new_connection_rates().is_empty());
-    assert!(draw_page(&model, &mut View::default(), 80, 24).contains(" 0 new connections/s"));
-    model.update(ControllerAnswer::Problem("no controller answers".into()));
-    assert!(draw_page(&model, &mut View::default(), 80, 24).contains("no controller answers"));
+    assert!(rendered_page(&model, &mut View::default(), 80, 24).contains(" 0 new connections/s"));
+    model.add_answer(ControllerAnswer::Problem("no controller answers".into()));
+    assert!(rendered_page(&model, &mut View::default(), 80, 24).contains("no controller answers"));
 }

@@ -6,7 +6,10 @@ use super::*;
 use crate::FleetChange;
 
 fn sample_keys() -> FleetCookieKeys {
-    FleetCookieKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First }
+    FleetCookieKeys {
+        keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
+        current_key_index: KeyIndex::First,
+    }
 }
 
 fn sample_server(id: u64) -> Server {
@@ -34,17 +37,17 @@ fn sample_service(index: u32) -> Service {
             0 => ServiceSettings { consistency: Consistency::Stateful, ..ServiceSettings::default() },
             _ => ServiceSettings { timestamps: TimestampOrigin::LoadBalancer, ..ServiceSettings::default() },
         },
-        policy: "least".into(),
+        policy_name: "least".into(),
         telemetry_level: TelemetryLevel::Connections,
         time_key: (index > 0).then_some(CookieKey { k0: 5, k1: u64::MAX }),
-        check: None,
+        health_check: None,
         when_all_down: if index == 0 { WhenAllDown::Drop } else { WhenAllDown::FailOpen },
         servers: vec![sample_server(1), sample_server(2)],
     }
 }
 
 fn sample_configuration() -> FleetConfiguration {
-    let peer = |owner: Option<u32>, address: Option<[u8; 4]>| PeerLoadBalancer {
+    let sample_peer = |owner: Option<u32>, address: Option<[u8; 4]>| PeerLoadBalancer {
         name: format!("lb{owner:?}"),
         owner_number: owner.map(|number| u64::from(number).try_into().unwrap()),
         address: address.map(IpAddr::from),
@@ -54,14 +57,18 @@ fn sample_configuration() -> FleetConfiguration {
         generation: 3,
         keys: sample_keys(),
         services: vec![sample_service(0), sample_service(63)],
-        load_balancers: vec![peer(Some(15), Some([10, 2, 0, 1])), peer(Some(0), None), peer(None, None)],
+        load_balancers: vec![
+            sample_peer(Some(15), Some([10, 2, 0, 1])),
+            sample_peer(Some(0), None),
+            sample_peer(None, None),
+        ],
         report_interval: Duration::from_millis(100),
         table_lifetime: Duration::from_secs(30),
     }
 }
 
 #[test]
-fn applied_change_gives_the_next_configuration() {
+fn change_applied_to_the_old_configuration_gives_the_new_one() {
     let (old, mut new) = (sample_configuration(), sample_configuration());
     assert_eq!(FleetChange::between((4, &old), (5, &new)).configuration.services, []);
     new.generation = 4;
@@ -73,7 +80,7 @@ fn applied_change_gives_the_next_configuration() {
     new.services.push(new_service);
     new.services.remove(0);
     let change = FleetChange::between((4, &old), (5, &new));
-    assert_eq!(change.removed_services, [old.services[0].index]);
+    assert_eq!(change.removed_service_indexes, [old.services[0].index]);
     let decoded_change = FleetChange::decode(change.encode()).unwrap().0;
     assert_eq!((decoded_change.base_number, decoded_change.next_number), (4, 5));
     assert_eq!(decoded_change.apply_to(old), new);
@@ -105,7 +112,7 @@ fn configurations_round_trip() {
         }],
         keys: sample_keys(),
         report_interval: Duration::from_millis(100),
-        fleet_rss_key: RssKey::microsoft(),
+        fleet_rss_key: RssKey::microsoft_verification_key(),
         server_id: 7.try_into().unwrap(),
         previous_servers: vec![PreviousServer { id: 9.try_into().unwrap(), address: [10, 2, 0, 9].into() }],
         is_draining: true,
@@ -117,9 +124,10 @@ fn configurations_round_trip() {
     );
 }
 
-/// A newer controller uses an unknown value, and drains a server of that service.
+/// The message comes from a newer controller. It has an unknown value in one service, and drains a server of that
+/// service.
 #[test]
-fn unusable_service_affects_no_other_and_keeps_its_drains() {
+fn unusable_service_affects_no_other_service_and_is_still_drained() {
     let mut message = v1::FleetConfiguration { number: 9, ..(&sample_configuration()).into() };
     let mode = message.services[1].mode.as_mut().unwrap();
     mode.settings.insert("consistency".into(), "quantum".into());
@@ -131,9 +139,9 @@ fn unusable_service_affects_no_other_and_keeps_its_drains() {
     assert_eq!((rejected_service.name.as_str(), rejected_service.index), ("web63", 63));
     assert!(rejected_service.reason.to_string().contains("quantum"), "{}", rejected_service.reason);
     let previous_service = &sample_configuration().services[1];
-    let service_in_force = rejected_service.apply_servers_to(previous_service);
-    assert!(!service_in_force.servers[0].is_eligible);
-    assert_eq!(Service { servers: previous_service.servers.clone(), ..service_in_force }, *previous_service);
+    let effective_service = rejected_service.with_servers_applied_to(previous_service);
+    assert!(!effective_service.servers[0].is_eligible);
+    assert_eq!(Service { servers: previous_service.servers.clone(), ..effective_service }, *previous_service);
 
     let change = FleetChange::between(
         (4, &sample_configuration()),
@@ -147,7 +155,7 @@ fn unusable_service_affects_no_other_and_keeps_its_drains() {
     assert_eq!((change.configuration.services.len(), unusable_services.len()), (0, 1));
 }
 
-/// Returns the error of the sample configuration after `change` has modified its message.
+/// Returns the error of parsing the sample configuration's message after `change` has modified it.
 fn error_after_change(change: fn(&mut v1::FleetConfiguration)) -> String {
     let mut message = v1::FleetConfiguration::from(&sample_configuration());
     change(&mut message);
@@ -155,7 +163,7 @@ fn error_after_change(change: fn(&mut v1::FleetConfiguration)) -> String {
 }
 
 #[test]
-fn errors_name_the_field() {
+fn errors_contain_the_path_of_the_invalid_field() {
     assert_eq!(
         error_after_change(|m| m.services[1].servers[0].id = 16_384),
         "services[1].servers[0].id: server id 16384 is out of range: expected 0 to 16383, the 14 bits that a cookie \
@@ -189,7 +197,7 @@ fn errors_name_the_field() {
 }
 
 #[test]
-fn errors_name_the_field_of_a_load_balancer() {
+fn load_balancer_errors_contain_the_path_of_the_invalid_field() {
     assert_eq!(
         error_after_change(|m| m.load_balancers[0].owner = Some(16)),
         "load_balancers[0].owner: owner number 16 is out of range: expected 0 to 15"

@@ -61,11 +61,11 @@ fn receive_responses(client: &mut BatchSocket) -> anyhow::Result<()> {
 fn measure_server(
     client: &mut BatchSocket,
     server: SocketAddrV4,
-    requests: u64,
+    request_count: u64,
     serve: &mut dyn FnMut() -> anyhow::Result<u64>,
 ) -> anyhow::Result<RequestTimes> {
     let (burst_count, mut serving_time, mut delivery_time) =
-        (requests.div_ceil(BURST_SIZE), Duration::ZERO, Duration::ZERO);
+        (request_count.div_ceil(BURST_SIZE), Duration::ZERO, Duration::ZERO);
     for _ in 0..burst_count {
         let start = Instant::now();
         (0..BURST_SIZE).for_each(|_| client.send(server, &REQUEST_PAYLOAD));
@@ -87,10 +87,10 @@ fn measure_server(
 }
 
 /// Measures an echo server that uses two system calls per request.
-pub fn measure_echo_per_request(requests: u64) -> anyhow::Result<RequestTimes> {
+pub fn measure_echo_per_request(request_count: u64) -> anyhow::Result<RequestTimes> {
     let socket = UdpSocket::bind("127.0.0.1:0")?;
     let std::net::SocketAddr::V4(address) = socket.local_addr()? else { unreachable!("bound to an IPv4 address") };
-    measure_server(&mut bind_loopback_client()?, address, requests, &mut || {
+    measure_server(&mut bind_loopback_client()?, address, request_count, &mut || {
         let mut payload = [0; REQUEST_PAYLOAD.len() + 1];
         let (length, client_address) = socket.recv_from(&mut payload)?;
         socket.send_to(&payload[..length], client_address)?;
@@ -99,31 +99,31 @@ pub fn measure_echo_per_request(requests: u64) -> anyhow::Result<RequestTimes> {
 }
 
 /// Measures an echo server that uses two system calls per batch of requests.
-pub fn measure_batch_echo(requests: u64) -> anyhow::Result<RequestTimes> {
+pub fn measure_batch_echo(request_count: u64) -> anyhow::Result<RequestTimes> {
     let mut socket = BatchSocket::bind("127.0.0.1:0".parse()?, REQUEST_PAYLOAD.len())?;
     let address = socket.local_address()?;
     let mut client_addresses = Vec::new();
-    measure_server(&mut bind_loopback_client()?, address, requests, &mut || {
+    measure_server(&mut bind_loopback_client()?, address, request_count, &mut || {
         client_addresses.clear();
-        let received_count = socket.receive(&mut |client_address, _| client_addresses.push(client_address))?;
+        let received_request_count = socket.receive(&mut |client_address, _| client_addresses.push(client_address))?;
         client_addresses.iter().for_each(|client_address| socket.send(*client_address, &REQUEST_PAYLOAD));
         socket.flush();
-        Ok(received_count as u64)
+        Ok(received_request_count as u64)
     })
 }
 
-pub fn measure_loopback_orchestrator(requests: u64) -> anyhow::Result<RequestTimes> {
-    measure_orchestrator(free_loopback_address()?, None, &mut bind_loopback_client()?, requests)
+pub fn measure_loopback_orchestrator(request_count: u64) -> anyhow::Result<RequestTimes> {
+    measure_orchestrator(free_loopback_address()?, None, &mut bind_loopback_client()?, request_count)
 }
 
-pub fn measure_veth_orchestrator(requests: u64) -> anyhow::Result<RequestTimes> {
-    veth::with_client_socket(|client| measure_orchestrator(veth::SERVER_ADDRESS, None, client, requests))
+pub fn measure_veth_orchestrator(request_count: u64) -> anyhow::Result<RequestTimes> {
+    veth::with_client_socket(|client| measure_orchestrator(veth::SERVER_ADDRESS, None, client, request_count))
 }
 
 /// Measures the orchestrator over a veth, with AF_XDP in copy mode.
-pub fn measure_af_xdp_orchestrator(requests: u64) -> anyhow::Result<RequestTimes> {
+pub fn measure_af_xdp_orchestrator(request_count: u64) -> anyhow::Result<RequestTimes> {
     veth::with_client_socket(|client| {
-        measure_orchestrator(veth::SERVER_ADDRESS, Some(veth::VETH_NAME), client, requests)
+        measure_orchestrator(veth::SERVER_ADDRESS, Some(veth::VETH_NAME), client, request_count)
     })
 }
 
@@ -145,7 +145,7 @@ fn measure_orchestrator(
     address: SocketAddrV4,
     interface: Option<&str>,
     client: &mut BatchSocket,
-    requests: u64,
+    request_count: u64,
 ) -> anyhow::Result<RequestTimes> {
     let directory = tempfile::tempdir_in("/dev/shm")?;
     let memory_path = directory.path().join("cores");
@@ -168,14 +168,14 @@ fn measure_orchestrator(
             daemon.engine().service_counters().iter().map(|service| service.completed_requests).sum::<u64>()
         };
         let mut last_completed_count = 0;
-        let times = measure_server(client, address, requests, &mut || {
+        let request_times = measure_server(client, address, request_count, &mut || {
             daemon.run_once()?;
             let completed_count = completed_request_count(&daemon);
             Ok(completed_count - std::mem::replace(&mut last_completed_count, completed_count))
         });
         should_stop.store(true, Relaxed);
         worker_thread.join().expect("the workers' thread")?;
-        times.context("the orchestrator")
+        request_times.context("the orchestrator")
     })
 }
 

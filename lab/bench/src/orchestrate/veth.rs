@@ -33,7 +33,8 @@ pub fn with_client_socket<T: Send>(
     })
 }
 
-/// Connects two new namespaces by a veth, and leaves the thread in the server's. Returns a socket in the client's.
+/// Connects two new namespaces by a veth, and leaves the calling thread in the server's namespace. Returns a socket in
+/// the client's namespace.
 fn connect_namespaces() -> anyhow::Result<BatchSocket> {
     enter_new_network_namespace()?;
     let client_namespace = open_own_namespace()?;
@@ -66,7 +67,7 @@ fn configure_veth_end(own_address: Ipv4Addr, other_address: Ipv4Addr, other_mac:
     run_ip_command(&format!("neighbour replace {other_address} lladdr {other_mac} dev {VETH_NAME} nud permanent"))
 }
 
-/// Waits until the veth has a carrier. It drops all frames before.
+/// Waits until the veth has a carrier. Before this, the veth drops all frames.
 fn wait_for_carrier() -> anyhow::Result<()> {
     let start = Instant::now();
     loop {

@@ -39,12 +39,12 @@ const OUTER_SOURCE_ADDRESSES: OuterSourceAddresses =
     OuterSourceAddresses { ipv4: Ipv4Addr::new(10, 2, 0, 1), ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1) };
 const ETHERNET_MTU: u32 = 1500;
 
-/// Number of flow-table entries, which is enough for all connections. On average, a set of eight entries has half a
-/// connection. Therefore, none of the two million sets is full in 150 of 151 runs.
+/// Number of flow-table entries, which is enough for all connections. On average, a set of eight entries holds 0.5
+/// connections. In 150 of 151 runs, therefore none of the two million sets is full.
 pub const FLOW_TABLE_ENTRIES: u32 = PACKET_COUNT as u32 * 16;
 
-/// Number of connection-table entries, which is enough for all connections. On average, 512 of a partition's 1024 are
-/// used.
+/// Number of connection-table entries, which is enough for all connections. On average, 512 of a partition's 1024
+/// entries are used.
 pub const CONNECTION_TABLE_ENTRIES: u64 = 2 * PACKET_COUNT as u64;
 
 /// Returns the only service's address, which for [`PacketCase::NoService`] differs from the packets' destination.
@@ -106,7 +106,7 @@ fn server_mac(server_index: usize) -> MacAddress {
     mac
 }
 
-fn service_mode(case: PacketCase) -> ServiceSettings {
+fn service_settings(case: PacketCase) -> ServiceSettings {
     let timestamps = if case.is_lb_stamped() { TimestampOrigin::LoadBalancer } else { TimestampOrigin::Server };
     let (consistency, forwarding) = (case.consistency(), case.forwarding());
     ServiceSettings { consistency, timestamps, forwarding, ..ServiceSettings::default() }
@@ -114,10 +114,11 @@ fn service_mode(case: PacketCase) -> ServiceSettings {
 
 /// Returns the ids of the pool's servers. They are sparse, like those that the controller assigns.
 fn random_server_ids(case: PacketCase, rng: &mut Xoshiro256PlusPlus) -> anyhow::Result<Vec<ServerId>> {
-    let id_count = if case.is_lb_stamped() { lb_stamping::STAMPABLE_SERVER_ID_COUNT } else { ServerId::COUNT as u64 };
-    let id_step = id_count / SERVER_COUNT;
+    let server_id_count =
+        if case.is_lb_stamped() { lb_stamping::STAMPABLE_SERVER_ID_COUNT } else { ServerId::COUNT as u64 };
+    let server_id_step = server_id_count / SERVER_COUNT;
     let random_id = |server_index: u64| {
-        Ok(ServerId::try_from(server_index * id_step + u64::from(uniform_below(rng, id_step as u32)))?)
+        Ok(ServerId::try_from(server_index * server_id_step + u64::from(uniform_below(rng, server_id_step as u32)))?)
     };
     (0..SERVER_COUNT).map(random_id).collect()
 }
@@ -142,7 +143,7 @@ fn add_servers(
 pub struct RunResult {
     /// Mean time per packet (ns).
     pub mean_ns: f64,
-    /// Number of packets in this run that the counter which the case expects has counted.
+    /// Number of packets in this run that the case's expected counter has counted.
     pub counted_packets: u64,
 }
 
@@ -153,7 +154,7 @@ impl CaseLoadBalancer {
         Self::with_setup(case, PlacementSetup::for_case(case)?)
     }
 
-    /// Like [`new`](Self::new), with another setup than the case's.
+    /// Loads a load balancer like [`new`](Self::new), but with `setup` instead of the case's own setup.
     pub fn with_setup(case: PacketCase, setup: PlacementSetup) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
         let mut load_balancer = LoadBalancer::load(Options {
@@ -163,12 +164,12 @@ impl CaseLoadBalancer {
             ..Options::default()
         })?;
         load_balancer.set_own_mac(LOAD_BALANCER_MAC);
-        load_balancer.set_outer_header(OUTER_SOURCE_ADDRESSES, ETHERNET_MTU);
+        load_balancer.set_outer_sources_and_mtu(OUTER_SOURCE_ADDRESSES, ETHERNET_MTU);
         let address = ServiceAddress { vip_and_port: service_address(case), protocol: Protocol::Tcp };
-        let service_index = load_balancer.set_services(&[(address, service_mode(case))])?[0];
+        let service_index = load_balancer.set_services(&[(address, service_settings(case))])?[0];
         let mut random_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
-        let cookie_keys = FleetCookieKeys { keys: [random_key(), random_key()], current: KeyIndex::First };
-        load_balancer.set_keys(&cookie_keys);
+        let cookie_keys = FleetCookieKeys { keys: [random_key(), random_key()], current_key_index: KeyIndex::First };
+        load_balancer.set_cookie_keys(&cookie_keys);
         load_balancer.set_time_key(service_index, cookie_keys.keys[1]);
         let owner_number = TableOwnerNumber::try_from(5)?;
         load_balancer.set_owner_number(Some(owner_number));
@@ -193,8 +194,8 @@ impl CaseLoadBalancer {
         Ok(balancer)
     }
 
-    /// Sends a response of each server through the load balancer. This teaches it the servers' clocks, by which it
-    /// restores TSecr.
+    /// Sends a response of each server through the load balancer. From these, it learns the servers' clocks, by which
+    /// it restores TSecr.
     fn teach_server_clocks(&self) -> anyhow::Result<()> {
         let FrameTemplate { bytes: mut response_bytes, ports_offset, .. } = response_frame();
         let response_ports = &mut response_bytes[ports_offset as usize..][..4];
@@ -203,8 +204,12 @@ impl CaseLoadBalancer {
             response_bytes[6..12].copy_from_slice(&server_mac(server_index).0);
             test_run::run(self.load_balancer.borrow().program(), &response_bytes, 1)?;
         }
-        let stamped_count = self.counters().packets_by_outcome[intf::LB_COUNTER_REPLY_STAMPED as usize];
-        ensure!(stamped_count == self.server_ids.len() as u64, "{}: {stamped_count} answers were stamped", self.case);
+        let stamped_packet_count = self.counters().packets_by_outcome[intf::LB_COUNTER_REPLY_STAMPED as usize];
+        ensure!(
+            stamped_packet_count == self.server_ids.len() as u64,
+            "{}: {stamped_packet_count} answers were stamped",
+            self.case
+        );
         Ok(())
     }
 
@@ -221,23 +226,27 @@ impl CaseLoadBalancer {
         let syn_packets: Vec<PacketVariation> =
             client_addresses.iter().map(|client| self.packet_from_client(client, 0)).collect();
         let lb = self.load_balancer.borrow();
-        PacketRunner::new(&syn_frame(), &syn_packets, 0)?.choose_and_run(
+        PacketRunner::new(&syn_frame(), &syn_packets, 0)?.choose_program_and_run(
             PacketGenerator::VariedFrame,
             lb.program(),
             syn_packets.len() as u32,
         )?;
-        let opened_count =
+        let opened_connection_count =
             lb.service_counters(self.service_index).packets_by_outcome[intf::LB_COUNTER_NEW_CONNECTION as usize];
-        ensure!(opened_count == syn_packets.len() as u64, "{}: {opened_count} connections were opened", self.case);
+        ensure!(
+            opened_connection_count == syn_packets.len() as u64,
+            "{}: {opened_connection_count} connections were opened",
+            self.case
+        );
         Ok(())
     }
 
     fn packet_from_client(&self, client: &SocketAddrV4, tsecr: u32) -> PacketVariation {
-        let mut ports = [client.port().to_be_bytes(), self.case.destination().port().to_be_bytes()];
+        let mut port_bytes = [client.port().to_be_bytes(), self.case.destination().port().to_be_bytes()];
         if self.case == PacketCase::LbStamped(Direction::ToClient) {
-            ports.reverse();
+            port_bytes.reverse();
         }
-        let ports = ports.concat();
+        let ports = port_bytes.concat();
         PacketVariation {
             client_address: u32::from_ne_bytes(client.ip().octets()),
             ports: u32::from_ne_bytes(ports.try_into().expect("four bytes")),
@@ -297,12 +306,13 @@ impl CaseLoadBalancer {
         lb.connections(self.service_index).map(|connection| (connection.client, connection.index)).collect()
     }
 
-    /// Attaches the program in native mode. Fails when the device has no native XDP or already has a program.
+    /// Attaches the load balancer's XDP program to a device in native mode. Fails when the device has no native XDP or
+    /// already has a program.
     pub fn attach(&self, interface: &str) -> anyhow::Result<()> {
         self.load_balancer.borrow_mut().attach(interface, XdpMode::Native).map(drop)
     }
 
-    /// Returns a descriptor of the program, for test runs that the case does not count.
+    /// Returns a descriptor of the program, for test runs whose results are not checked.
     pub fn program(&self) -> anyhow::Result<OwnedFd> {
         Ok(self.load_balancer.borrow().program().try_clone_to_owned()?)
     }
@@ -337,16 +347,20 @@ impl CaseLoadBalancer {
             sum_of_mean_ns +=
                 self.run_and_check_counter(runner, generator, packets_per_batch - packets_per_batch / 4)?;
             // Slots are used in the order of memory, so that reading the lowest ones is enough.
-            let freed_count =
+            let freed_entry_count =
                 self.free_selected_connections(|connections| connections.take(packets_per_batch as usize).collect())?;
             ensure!(
-                freed_count == packets_per_batch as usize,
-                "{}: {freed_count} entries were taken by {packets_per_batch} packets",
+                freed_entry_count == packets_per_batch as usize,
+                "{}: {freed_entry_count} entries were taken by {packets_per_batch} packets",
                 self.case
             );
         }
-        let remaining_entries = self.used_entry_count();
-        ensure!(remaining_entries == 0, "{}: {remaining_entries} more entries were taken than packets came", self.case);
+        let remaining_entry_count = self.used_entry_count();
+        ensure!(
+            remaining_entry_count == 0,
+            "{}: {remaining_entry_count} more entries were taken than packets came",
+            self.case
+        );
         Ok(sum_of_mean_ns / f64::from(batch_count))
     }
 
@@ -366,8 +380,8 @@ impl CaseLoadBalancer {
         Ok(run_result.mean_ns)
     }
 
-    /// Runs the program on `packet_count` packets, whatever their counters. Fails when the verdict on the last packet
-    /// is not the one that the case expects.
+    /// Runs the program on `packet_count` packets without a check of their counters. Fails when the verdict on the last
+    /// packet is not the one that the case expects.
     pub fn run_and_count(
         &self,
         runner: &PacketRunner,
@@ -377,7 +391,7 @@ impl CaseLoadBalancer {
         let (case, expected_verdict) = (self.case, self.case.expected_verdict());
         let initial_packet_count = self.counters().packets_by_outcome[case.expected_counter()];
         let (mean_ns, xdp_verdict) =
-            runner.choose_and_run(generator, self.load_balancer.borrow().program(), packet_count)?;
+            runner.choose_program_and_run(generator, self.load_balancer.borrow().program(), packet_count)?;
         ensure!(
             xdp_verdict == expected_verdict,
             "{case}: the last packet's verdict was {xdp_verdict}, expected {expected_verdict}"
@@ -410,8 +424,8 @@ impl CaseLoadBalancer {
     }
 }
 
-/// Returns a random table of 128 buckets. Each bucket has one candidate with the rule `Table` (as for `crossrss`), or
-/// eight.
+/// Returns a random table of 128 buckets. Each bucket has one candidate with the rule `Table` (as for `crossrss`), and
+/// eight candidates with any other rule.
 fn random_placement_table(
     rule: PlacementRule,
     rss_group_count: usize,
@@ -437,7 +451,7 @@ fn random_placement_table(
         generation: 1,
         rule,
         bucket_count,
-        groups: (0..rss_group_count).map(|_| RssKey::random(rng)).collect(),
+        rss_key_by_group: (0..rss_group_count).map(|_| RssKey::random(rng)).collect(),
         candidates_per_bucket,
         candidates,
         assignment_cost: intf::LOAD_ONE / 1000,

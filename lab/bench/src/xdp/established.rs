@@ -56,7 +56,10 @@ fn measure_connection_count(connection_count: usize, args: &Args) -> anyhow::Res
     let round_times = measure_interleaved(
         &[
             InterleavedProgram::new(&stateless_runner, Program::Baseline(stateless_runner.empty_program.as_fd())),
-            InterleavedProgram::new(&stateless_runner, Program::Baseline(stateless_runner.parse_and_swap_macs.as_fd())),
+            InterleavedProgram::new(
+                &stateless_runner,
+                Program::Baseline(stateless_runner.parse_and_swap_program.as_fd()),
+            ),
             stateless_program,
             InterleavedProgram { generator: PacketGenerator::WithParallelCacheLine, ..stateless_program },
             InterleavedProgram { generator: PacketGenerator::AfterAwaitedCacheLine, ..stateless_program },
@@ -81,8 +84,8 @@ fn measure_connection_count(connection_count: usize, args: &Args) -> anyhow::Res
     })
 }
 
-/// Creates a runner of the stateless mode's packets. Each packet has the index of its connection's entry in the
-/// stateful mode's table as its cache line.
+/// Creates a runner of the stateless mode's packets. The cache line of each packet is that of its connection's entry in
+/// the stateful mode's table.
 fn create_runner_with_table_lines(
     stateless: &CaseLoadBalancer,
     stateful: &CaseLoadBalancer,
@@ -109,9 +112,9 @@ pub fn connection_count_table(costs: &[ConnectionCountCosts]) -> Table {
         "hash-table above stateless",
     ]);
     for count_costs in costs {
-        let stateless_ns = &count_costs.stateless.ns_above_empty;
-        let stateful_excess_ns = differences_by_round(&count_costs.stateful.ns_above_empty, stateless_ns);
-        let hash_table_excess_ns = differences_by_round(&count_costs.hash_table.ns_above_empty, stateless_ns);
+        let stateless_ns = &count_costs.stateless.ns_above_empty_program;
+        let stateful_excess_ns = differences_by_round(&count_costs.stateful.ns_above_empty_program, stateless_ns);
+        let hash_table_excess_ns = differences_by_round(&count_costs.hash_table.ns_above_empty_program, stateless_ns);
         let parallel_cache_line_ns = differences_by_round(&count_costs.ns_with_parallel_cache_line, stateless_ns);
         let awaited_cache_line_ns = differences_by_round(&count_costs.ns_after_awaited_cache_line, stateless_ns);
         table.add_row([

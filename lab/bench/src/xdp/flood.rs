@@ -38,26 +38,26 @@ const FLOOD_EXCESS_GOAL: Goal = Goal::AtMost(10.0);
 enum FloodedProgram {
     Stateless,
     /// Stateful mode with a connection table in which every SYN finds a free entry.
-    StatefulWithRoom,
+    StatefulWithFreeEntries,
     /// Stateful mode with a full connection table, in which no SYN finds a free entry.
-    StatefulFull,
-    /// Baseline in which every SYN adds an entry to the LRU hash. Once the hash is full, it replaces another
-    /// connection's entry.
+    StatefulWithFullTable,
+    /// Baseline in which every SYN adds an entry to the LRU hash. Once the hash is full, each new entry replaces that
+    /// of another connection.
     HashTable,
 }
 
 impl FloodedProgram {
     const ALL: [FloodedProgram; 4] = [
         FloodedProgram::Stateless,
-        FloodedProgram::StatefulWithRoom,
-        FloodedProgram::StatefulFull,
+        FloodedProgram::StatefulWithFreeEntries,
+        FloodedProgram::StatefulWithFullTable,
         FloodedProgram::HashTable,
     ];
 
     fn consistency(self) -> Consistency {
         match self {
             FloodedProgram::Stateless => Consistency::Stateless,
-            FloodedProgram::StatefulWithRoom | FloodedProgram::StatefulFull => Consistency::Stateful,
+            FloodedProgram::StatefulWithFreeEntries | FloodedProgram::StatefulWithFullTable => Consistency::Stateful,
             FloodedProgram::HashTable => Consistency::HashTable,
         }
     }
@@ -65,7 +65,7 @@ impl FloodedProgram {
     /// Returns the number of entries in the program's connection table.
     fn connection_table_entries(self) -> u32 {
         match self {
-            FloodedProgram::StatefulWithRoom => intf::MAX_CONNECTION_TABLE_ENTRIES,
+            FloodedProgram::StatefulWithFreeEntries => intf::MAX_CONNECTION_TABLE_ENTRIES,
             _ => intf::DEFAULT_CONNECTION_TABLE_ENTRIES,
         }
     }
@@ -75,8 +75,8 @@ impl fmt::Display for FloodedProgram {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             FloodedProgram::Stateless => "stateless",
-            FloodedProgram::StatefulWithRoom => "stateful, with room",
-            FloodedProgram::StatefulFull => "stateful, table full",
+            FloodedProgram::StatefulWithFreeEntries => "stateful, with room",
+            FloodedProgram::StatefulWithFullTable => "stateful, table full",
             FloodedProgram::HashTable => "hash-table",
         })
     }
@@ -99,8 +99,8 @@ struct FloodMeasurement {
     initial_and_max_used_entries: [usize; 2],
 }
 
-/// Measures all programs in a new thread, which is bound to a CPU. Fails without root, with fewer than two CPUs, or
-/// when a packet is not treated as expected.
+/// Measures all flooded programs in a new thread, which is bound to a CPU. Fails without root, with fewer than two
+/// CPUs, or when a packet is not treated as expected.
 pub fn run(length: &MeasurementLength) -> anyhow::Result<Report> {
     namespace::measure_in_thread("flood", length, measure_programs)
 }
@@ -155,22 +155,23 @@ impl FloodTarget {
         MapMemory::of(self.balancer.program()?.as_fd())
     }
 
-    /// Runs packets of open connections through the load balancer (`is_lb`) or the empty program. Meanwhile the other
-    /// CPU floods the load balancer (`is_flood`), or runs the empty program on the same SYNs. Returns the results of
-    /// [`run_established_packets`] and the number of SYNs.
+    /// Runs packets of open connections through the load balancer (if `measures_lb`) or the empty program. Meanwhile
+    /// the other CPU floods the load balancer (if `floods_lb`), or runs the empty program on the same SYNs. Returns the
+    /// results of [`run_established_packets`] and the number of SYNs.
     fn run_with_flooder(
         &self,
         flooder: &Flooder,
-        is_lb: bool,
-        is_flood: bool,
+        measures_lb: bool,
+        floods_lb: bool,
         packet_count: u32,
     ) -> anyhow::Result<((f64, u64), FloodCounts)> {
-        let command = if is_flood {
+        let command = if floods_lb {
             FlooderCommand::SynsThroughProgram(self.balancer.program()?)
         } else {
             FlooderCommand::SynsThroughEmptyProgram
         };
-        flooder.flood_during(command, || run_established_packets(&self.balancer, &self.runner, is_lb, packet_count))
+        flooder
+            .flood_during(command, || run_established_packets(&self.balancer, &self.runner, measures_lb, packet_count))
     }
 }
 
@@ -190,42 +191,43 @@ impl FloodMeasurement {
     }
 
     /// Adds the SYNs of a flood, and the number of connection-table entries that are used after it.
-    fn add_flood(&mut self, flood_counts: FloodCounts, used_entries: usize) {
+    fn add_flood(&mut self, flood_counts: FloodCounts, used_entry_count: usize) {
         self.flood_counts.syn_count += flood_counts.syn_count;
         self.flood_counts.cpu_seconds += flood_counts.cpu_seconds;
         let [_, max_used_entries] = &mut self.initial_and_max_used_entries;
-        *max_used_entries = used_entries.max(*max_used_entries);
+        *max_used_entries = used_entry_count.max(*max_used_entries);
     }
 
-    /// Runs all rounds. Returns how many packets of open connections found their server during the floods.
+    /// Runs all rounds of a measurement. Returns how many packets of open connections found their server during the
+    /// floods.
     fn run_rounds(
         &mut self,
         target: &FloodTarget,
         length: &MeasurementLength,
         flooder: &Flooder,
     ) -> anyhow::Result<u64> {
-        let mut found_packets = 0;
+        let mut packets_that_found_server = 0;
         // The first round only warms up and is not counted.
         for (round, step) in (0..=length.rounds).flat_map(|round| (0..4).map(move |step| (round, step))) {
             let combination = (round + step) % 4;
-            let (is_lb, is_flood) = (combination & 1 == 1, combination & 2 == 2);
+            let (measures_lb, floods_lb) = (combination & 1 == 1, combination & 2 == 2);
             let ((mean_ns, counted_packets), flood_counts) =
-                target.run_with_flooder(flooder, is_lb, is_flood, length.packets)?;
-            if is_flood {
+                target.run_with_flooder(flooder, measures_lb, floods_lb, length.packets)?;
+            if floods_lb {
                 self.add_flood(flood_counts, target.balancer.used_entry_count());
             }
-            if is_flood && self.flooded_program == FloodedProgram::StatefulWithRoom {
+            if floods_lb && self.flooded_program == FloodedProgram::StatefulWithFreeEntries {
                 target.balancer.free_connections_except(&target.open_connections)?;
             }
             if round > 0 {
-                let round_times = if is_flood { &mut self.ns_in_flood } else { &mut self.ns_without_flood };
-                round_times[usize::from(is_lb)].push(mean_ns);
+                let round_times = if floods_lb { &mut self.ns_in_flood } else { &mut self.ns_without_flood };
+                round_times[usize::from(measures_lb)].push(mean_ns);
             }
-            if round > 0 && is_flood {
-                found_packets += counted_packets;
+            if round > 0 && floods_lb {
+                packets_that_found_server += counted_packets;
             }
         }
-        Ok(found_packets)
+        Ok(packets_that_found_server)
     }
 }
 
@@ -235,15 +237,16 @@ fn measure_program(
     flooder: &Flooder,
 ) -> anyhow::Result<FloodMeasurement> {
     let target = FloodTarget::new(flooded_program)?;
-    if flooded_program == FloodedProgram::StatefulFull {
+    if flooded_program == FloodedProgram::StatefulWithFullTable {
         fill_connection_table(&target.balancer, flooded_program, flooder)?;
     }
     let counters_before = target.balancer.counters();
     let mut measurement = FloodMeasurement::before_flood(flooded_program, &target)?;
-    let found_packets = measurement.run_rounds(&target, length, flooder)?;
+    let packets_that_found_server = measurement.run_rounds(&target, length, flooder)?;
     measurement.syns_without_entry =
         count_syns_without_entry(&counters_before, &target.balancer.counters(), measurement.flood_counts.syn_count)?;
-    measurement.found_entry_fraction = found_packets as f64 / (f64::from(length.rounds) * f64::from(length.packets));
+    measurement.found_entry_fraction =
+        packets_that_found_server as f64 / (f64::from(length.rounds) * f64::from(length.packets));
     measurement.memory_before_and_after[1] = target.map_memory()?;
     let must_find_servers = flooded_program != FloodedProgram::HashTable;
     ensure!(
@@ -260,31 +263,32 @@ fn count_syns_without_entry(
     counters_after: &PacketCounters,
     syn_count: u64,
 ) -> anyhow::Result<u64> {
-    let new_connection = intf::LB_COUNTER_NEW_CONNECTION as usize;
-    let new_connection_count =
-        counters_after.packets_by_outcome[new_connection] - counters_before.packets_by_outcome[new_connection];
+    let new_connection_counter = intf::LB_COUNTER_NEW_CONNECTION as usize;
+    let new_connection_count = counters_after.packets_by_outcome[new_connection_counter]
+        - counters_before.packets_by_outcome[new_connection_counter];
     ensure!(
         new_connection_count == syn_count,
         "{new_connection_count} of {syn_count} SYNs were counted as first packets"
     );
-    let table_full = intf::LB_EVENT_CONNECTION_TABLE_FULL as usize;
-    Ok(counters_after.event_counts[table_full] - counters_before.event_counts[table_full])
+    let table_full_event = intf::LB_EVENT_CONNECTION_TABLE_FULL as usize;
+    Ok(counters_after.event_counts[table_full_event] - counters_before.event_counts[table_full_event])
 }
 
-/// Runs packets of open connections. Returns the mean time per packet (ns), and how many packets found their server.
+/// Runs packets of open connections. Returns the mean time per packet (ns), and the number of packets that found their
+/// server.
 fn run_established_packets(
     balancer: &CaseLoadBalancer,
     runner: &PacketRunner,
-    is_lb: bool,
+    measures_lb: bool,
     packet_count: u32,
 ) -> anyhow::Result<(f64, u64)> {
-    if is_lb {
+    if measures_lb {
         balancer.run_and_count(runner, PacketGenerator::VariedFrame, CONNECTION_COUNT as u32)?;
         let run_result = balancer.run_and_count(runner, PacketGenerator::VariedFrame, packet_count)?;
         return Ok((run_result.mean_ns, run_result.counted_packets));
     }
     let (mean_ns, xdp_verdict) =
-        runner.choose_and_run(PacketGenerator::VariedFrame, runner.empty_program.as_fd(), packet_count)?;
+        runner.choose_program_and_run(PacketGenerator::VariedFrame, runner.empty_program.as_fd(), packet_count)?;
     ensure!(xdp_verdict == XDP_TX, "the empty program's verdict was {xdp_verdict}, expected {XDP_TX}");
     Ok((mean_ns, 0))
 }
@@ -308,7 +312,7 @@ fn fill_connection_table(
     anyhow::bail!("{} of {entry_count} entries are in use after a flood of 10 s", balancer.used_entry_count())
 }
 
-/// Returns by how many percent each of `rounds` exceeds the same round in `base_rounds`.
+/// Returns for each round by how many percent its value in `rounds` exceeds its value in `base_rounds`.
 fn excess_percent(rounds: &[f64], base_rounds: &[f64]) -> NsByRound {
     rounds.iter().zip(base_rounds).map(|(ns, base_ns)| (ns / base_ns - 1.0) * 100.0).collect()
 }
@@ -413,10 +417,10 @@ fn describe_cpu_topology(cpus: [usize; 2]) -> String {
         std::fs::read_to_string(path).map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned())
     };
     let is_virtual_machine = std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains(" hypervisor"));
-    let note = if is_virtual_machine { " (in a virtual machine this may be wrong)" } else { "" };
+    let virtual_machine_note = if is_virtual_machine { " (in a virtual machine this may be wrong)" } else { "" };
     let [first_siblings, second_siblings] = cpus.map(thread_siblings);
     format!(
-        "By /sys CPU {}'s core consists of CPUs {first_siblings}, and CPU {}'s of CPUs {second_siblings}{note}",
+        "By /sys CPU {}'s core consists of CPUs {first_siblings}, and CPU {}'s of CPUs {second_siblings}{virtual_machine_note}",
         cpus[0], cpus[1]
     )
 }

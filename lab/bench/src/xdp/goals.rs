@@ -17,7 +17,7 @@ const REFERENCE_PARSE_AND_SWAP_NS: f64 = 4.5;
 /// Maximum cost of an IPv6 packet, as a multiple of an IPv4 packet's cost.
 const MAX_IPV6_COST_FACTOR: f64 = 1.3;
 
-/// Maximum cost of a case above the empty program.
+/// Maximum cost of a case's packets, minus that of the empty program.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum CostLimit {
     /// Cost (ns) on the machine for which the goals were set, to be scaled to this machine.
@@ -88,14 +88,14 @@ impl<'a> CostGoals<'a> {
             cache_miss_ns: largest_count_costs.map(|count_costs| {
                 median_of_rounds(&differences_by_round(
                     &count_costs.ns_after_awaited_cache_line,
-                    &count_costs.stateless.ns_above_empty,
+                    &count_costs.stateless.ns_above_empty_program,
                 ))
             }),
             measurements,
         }
     }
 
-    /// Returns a case's goal, or `None` if it has no goal or its goal depends on a case that was not measured.
+    /// Returns a case's cost goal, or `None` if it has no goal or its goal depends on a case that was not measured.
     pub fn goal_for_case(&self, case: PacketCase) -> Option<Goal> {
         let scale_from_reference = |ns: f64| ns * self.parse_and_swap_ns / REFERENCE_PARSE_AND_SWAP_NS;
         let limit_ns = match cost_limit(case)? {
@@ -105,7 +105,7 @@ impl<'a> CostGoals<'a> {
                 self.measurements
                     .iter()
                     .find(|case_measurement| case_measurement.case == ipv4_case)?
-                    .fastest_ns_above_empty
+                    .fastest_ns_above_empty_program
                     * MAX_IPV6_COST_FACTOR
             }
         };
@@ -120,15 +120,15 @@ mod tests {
     fn measurement(case: PacketCase, baseline_ns: f64, fastest_ns: f64) -> CaseMeasurement {
         CaseMeasurement {
             case,
-            empty_ns: 0.0,
-            ns_above_empty: vec![fastest_ns],
-            fastest_ns_above_empty: fastest_ns,
+            empty_program_ns: 0.0,
+            ns_above_empty_program: vec![fastest_ns],
+            fastest_ns_above_empty_program: fastest_ns,
             parse_and_swap_ns: baseline_ns,
         }
     }
 
     #[test]
-    fn goals_scale_with_the_cost_of_parse_and_swap_but_cache_misses_do_not() {
+    fn goals_scale_with_parse_and_swap_cost_except_cache_misses() {
         let measurement_of_mode = |consistency, connection_count| {
             measurement(PacketCase::EstablishedConnections(consistency, connection_count), 9.0, 30.0)
         };

@@ -32,11 +32,12 @@ impl<'a> InterleavedProgram<'a> {
         Self { runner, generator: PacketGenerator::VariedFrame, program }
     }
 
-    fn measure(&self, packet_count: u32) -> anyhow::Result<f64> {
+    fn measure_ns_per_packet(&self, packet_count: u32) -> anyhow::Result<f64> {
         match self.program {
             Program::Balancer(balancer) => balancer.run_batches(self.runner, self.generator, packet_count),
             Program::Baseline(program) => {
-                let (mean_ns, xdp_verdict) = self.runner.choose_and_run(self.generator, program, packet_count)?;
+                let (mean_ns, xdp_verdict) =
+                    self.runner.choose_program_and_run(self.generator, program, packet_count)?;
                 ensure!(
                     xdp_verdict == workload::XDP_TX,
                     "a floor's verdict was {xdp_verdict}, expected {}",
@@ -53,7 +54,7 @@ impl<'a> InterleavedProgram<'a> {
         match self.program {
             // The SYN of a new connection cannot be repeated.
             Program::Balancer(balancer) if balancer.case().takes_connection_entries() => Ok(()),
-            _ => self.measure(self.runner.connection_count() as u32).map(drop),
+            _ => self.measure_ns_per_packet(self.runner.connection_count() as u32).map(drop),
         }
     }
 }
@@ -62,21 +63,21 @@ impl<'a> InterleavedProgram<'a> {
 pub type NsByRound = Vec<f64>;
 
 /// Measures all programs one after the other in each round. Returns the times of each program, in the order of the
-/// rounds. Fails when a program misbehaves.
+/// rounds. Fails when a program returns an unexpected result.
 pub fn measure_interleaved(
     programs: &[InterleavedProgram<'_>],
     rounds: u32,
     packet_count: u32,
 ) -> anyhow::Result<Vec<NsByRound>> {
-    interleave(programs.len(), rounds, |program_index| {
+    interleave_measurements(programs.len(), rounds, |program_index| {
         programs[program_index].warm_up()?;
-        programs[program_index].measure(packet_count)
+        programs[program_index].measure_ns_per_packet(packet_count)
     })
 }
 
 /// Measures all cases one after the other in each round, in an order that shifts by one per round. Returns the results
 /// of each case, in the order of the rounds.
-pub fn interleave<T>(
+pub fn interleave_measurements<T>(
     case_count: usize,
     rounds: u32,
     mut measure: impl FnMut(usize) -> anyhow::Result<T>,
@@ -95,12 +96,12 @@ pub fn interleave<T>(
     Ok(results)
 }
 
-/// Returns each of `rounds` minus the same round in `subtracted_rounds`.
+/// Returns for each round its value in `rounds` minus its value in `subtracted_rounds`.
 pub fn differences_by_round(rounds: &[f64], subtracted_rounds: &[f64]) -> NsByRound {
     rounds.iter().zip(subtracted_rounds).map(|(ns, subtracted_ns)| ns - subtracted_ns).collect()
 }
 
-/// Returns the median of the rounds. Panics when there are none.
+/// Returns the median of the values of all rounds. Panics when there are none.
 pub fn median_of_rounds(rounds: &[f64]) -> f64 {
     median(rounds).expect("at least one round")
 }

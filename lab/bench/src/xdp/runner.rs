@@ -30,8 +30,8 @@ pub struct PacketVariation {
     pub ports: u32,
     /// Echoed timestamp (TSecr) of the TCP timestamps option.
     pub tsecr: u32,
-    /// Index in host byte order of the cache line that [`PacketGenerator::WithParallelLine`] and
-    /// [`PacketGenerator::AfterAwaitedLine`] load.
+    /// Index in host byte order of the cache line that [`PacketGenerator::WithParallelCacheLine`] and
+    /// [`PacketGenerator::AfterAwaitedCacheLine`] load.
     pub line_index: u32,
 }
 
@@ -61,7 +61,7 @@ pub enum PacketGenerator {
     WithoutOuterHeader,
 }
 
-/// Loaded programs of generated_packets.bpf.c, which generate packets from one frame.
+/// Runner that generates packets from one frame, by the loaded programs of generated_packets.bpf.c.
 pub struct PacketRunner {
     frame_bytes: Vec<u8>,
     /// Programs that generate packets from the frame, in the order of [`PacketGenerator`].
@@ -69,7 +69,7 @@ pub struct PacketRunner {
     /// Baseline program that returns at once.
     pub empty_program: OwnedFd,
     /// Baseline program that parses packets and swaps their MAC addresses.
-    pub parse_and_swap_macs: OwnedFd,
+    pub parse_and_swap_program: OwnedFd,
     measured_program_map: MapHandle,
     connection_count: usize,
     receive_queue: Option<ReceiveQueueId>,
@@ -84,16 +84,16 @@ impl PacketRunner {
         let mut opened_skeleton = GeneratedPacketsSkelBuilder::default()
             .open(&mut skeleton_storage)
             .context("opening generated_packets.bpf.o")?;
-        let constants =
+        let bpf_constants =
             opened_skeleton.maps.rodata_data.as_deref_mut().context("generated_packets.bpf.o has no constants")?;
-        constants.packet_index_mask = packets.len() as u32 - 1;
-        constants.first_word = u64::from_ne_bytes(frame.bytes[..8].try_into().expect("eight bytes"));
-        constants.second_word = u64::from_ne_bytes(frame.bytes[8..16].try_into().expect("eight bytes"));
-        constants.frame_length = frame.bytes.len() as u32;
-        constants.client_offset = frame.client_offset;
-        constants.ports_offset = frame.ports_offset;
-        constants.tsecr_offset = frame.tsecr_offset;
-        constants.destination_port = u32::from(frame.destination_port.to_be()) << 16;
+        bpf_constants.packet_index_mask = packets.len() as u32 - 1;
+        bpf_constants.first_word = u64::from_ne_bytes(frame.bytes[..8].try_into().expect("eight bytes"));
+        bpf_constants.second_word = u64::from_ne_bytes(frame.bytes[8..16].try_into().expect("eight bytes"));
+        bpf_constants.frame_length = frame.bytes.len() as u32;
+        bpf_constants.client_offset = frame.client_offset;
+        bpf_constants.ports_offset = frame.ports_offset;
+        bpf_constants.tsecr_offset = frame.tsecr_offset;
+        bpf_constants.destination_port = u32::from(frame.destination_port.to_be()) << 16;
         opened_skeleton.maps.lines.set_max_entries(line_count.max(1)).context("the number of lines")?;
         let loaded_skeleton = opened_skeleton.load().context("loading generated_packets.bpf.c")?;
         let packet_memory: MmapArray<[PacketVariation; PACKET_COUNT]> =
@@ -110,7 +110,7 @@ impl PacketRunner {
                 programs.generated_packet_shortened.as_fd().try_clone_to_owned()?,
             ],
             empty_program: programs.empty.as_fd().try_clone_to_owned()?,
-            parse_and_swap_macs: programs.parse_and_swap_macs.as_fd().try_clone_to_owned()?,
+            parse_and_swap_program: programs.parse_and_swap_macs.as_fd().try_clone_to_owned()?,
             measured_program_map: MapHandle::try_from(&loaded_skeleton.maps.measured)?,
             connection_count: packets.len(),
             receive_queue: None,
@@ -128,7 +128,7 @@ impl PacketRunner {
 
     /// Selects `program` and runs it `repeat` times. Returns the mean time of one run (ns) and the last verdict. The
     /// time is CPU time of this thread, on which other processes have little influence.
-    pub fn choose_and_run(
+    pub fn choose_program_and_run(
         &self,
         generator: PacketGenerator,
         program: BorrowedFd<'_>,
@@ -143,7 +143,8 @@ impl PacketRunner {
         write_measured_program(&self.measured_program_map, program)
     }
 
-    /// Like [`choose_and_run`](Self::choose_and_run), but for the program that is already selected.
+    /// Runs the program that is already selected `repeat` times. Returns the mean CPU time of one run (ns) and the last
+    /// verdict.
     pub fn run_chosen_program(&self, generator: PacketGenerator, repeat: u32) -> anyhow::Result<(f64, i32)> {
         run_generator(
             self.generator_programs[generator as usize].as_fd(),

@@ -42,7 +42,7 @@ use skeleton::GeneratedSegmentsSkelBuilder;
 /// Verdict of linux/pkt_cls.h that passes the packet on to the next program.
 const TC_ACT_UNSPEC: i32 = -1;
 
-/// Kind of packets whose cost is measured.
+/// Kind of packets whose processing cost at a server is measured.
 #[derive(Clone, Copy)]
 struct ServerPacketCase {
     direction: Direction,
@@ -106,7 +106,7 @@ impl fmt::Display for ServerPacketCase {
     }
 }
 
-/// Loaded programs of a server, with one service.
+/// Server's BPF programs, which are loaded without a network device and have one service.
 struct LoadedServerPrograms {
     server_programs: ServerPrograms,
     cookie_keys: FleetCookieKeys,
@@ -118,17 +118,17 @@ impl LoadedServerPrograms {
     fn new(case: ServerPacketCase) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
         let mut random_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
-        let cookie_keys = FleetCookieKeys { keys: [random_key(), random_key()], current: KeyIndex::First };
+        let cookie_keys = FleetCookieKeys { keys: [random_key(), random_key()], current_key_index: KeyIndex::First };
         let mut server_programs = ServerPrograms::load_unattached(false)?;
         // The first key applies from a time before the first packet.
-        server_programs.set_keys(&cookie_keys, monotonic_now_ms()? - 1000);
+        server_programs.set_cookie_keys(&cookie_keys, monotonic_now_ms()? - 1000);
         let server_id = ServerId::try_from(4711)?;
-        let mut socket = case.service_address();
+        let mut service_socket_address = case.service_address();
         if !case.has_service {
-            socket.set_port(socket.port() + 1);
+            service_socket_address.set_port(service_socket_address.port() + 1);
         }
-        let address = ServiceAddress { vip_and_port: socket, protocol: Protocol::Tcp };
-        server_programs.set_services(&[(address, server_id, ServiceSettings::default())])?;
+        let service_address = ServiceAddress { vip_and_port: service_socket_address, protocol: Protocol::Tcp };
+        server_programs.set_services(&[(service_address, server_id, ServiceSettings::default())])?;
         Ok(Self { server_programs, cookie_keys, server_id })
     }
 
@@ -138,13 +138,13 @@ impl LoadedServerPrograms {
             let (tuple, cookie) = (case.four_tuple(client), Cookie::Server(self.server_id));
             let tsecr =
                 cookie::stamp_tsval(&self.cookie_keys, &self.server_programs.time_key(), &tuple, cookie, now_ms);
-            let mut ports = [client.port().to_be_bytes(), IPV4_SERVICE_ADDRESS.1.to_be_bytes()];
+            let mut port_bytes = [client.port().to_be_bytes(), IPV4_SERVICE_ADDRESS.1.to_be_bytes()];
             if matches!(case.direction, Direction::Egress) {
-                ports.reverse();
+                port_bytes.reverse();
             }
             PacketVariation {
                 client_address: u32::from_ne_bytes(client.ip().octets()),
-                ports: u32::from_ne_bytes(ports.concat().try_into().expect("four bytes")),
+                ports: u32::from_ne_bytes(port_bytes.concat().try_into().expect("four bytes")),
                 tsecr: tsecr.to_be(),
                 line_index: 0,
             }
@@ -157,12 +157,12 @@ impl LoadedServerPrograms {
     }
 }
 
-/// Loaded programs of generated_segments.bpf.c, which generate packets from one frame.
+/// Runner that generates packets from one frame, by the loaded programs of generated_segments.bpf.c.
 struct SegmentRunner {
     frame_bytes: Vec<u8>,
     generator_program: OwnedFd,
     empty_program: OwnedFd,
-    parse_and_swap_macs: OwnedFd,
+    parse_and_swap_program: OwnedFd,
     measured_program_map: MapHandle,
 }
 
@@ -178,12 +178,12 @@ impl SegmentRunner {
         let mut opened_skeleton = GeneratedSegmentsSkelBuilder::default()
             .open(&mut skeleton_storage)
             .context("opening generated_segments.bpf.o")?;
-        let constants =
+        let bpf_constants =
             opened_skeleton.maps.rodata_data.as_deref_mut().context("generated_segments.bpf.o has no constants")?;
-        constants.packet_index_mask = packets.len() as u32 - 1;
-        constants.client_offset = frame.client_offset;
-        constants.ports_offset = frame.ports_offset;
-        constants.timestamp_offset = frame.tsecr_offset;
+        bpf_constants.packet_index_mask = packets.len() as u32 - 1;
+        bpf_constants.client_offset = frame.client_offset;
+        bpf_constants.ports_offset = frame.ports_offset;
+        bpf_constants.timestamp_offset = frame.tsecr_offset;
         let loaded_skeleton = opened_skeleton.load().context("loading generated_segments.bpf.c")?;
         let packet_memory: MmapArray<[PacketVariation; PACKET_COUNT]> =
             MmapArray::new(loaded_skeleton.maps.bss_packets.as_fd())?;
@@ -196,7 +196,7 @@ impl SegmentRunner {
             frame_bytes,
             generator_program,
             empty_program: loaded_skeleton.progs.empty.as_fd().try_clone_to_owned()?,
-            parse_and_swap_macs: loaded_skeleton.progs.parse_and_swap_macs.as_fd().try_clone_to_owned()?,
+            parse_and_swap_program: loaded_skeleton.progs.parse_and_swap_macs.as_fd().try_clone_to_owned()?,
             measured_program_map: MapHandle::try_from(&loaded_skeleton.maps.measured)?,
         })
     }
@@ -213,27 +213,27 @@ impl SegmentRunner {
 
 struct ServerMeasurement {
     case: ServerPacketCase,
-    empty_ns: NsByRound,
+    empty_program_ns: NsByRound,
     parse_and_swap_ns: NsByRound,
-    server_ns: NsByRound,
+    server_program_ns: NsByRound,
 }
 
-fn measure(case: ServerPacketCase, length: &MeasurementLength) -> anyhow::Result<ServerMeasurement> {
+fn measure_case(case: ServerPacketCase, length: &MeasurementLength) -> anyhow::Result<ServerMeasurement> {
     let loaded_programs = LoadedServerPrograms::new(case)?;
     let runner = SegmentRunner::new(case, &loaded_programs.packet_variations(case)?)?;
-    let program = loaded_programs.server_programs.program(case.direction);
+    let program = loaded_programs.server_programs.program_for_direction(case.direction);
     let (mut empty_ns, mut parse_and_swap_ns, mut server_ns) = (NsByRound::new(), NsByRound::new(), NsByRound::new());
     // The first round only warms branch predictors and caches and is not counted.
     for round in 0..=length.rounds {
-        let baseline_results = [&runner.empty_program, &runner.parse_and_swap_macs]
+        let baseline_results = [&runner.empty_program, &runner.parse_and_swap_program]
             .map(|baseline_program| runner.measure_program(baseline_program.as_fd(), length.packets));
         let initial_changed_count = loaded_programs.changed_packet_count(case);
         let mean_ns = runner.measure_program(program, length.packets)?;
         let changed_packets = loaded_programs.changed_packet_count(case) - initial_changed_count;
-        let expected_packets = if case.has_service { u64::from(length.packets) } else { 0 };
+        let expected_changed_packet_count = if case.has_service { u64::from(length.packets) } else { 0 };
         ensure!(
-            changed_packets == expected_packets,
-            "{case}: {changed_packets} packets were counted, expected {expected_packets}"
+            changed_packets == expected_changed_packet_count,
+            "{case}: {changed_packets} packets were counted, expected {expected_changed_packet_count}"
         );
         let [empty_result, swap_result] = baseline_results;
         let (round_empty_ns, round_swap_ns) = (empty_result?, swap_result?);
@@ -243,7 +243,7 @@ fn measure(case: ServerPacketCase, length: &MeasurementLength) -> anyhow::Result
             server_ns.push(mean_ns);
         }
     }
-    Ok(ServerMeasurement { case, empty_ns, parse_and_swap_ns, server_ns })
+    Ok(ServerMeasurement { case, empty_program_ns: empty_ns, parse_and_swap_ns, server_program_ns: server_ns })
 }
 
 /// Measures the server's programs for all kinds of packets. Fails without the capabilities to load BPF programs, or
@@ -258,18 +258,20 @@ pub fn run(length: &MeasurementLength) -> anyhow::Result<Report> {
         "empty, ns",
     ]);
     for case in ServerPacketCase::all() {
-        let measurement = measure(case, length).with_context(|| case.to_string())?;
-        let ns_above_empty = differences_by_round(&measurement.server_ns, &measurement.empty_ns);
-        let fastest_ns_above_empty = difference_of_fastest_rounds(&measurement.server_ns, &measurement.empty_ns);
+        let measurement = measure_case(case, length).with_context(|| case.to_string())?;
+        let ns_above_empty_program =
+            differences_by_round(&measurement.server_program_ns, &measurement.empty_program_ns);
+        let fastest_ns_above_empty_program =
+            difference_of_fastest_rounds(&measurement.server_program_ns, &measurement.empty_program_ns);
         table.add_row([
             measurement.case.to_string().into(),
-            median_of_rounds(&ns_above_empty).into(),
-            quartile_range(&ns_above_empty).into(),
-            fastest_ns_above_empty.into(),
-            (fastest_ns_above_empty
-                / difference_of_fastest_rounds(&measurement.parse_and_swap_ns, &measurement.empty_ns))
+            median_of_rounds(&ns_above_empty_program).into(),
+            quartile_range(&ns_above_empty_program).into(),
+            fastest_ns_above_empty_program.into(),
+            (fastest_ns_above_empty_program
+                / difference_of_fastest_rounds(&measurement.parse_and_swap_ns, &measurement.empty_program_ns))
             .into(),
-            median_of_rounds(&measurement.empty_ns).into(),
+            median_of_rounds(&measurement.empty_program_ns).into(),
         ]);
     }
     let method = format!(

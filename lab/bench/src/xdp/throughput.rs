@@ -16,7 +16,7 @@ use coreward_model::placement::PlacementRule;
 
 use super::balancer::{CONNECTION_TABLE_ENTRIES, CaseLoadBalancer, PlacementSetup};
 use super::flood::first_two_cpus;
-use super::interleaved::{NsByRound, interleave, median_of_rounds, quartile_range_with_decimals};
+use super::interleaved::{NsByRound, interleave_measurements, median_of_rounds, quartile_range_with_decimals};
 use super::workload::{PacketCase, syn_frame};
 use crate::cpus::{self, THIS_THREAD};
 use crate::namespace;
@@ -48,9 +48,9 @@ struct ServiceTraffic {
     consistency: Consistency,
     placement_rule: PlacementRule,
     /// Number of new clients' SYNs among 16 packets. The other packets belong to open connections.
-    syns_per_16: usize,
+    syns_per_16_packets: usize,
     /// Goal for the first baseline's CPU time divided by this traffic's CPU time.
-    ratio_goal: Option<Goal>,
+    cpu_time_ratio_goal: Option<Goal>,
     /// Baseline program that is measured instead of a load balancer.
     baseline: Option<BaselineProgram>,
 }
@@ -60,8 +60,8 @@ impl ServiceTraffic {
         name: "swap MACs",
         consistency: Consistency::None,
         placement_rule: PlacementRule::Table,
-        syns_per_16: 0,
-        ratio_goal: None,
+        syns_per_16_packets: 0,
+        cpu_time_ratio_goal: None,
         baseline: Some(BaselineProgram::SwapMacs),
     };
 
@@ -101,13 +101,20 @@ impl ServiceTraffic {
     const fn placed_by_table(
         name: &'static str,
         consistency: Consistency,
-        syns_per_16: usize,
-        ratio_goal: Option<Goal>,
+        syns_per_16_packets: usize,
+        cpu_time_ratio_goal: Option<Goal>,
     ) -> Self {
-        Self { name, consistency, placement_rule: PlacementRule::Table, syns_per_16, ratio_goal, baseline: None }
+        Self {
+            name,
+            consistency,
+            placement_rule: PlacementRule::Table,
+            syns_per_16_packets,
+            cpu_time_ratio_goal,
+            baseline: None,
+        }
     }
 
-    /// Returns the case whose packets belong to open connections.
+    /// Returns the case for this traffic's packets of open connections.
     fn established_case(&self) -> PacketCase {
         PacketCase::EstablishedConnections(self.consistency, LIVE_PACKET_COUNT)
     }
@@ -131,7 +138,7 @@ impl ServiceTraffic {
 
     fn is_syn(&self, packet_index: usize) -> bool {
         // Odd steps visit each number below 16 once, without a pattern that repeats within a batch.
-        (packet_index * 7 + packet_index / 16 * 5) % 16 < self.syns_per_16
+        (packet_index * 7 + packet_index / 16 * 5) % 16 < self.syns_per_16_packets
     }
 }
 
@@ -139,7 +146,7 @@ impl ServiceTraffic {
 struct TrafficTestEnv {
     service_traffic: ServiceTraffic,
     balancer: Option<CaseLoadBalancer>,
-    /// Indices of the connection-table entries that are used from the start.
+    /// Indices of the connection-table entries that are used before the first round.
     open_connections: HashSet<ConnectionIndex>,
     generator: FrameGenerator,
     tested_napi_thread: NapiThread,
@@ -202,12 +209,12 @@ impl TrafficTestEnv {
         })
     }
 
-    fn measure_round(&self, frames: u32) -> anyhow::Result<TrafficRoundResult> {
+    fn measure_round(&self, frame_count: u32) -> anyhow::Result<TrafficRoundResult> {
         let counters_before = self.balancer.as_ref().map(CaseLoadBalancer::counters);
         let (tested_usage_before, sink_usage_before) =
             (self.tested_napi_thread.wait_for_idle_usage()?, self.sink_napi_thread.wait_for_idle_usage()?);
         let start = Instant::now();
-        self.generator.send(frames)?;
+        self.generator.send(frame_count)?;
         let tested_usage = self.tested_napi_thread.wait_for_idle_usage()?.difference_since(tested_usage_before);
         let elapsed_seconds = start.elapsed().as_secs_f64();
         let sink_usage = self.sink_napi_thread.wait_for_idle_usage()?.difference_since(sink_usage_before);
@@ -233,11 +240,11 @@ impl TrafficTestEnv {
         counters_before: &PacketCounters,
         counters_after: &PacketCounters,
     ) -> anyhow::Result<()> {
-        let counted_packets =
+        let counted_packet_count =
             |counter: usize| counters_after.packets_by_outcome[counter] - counters_before.packets_by_outcome[counter];
         let (new_count, established_count) = (
-            counted_packets(intf::LB_COUNTER_NEW_CONNECTION as usize),
-            counted_packets(self.service_traffic.established_case().expected_counter()),
+            counted_packet_count(intf::LB_COUNTER_NEW_CONNECTION as usize),
+            counted_packet_count(self.service_traffic.established_case().expected_counter()),
         );
         let name = self.service_traffic.name;
         ensure!(
@@ -247,7 +254,7 @@ impl TrafficTestEnv {
         );
         ensure!(
             (new_count > 0, established_count > 0)
-                == (self.service_traffic.syns_per_16 > 0, self.service_traffic.syns_per_16 < 16),
+                == (self.service_traffic.syns_per_16_packets > 0, self.service_traffic.syns_per_16_packets < 16),
             "{name}: {new_count} new, {established_count} others"
         );
         let table_full_event = intf::LB_EVENT_CONNECTION_TABLE_FULL as usize;
@@ -268,15 +275,15 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let cpus = first_two_cpus("coreward-lab bench throughput")?;
     namespace::enter_new_network_namespace()?;
     let traffic_kinds = ServiceTraffic::ALL.into_iter().enumerate();
-    let envs = traffic_kinds.map(|(pair_number, service_traffic)| {
+    let traffic_envs = traffic_kinds.map(|(pair_number, service_traffic)| {
         TrafficTestEnv::new(service_traffic, pair_number, cpus).context(service_traffic.name)
     });
-    let envs: Vec<TrafficTestEnv> = envs.collect::<anyhow::Result<_>>()?;
+    let envs: Vec<TrafficTestEnv> = traffic_envs.collect::<anyhow::Result<_>>()?;
     cpus::bind_to_cpu(THIS_THREAD, cpus[0])?;
     raise_priority(nix::unistd::gettid())?;
-    let results_by_traffic = interleave(envs.len(), args.rounds, |env_index| {
-        let env = &envs[env_index];
-        env.measure_round(args.frames).context(env.service_traffic.name)
+    let results_by_traffic = interleave_measurements(envs.len(), args.rounds, |env_index| {
+        let traffic_env = &envs[env_index];
+        traffic_env.measure_round(args.frames).context(traffic_env.service_traffic.name)
     })?;
     let measurements: Vec<(ServiceTraffic, Vec<TrafficRoundResult>)> =
         envs.iter().map(|env| env.service_traffic).zip(results_by_traffic).collect();
@@ -321,7 +328,7 @@ fn traffic_row(
     let cpu_time_ratios = values_by_round(|round_result, baseline_result| {
         baseline_result.cpu_ns_per_frame / round_result.cpu_ns_per_frame
     });
-    let [goal_cell, verdict_cell] = goal_cells(service_traffic.ratio_goal, median_of_rounds(&cpu_time_ratios));
+    let [goal_cell, verdict_cell] = goal_cells(service_traffic.cpu_time_ratio_goal, median_of_rounds(&cpu_time_ratios));
     [
         service_traffic.name.into(),
         Cell::Text(format!("{:.2}", median_of_rounds(&cpu_time_ratios))),

@@ -45,17 +45,17 @@ pub fn measure_operations(length: &MeasurementLength) -> anyhow::Result<Table> {
         std::iter::once(empty_program).chain(operation_programs).collect();
     let ns_per_run = measure_interleaved(&interleaved_programs, length.rounds, length.packets)?;
     let ns_per_operation = |rounds: &[f64]| rounds.iter().map(|time| time / OPERATIONS_PER_RUN).collect::<Vec<f64>>();
-    let empty_ns = ns_per_operation(&ns_per_run[0]);
+    let empty_program_ns = ns_per_operation(&ns_per_run[0]);
     let mut table = Table::new(&["operation, in the cache", "ns each", "quartiles", "fastest rounds"]);
     for ((name, _), ns_by_round) in operations.iter().zip(&ns_per_run[1..]) {
         let operation_ns = ns_per_operation(ns_by_round);
-        let ns_above_empty = differences_by_round(&operation_ns, &empty_ns);
-        let fastest_ns_above_empty = difference_of_fastest_rounds(&operation_ns, &empty_ns);
+        let ns_above_empty_program = differences_by_round(&operation_ns, &empty_program_ns);
+        let fastest_ns_above_empty_program = difference_of_fastest_rounds(&operation_ns, &empty_program_ns);
         table.add_row([
             (*name).into(),
-            median_of_rounds(&ns_above_empty).into(),
-            quartile_range(&ns_above_empty).into(),
-            fastest_ns_above_empty.into(),
+            median_of_rounds(&ns_above_empty_program).into(),
+            quartile_range(&ns_above_empty_program).into(),
+            fastest_ns_above_empty_program.into(),
         ]);
     }
     Ok(table)

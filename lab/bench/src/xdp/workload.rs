@@ -34,7 +34,7 @@ const TCP_HEADER_OFFSET: usize = 14 + 20;
 const TCP_FLAG_SYN: u8 = 0x02;
 const TCP_FLAG_ACK: u8 = 0x10;
 
-/// Kind of packets whose cost is measured.
+/// Kind of packets whose processing cost in the load balancer is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PacketCase {
     /// Packets of this number of open connections, in random order, each with a valid cookie.

@@ -17,19 +17,19 @@ const TCP_FLAG_SYN: u8 = 0x02;
 const TCP_FLAG_RST: u8 = 0x04;
 const TCP_FLAG_ACK: u8 = 0x10;
 
-/// Offset of TSecr in the TCP header of a SYN. Before it are the fixed header, 6 bytes of other options, and 6 bytes of
+/// Offset of TSecr in the TCP header of a SYN. It follows the fixed header, 6 bytes of other options, and 6 bytes of
 /// the timestamp option.
 const SYN_TSECR_OFFSET: usize = 20 + 6 + 6;
 const BROADCAST_MAC: MacAddress = [0xff; 6];
 /// Number of transmissions of a packet after which the client gives up.
 const MAX_TRANSMISSIONS: u32 = 25;
-/// Mean number of packets per fault. A fault is a packet through another load balancer than its connection's, or a lost
-/// answer.
+/// Mean number of packets per fault. A fault is a lost answer, or a packet that reaches another load balancer than the
+/// other packets of its connection.
 const PACKETS_PER_FAULT: usize = 50;
 /// Number of connections among which one, on average, has no TCP timestamps.
-const CONNECTIONS_PER_UNTIMESTAMPED_ONE: usize = 30;
+const CONNECTIONS_PER_UNTIMESTAMPED_CONNECTION: usize = 30;
 
-/// State of a connection at its client.
+/// Phase of a connection at its client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ConnectionState {
     /// The client has sent a SYN, and sends it again until it is answered.
@@ -38,7 +38,7 @@ enum ConnectionState {
     EstablishedWithRemainingPackets(u32),
 }
 
-/// Connection as its client sees it, with its sockets at servers.
+/// State of a connection at its client, with the connection's sockets at servers.
 #[derive(Debug)]
 pub(super) struct ClientConnection {
     client_address: (Ipv4Addr, u16),
@@ -49,7 +49,7 @@ pub(super) struct ClientConnection {
     newest_server_tsval: u32,
     /// Index of the server that sent the first SYN-ACK.
     server_index: Option<usize>,
-    /// Sockets of this connection at servers. A retransmitted SYN may have created a second one.
+    /// Sockets of this connection at servers. A retransmitted SYN may have created a second socket.
     server_sockets: Vec<ServerSocket>,
     /// Hash by which the network selects a load balancer for the connection's packets.
     lb_selection_hash: u32,
@@ -61,7 +61,7 @@ enum DeliveryResult {
     AcceptedByServer(usize),
     /// The network or a load balancer dropped the packet, or no server accepted it.
     Lost,
-    /// The packet reached a server that does not have the connection, which answers with a reset.
+    /// The packet reached a server that does not have the connection. The server answers with a reset.
     Rejected,
 }
 
@@ -94,7 +94,7 @@ impl Simulation {
         } else {
             (Ipv4Addr::from(0x0b00_0000 + connection_index / 50_000), 1_024 + (connection_index % 50_000) as u16)
         };
-        let has_timestamps = !self.rng.random_bool(1, CONNECTIONS_PER_UNTIMESTAMPED_ONE);
+        let has_timestamps = !self.rng.random_bool(1, CONNECTIONS_PER_UNTIMESTAMPED_CONNECTION);
         self.connections[connection_index as usize] = Some(ClientConnection {
             client_address,
             has_timestamps,
@@ -111,19 +111,19 @@ impl Simulation {
         let next_arrival_ms =
             u64::from(self.opened_connection_count) * self.arrivals_end_ms() / u64::from(self.config.connection_count);
         self.schedule_event(next_arrival_ms.saturating_sub(self.now_ms), SimulationEvent::OpenConnection);
-        self.advance_connection(connection_index)
+        self.send_next_packet(connection_index)
     }
 
-    fn open_connection(&self, connection_index: u32) -> &ClientConnection {
+    fn client_connection(&self, connection_index: u32) -> &ClientConnection {
         self.connections[connection_index as usize].as_ref().expect("an open connection")
     }
 
-    fn open_connection_mut(&mut self, connection_index: u32) -> &mut ClientConnection {
+    fn client_connection_mut(&mut self, connection_index: u32) -> &mut ClientConnection {
         self.connections[connection_index as usize].as_mut().expect("an open connection")
     }
 
-    /// Returns a random time until a connection's next packet (ms), which is mostly short but sometimes nearly a key's
-    /// lifetime.
+    /// Returns a random time until a connection's next packet (ms). It is mostly short but sometimes nearly as long as
+    /// a key's lifetime.
     fn random_packet_gap_ms(&mut self) -> u64 {
         let max_gap_ms = match self.rng.random_below(200) {
             0 => MAX_IDLE_MS as usize,
@@ -134,8 +134,8 @@ impl Simulation {
         1 + self.rng.random_below(max_gap_ms) as u64
     }
 
-    pub(super) fn advance_connection(&mut self, connection_index: u32) -> anyhow::Result<()> {
-        let connection = self.open_connection(connection_index);
+    pub(super) fn send_next_packet(&mut self, connection_index: u32) -> anyhow::Result<()> {
+        let connection = self.client_connection(connection_index);
         if connection.server_index.is_some_and(|server| self.servers[server].lifecycle == Lifecycle::Gone) {
             self.report.connections_lost_with_server += 1;
             self.close_connection(connection_index);
@@ -150,15 +150,15 @@ impl Simulation {
     }
 
     fn send_syn(&mut self, connection_index: u32) -> anyhow::Result<()> {
-        let delivery = self.send_packet(connection_index, TCP_FLAG_SYN)?;
+        let delivery_result = self.send_packet(connection_index, TCP_FLAG_SYN)?;
         let is_syn_ack_late = self.rng.random_bool(1, 50);
         let max_extra_packets = if self.rng.random_bool(1, 20) { 40 } else { 8 };
         let packet_count = 2 + self.rng.random_below(max_extra_packets) as u32;
         let gap_ms = self.random_packet_gap_ms();
-        let connection = self.open_connection_mut(connection_index);
+        let connection = self.client_connection_mut(connection_index);
         connection.transmission_count += 1;
         if connection.server_index.is_none() {
-            match delivery {
+            match delivery_result {
                 DeliveryResult::AcceptedByServer(server_index) => connection.server_index = Some(server_index),
                 _ if connection.transmission_count < MAX_TRANSMISSIONS => {
                     self.schedule_event(1_000, SimulationEvent::SendPacket(connection_index));
@@ -172,12 +172,12 @@ impl Simulation {
                 self.schedule_event(1_000, SimulationEvent::SendPacket(connection_index));
                 return Ok(());
             }
-        } else if let DeliveryResult::AcceptedByServer(server_index) = delivery
+        } else if let DeliveryResult::AcceptedByServer(server_index) = delivery_result
             && connection.server_index != Some(server_index)
         {
             self.report.syns_to_other_server += 1;
         }
-        let connection = self.open_connection_mut(connection_index);
+        let connection = self.client_connection_mut(connection_index);
         connection.state = ConnectionState::EstablishedWithRemainingPackets(packet_count);
         connection.transmission_count = 0;
         self.schedule_event(gap_ms, SimulationEvent::SendPacket(connection_index));
@@ -190,9 +190,9 @@ impl Simulation {
             0 => TCP_FLAG_ACK | TCP_FLAG_FIN,
             _ => TCP_FLAG_ACK,
         };
-        let delivery = self.send_packet(connection_index, tcp_flags)?;
-        let &ClientConnection { has_timestamps, server_index, .. } = self.open_connection(connection_index);
-        match delivery {
+        let delivery_result = self.send_packet(connection_index, tcp_flags)?;
+        let &ClientConnection { has_timestamps, server_index, .. } = self.client_connection(connection_index);
+        match delivery_result {
             DeliveryResult::AcceptedByServer(accepting_index) => {
                 if Some(accepting_index) != server_index && has_timestamps {
                     self.report.packets_accepted_by_other_server += 1;
@@ -202,7 +202,7 @@ impl Simulation {
                     self.close_connection(connection_index);
                     return Ok(());
                 };
-                let connection = self.open_connection_mut(connection_index);
+                let connection = self.client_connection_mut(connection_index);
                 connection.state = ConnectionState::EstablishedWithRemainingPackets(remaining_packets);
                 connection.transmission_count = 0;
                 let gap_ms = self.random_packet_gap_ms();
@@ -225,7 +225,7 @@ impl Simulation {
 
     /// Schedules another transmission of a lost packet, or gives up the connection after the last one.
     fn retry_or_give_up(&mut self, connection_index: u32) -> anyhow::Result<()> {
-        let connection = self.open_connection_mut(connection_index);
+        let connection = self.client_connection_mut(connection_index);
         connection.transmission_count += 1;
         if connection.transmission_count == MAX_TRANSMISSIONS {
             return self.give_up_connection(connection_index);
@@ -254,7 +254,7 @@ impl Simulation {
 
     fn build_frame(&mut self, connection_index: u32, destination_mac: MacAddress, flags: u8) -> Vec<u8> {
         let tsval = self.now_ms as u32;
-        let connection = self.open_connection(connection_index);
+        let connection = self.client_connection(connection_index);
         let tcp_options = match flags {
             _ if !connection.has_timestamps || flags == TCP_FLAG_RST => Vec::new(),
             TCP_FLAG_SYN => [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp_option(tsval, 0), &[1, 3, 3, 7]].concat(),
@@ -283,22 +283,21 @@ impl Simulation {
         packet
     }
 
-    /// Sends a packet of a connection through one of the load balancers. Returns whether a server accepted it.
+    /// Sends a packet of a connection through one of the load balancers, and returns the result of the delivery.
     fn send_packet(&mut self, connection_index: u32, flags: u8) -> anyhow::Result<DeliveryResult> {
         let running_load_balancers: Vec<usize> =
             (0..self.load_balancers.len()).filter(|index| self.load_balancers[*index].is_running).collect();
         let is_rerouted = self.rng.random_bool(1, PACKETS_PER_FAULT);
-        let rerouted_hash =
-            self.open_connection(connection_index).lb_selection_hash as usize + usize::from(is_rerouted);
-        let lb_index = running_load_balancers[rerouted_hash % running_load_balancers.len()];
+        let lb_hash = self.client_connection(connection_index).lb_selection_hash as usize + usize::from(is_rerouted);
+        let lb_index = running_load_balancers[lb_hash % running_load_balancers.len()];
         self.report.sent_packets += 1;
         let frame = self.build_frame(connection_index, load_balancer_mac(lb_index), flags);
-        let delivery = self.forward_to_server(connection_index, flags, lb_index, &frame)?;
-        if let DeliveryResult::AcceptedByServer(server_index) = delivery {
+        let delivery_result = self.forward_to_server(connection_index, flags, lb_index, &frame)?;
+        if let DeliveryResult::AcceptedByServer(server_index) = delivery_result {
             self.report.accepted_packets += 1;
             self.receive_answer(connection_index, server_index);
         }
-        Ok(delivery)
+        Ok(delivery_result)
     }
 
     fn forward_to_server(
@@ -333,13 +332,13 @@ impl Simulation {
 
     /// Delivers a broadcast packet to all servers. The connection's server accepts it, and the others ignore it.
     fn deliver_to_all_servers(&mut self, connection_index: u32) -> DeliveryResult {
-        let Some(server_index) = self.open_connection(connection_index).server_index else {
+        let Some(server_index) = self.client_connection(connection_index).server_index else {
             return DeliveryResult::Lost;
         };
         if self.servers[server_index].lifecycle == Lifecycle::Gone {
             return DeliveryResult::Lost;
         }
-        let connection = self.open_connection(connection_index);
+        let connection = self.client_connection(connection_index);
         let four_tuple = ipv6::four_tuple(connection.client_address, self.config.service_address());
         let returned_cookie =
             cookie::decode_cookie(&self.servers[server_index].cookie_keys, &four_tuple, connection.newest_server_tsval);
@@ -347,7 +346,7 @@ impl Simulation {
         // The load balancer has lost the connection's table entry, so the cookie holds the server's id from now on.
         if let Cookie::TableIndex(_) = returned_cookie
             && let Some(socket) = self
-                .open_connection_mut(connection_index)
+                .client_connection_mut(connection_index)
                 .server_sockets
                 .iter_mut()
                 .find(|socket| socket.server_index == server_index)
@@ -371,10 +370,10 @@ impl Simulation {
             let tsecr_offset = tcp_header_offset(frame) + SYN_TSECR_OFFSET;
             let tsecr_bytes = frame
                 .get(tsecr_offset..tsecr_offset + 4)
-                .filter(|_| self.open_connection(connection_index).has_timestamps);
+                .filter(|_| self.client_connection(connection_index).has_timestamps);
             let tsecr = tsecr_bytes.map_or(0, |bytes| u32::from_be_bytes(bytes.try_into().expect("four bytes")));
             let new_socket = self.servers[server_index].socket_for_syn(server_index, tsecr);
-            let sockets = &mut self.open_connection_mut(connection_index).server_sockets;
+            let sockets = &mut self.client_connection_mut(connection_index).server_sockets;
             match sockets.iter_mut().find(|socket| socket.server_index == server_index) {
                 Some(half_open_socket) => *half_open_socket = new_socket,
                 None => {
@@ -384,7 +383,7 @@ impl Simulation {
             }
             return DeliveryResult::AcceptedByServer(server_index);
         }
-        let connection = self.open_connection(connection_index);
+        let connection = self.client_connection(connection_index);
         if connection.server_index == Some(server_index) {
             return DeliveryResult::AcceptedByServer(server_index);
         }
@@ -413,7 +412,7 @@ impl Simulation {
         self.report.packets_chained_to_previous_server += 1;
         match self.servers[previous_server_index].lifecycle {
             Lifecycle::Gone => DeliveryResult::Lost,
-            _ if self.open_connection(connection_index).server_index == Some(previous_server_index) => {
+            _ if self.client_connection(connection_index).server_index == Some(previous_server_index) => {
                 DeliveryResult::AcceptedByServer(previous_server_index)
             }
             _ => DeliveryResult::Rejected,
@@ -424,7 +423,7 @@ impl Simulation {
     fn receive_answer(&mut self, connection_index: u32, server_index: usize) {
         let is_answer_lost = self.rng.random_bool(1, PACKETS_PER_FAULT);
         let now_ms = self.now_ms;
-        let connection = self.open_connection(connection_index);
+        let connection = self.client_connection(connection_index);
         // Another server may answer a retransmitted SYN, but the connection ignores that answer.
         let is_from_other_server = connection.server_index.is_some_and(|first_index| first_index != server_index);
         let Some(socket) = connection.server_sockets.iter().find(|socket| socket.server_index == server_index) else {
@@ -434,7 +433,7 @@ impl Simulation {
         let tsval = self.servers[server_index].stamped_tsval(&four_tuple, socket, now_ms);
         // The first answer always arrives, because it opens the connection.
         if !is_from_other_server && (!is_answer_lost || connection.newest_server_tsval == 0) {
-            self.open_connection_mut(connection_index).newest_server_tsval = tsval;
+            self.client_connection_mut(connection_index).newest_server_tsval = tsval;
         }
     }
 }

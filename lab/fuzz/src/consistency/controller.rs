@@ -33,7 +33,7 @@ const KEY_SWITCH_DELAY_MS: u64 = 2 * MAX_UPDATE_DELAY_MS as u64 + 500;
 const SWEEP_INTERVAL_MS: u64 = 10_000;
 const CORE_COUNT: u16 = 4;
 
-/// State that all load balancers and servers should have.
+/// State that the controller distributes to all load balancers and servers.
 pub(super) struct DesiredState {
     pub cookie_keys: FleetCookieKeys,
     pub placement_table: PlacementTable,
@@ -51,10 +51,10 @@ impl Simulation {
         let mut rng = FuzzRng::new(config.seed, 2);
         let cookie_keys = FleetCookieKeys {
             keys: [CookieKey::random(&mut rng.0), CookieKey::random(&mut rng.0)],
-            current: KeyIndex::First,
+            current_key_index: KeyIndex::First,
         };
         let mut placement_table = PlacementTable::empty(BucketCount::PAPER_VALUE);
-        placement_table.groups = vec![RssKey::random(&mut rng.0)];
+        placement_table.rss_key_by_group = vec![RssKey::random(&mut rng.0)];
         let mut simulation = Self {
             config,
             rng,
@@ -158,7 +158,7 @@ impl Simulation {
             // With this rule, load balancers place the same connection differently, which the test needs.
             rule: PlacementRule::LeastAssigned,
             bucket_count,
-            groups: previous_table.groups.clone(),
+            rss_key_by_group: previous_table.rss_key_by_group.clone(),
             candidates_per_bucket,
             candidates,
             assignment_cost: 1 << 14,
@@ -196,11 +196,11 @@ impl Simulation {
         let harness_setup = HarnessSetup::new(load_balancer_mac(lb_index), self.desired_state.cookie_keys);
         let mut harness = Harness::new(harness_setup, self.config.runs_bpf_program)?;
         let service_address = ServiceAddress {
-            vip_and_port: ipv6::service_socket(self.config.service_address()),
+            vip_and_port: ipv6::service_socket_address(self.config.service_address()),
             protocol: Protocol::Tcp,
         };
         let service_slot = harness
-            .apply_change(&StateChange::ReplaceServices(vec![(service_address, self.config.service_mode())]))?[0];
+            .apply_change(&StateChange::ReplaceServices(vec![(service_address, self.config.service_settings())]))?[0];
         for server in self.servers.iter().filter(|server| server.lifecycle != Lifecycle::Gone) {
             harness.apply_change(&StateChange::SetServer(service_slot, server.id, Some(model_server(server))))?;
         }
@@ -209,7 +209,7 @@ impl Simulation {
         Ok(SimulatedLoadBalancer { harness, service_slot, is_running: true })
     }
 
-    pub(super) fn restart_load_balancer_empty(&mut self, lb_index: usize) -> anyhow::Result<()> {
+    pub(super) fn restart_with_empty_tables(&mut self, lb_index: usize) -> anyhow::Result<()> {
         self.load_balancers[lb_index] = self.new_load_balancer(lb_index)?;
         self.schedule_owner_updates(lb_index, MAX_UPDATE_DELAY_MS);
         for owner_index in 0..self.load_balancers.len() {
@@ -280,7 +280,7 @@ impl Simulation {
     // ---- keys ----
 
     pub(super) fn distribute_new_key(&mut self) -> anyhow::Result<()> {
-        let idle_key_index = self.desired_state.cookie_keys.current.other().get();
+        let idle_key_index = self.desired_state.cookie_keys.current_key_index.other_index().get();
         self.desired_state.cookie_keys.keys[idle_key_index] = CookieKey::random(&mut self.rng.0);
         self.schedule_key_updates();
         self.schedule_event(KEY_SWITCH_DELAY_MS, SimulationEvent::SwitchKey);
@@ -289,7 +289,7 @@ impl Simulation {
 
     pub(super) fn switch_key(&mut self) -> anyhow::Result<()> {
         let cookie_keys = &mut self.desired_state.cookie_keys;
-        cookie_keys.current = cookie_keys.current.other();
+        cookie_keys.current_key_index = cookie_keys.current_key_index.other_index();
         self.schedule_key_updates();
         self.report.key_switches += 1;
         if self.now_ms < self.arrivals_end_ms() {
@@ -362,8 +362,8 @@ impl Simulation {
         true
     }
 
-    /// Removes a draining server once it has no connections. It then rejects new connections that an old table still
-    /// sends to it.
+    /// Removes a draining server once it has no connections. It then rejects new connections that load balancers with
+    /// an old table still send to it.
     pub(super) fn remove_if_drained(&mut self, server_index: usize) {
         if self.servers[server_index].lifecycle == Lifecycle::Draining
             && self.servers[server_index].connection_count == 0

@@ -44,7 +44,8 @@ pub struct Config {
     pub connection_count: u32,
     /// Virtual time during which connections are opened (minutes).
     pub minutes: u32,
-    /// Number of changes per minute. A server or load balancer joins or leaves, or health, addresses or tables change.
+    /// Number of changes per minute of virtual time. A server or load balancer joins or leaves, or health, addresses or
+    /// tables change.
     pub changes_per_minute: u32,
     /// Interval between new keys (ms). It must exceed a connection's longest idle time ([`MAX_IDLE_MS`]), because
     /// otherwise another key would decode the connection's cookie.
@@ -82,7 +83,7 @@ impl Config {
         (if self.has_ipv6_vip { ipv6::IPV6_PLACEHOLDERS[0] } else { Ipv4Addr::new(10, 200, 0, 1) }, 80)
     }
 
-    fn service_mode(&self) -> ServiceSettings {
+    fn service_settings(&self) -> ServiceSettings {
         ServiceSettings { consistency: self.consistency, forwarding: self.forwarding, ..ServiceSettings::default() }
     }
 }
@@ -102,7 +103,7 @@ enum SimulationEvent {
     /// The load balancer with this index receives the newest keys.
     LbReceivesKeys(usize),
     ServerReceivesKeys(usize),
-    /// A new key replaces the one that is not in use, and is distributed.
+    /// A new key replaces the unused key and is distributed.
     DistributeNewKey,
     /// The newest key, which all servers and load balancers have received, becomes the current one.
     SwitchKey,
@@ -166,7 +167,7 @@ impl Simulation {
     fn apply_event(&mut self, event: SimulationEvent) -> anyhow::Result<()> {
         match event {
             SimulationEvent::OpenConnection => self.start_next_connection(),
-            SimulationEvent::SendPacket(connection_index) => self.advance_connection(connection_index),
+            SimulationEvent::SendPacket(connection_index) => self.send_next_packet(connection_index),
             SimulationEvent::ChangeFleet => self.apply_random_change(),
             SimulationEvent::LbReceivesServerUpdate(lb_index, server_index) => {
                 self.receive_server_update(lb_index, server_index)
@@ -179,7 +180,7 @@ impl Simulation {
             }
             SimulationEvent::DistributeNewKey => self.distribute_new_key(),
             SimulationEvent::SwitchKey => self.switch_key(),
-            SimulationEvent::RestartLoadBalancer(lb_index) => self.restart_load_balancer_empty(lb_index),
+            SimulationEvent::RestartLoadBalancer(lb_index) => self.restart_with_empty_tables(lb_index),
             SimulationEvent::LbReceivesOwnerUpdate(lb_index, owner_index) => {
                 self.receive_owner_update(lb_index, owner_index)
             }

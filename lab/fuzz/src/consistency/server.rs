@@ -24,7 +24,7 @@ pub(super) struct SimulatedServer {
     pub connection_count: u32,
     /// Newest keys that this server has received.
     pub cookie_keys: FleetCookieKeys,
-    /// TSval of this server's clock from which on the server stamps with the current key.
+    /// TSval of the server's clock from which the server stamps packets with the current key.
     pub key_switch_tsval: u32,
     /// Value of this server's TSval clock at virtual time 0 (ms).
     pub initial_clock_ms: u32,
@@ -59,9 +59,9 @@ impl SimulatedServer {
         ServerSocket { server_index, cookie }
     }
 
-    /// Replaces the keys. As in an agent, a new current key is used for stamping one second later.
+    /// Replaces the keys. As in an agent, a new current key is first used for stamping one second later.
     pub fn set_keys(&mut self, keys: FleetCookieKeys, now_ms: u64) {
-        let switch_delay_ms = if keys.current == self.cookie_keys.current { 0 } else { 1_000 };
+        let switch_delay_ms = if keys.current_key_index == self.cookie_keys.current_key_index { 0 } else { 1_000 };
         self.key_switch_tsval = self.tsval_clock_ms(now_ms).wrapping_add(switch_delay_ms);
         self.cookie_keys = keys;
     }

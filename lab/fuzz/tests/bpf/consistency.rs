@@ -24,7 +24,7 @@ fn run_and_check_guarantees(config: Config) -> Report {
 }
 
 #[test]
-fn connections_of_the_model_stay_with_their_server_through_all_changes() {
+fn connections_keep_their_server_in_the_reference_model() {
     for (seed, consistency) in [(1, Consistency::Stateless), (2, Consistency::Stateful), (3, Consistency::Stateful)] {
         let shared_config =
             Config { connection_count: 60_000, minutes: 5, runs_bpf_program: false, ..Config::default() };
@@ -35,7 +35,7 @@ fn connections_of_the_model_stay_with_their_server_through_all_changes() {
 }
 
 #[test]
-fn connections_of_the_bpf_program_stay_with_their_server_through_all_changes() {
+fn connections_keep_their_server_in_the_bpf_program() {
     skip_if!(missing_bpf_rights());
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
         for (forwarding, is_ipv6) in

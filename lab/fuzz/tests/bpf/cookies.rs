@@ -3,19 +3,19 @@
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 use coreward_fuzz::cookies::{BitFlipCounts, CookieTester};
 
-/// Maximum distance from the expected result in standard deviations. One seed in a million exceeds it.
+/// Maximum distance from the expected result, in standard deviations. About one seed in a million exceeds it.
 const MAX_Z_SCORE: f64 = 5.0;
 
 fn check_flip_counts(flip_counts: &BitFlipCounts, server_count: f64) {
     // A flip in the low 16 bits gives a random value, so the packet rarely reaches the same server.
     assert!(flip_counts.same_server_counts[..16].iter().all(|count| *count <= 3), "{flip_counts:?}");
-    let expected_guesses = flip_counts.cookie_count as f64 * server_count / 32_768.0;
+    let expected_packet_count = flip_counts.cookie_count as f64 * server_count / 32_768.0;
     let is_near_expectation = |packet_count: &u64| {
-        (*packet_count as f64 - expected_guesses).abs() < MAX_Z_SCORE * expected_guesses.sqrt() + 1.0
+        (*packet_count as f64 - expected_packet_count).abs() < MAX_Z_SCORE * expected_packet_count.sqrt() + 1.0
     };
     assert!(
         flip_counts.other_server_counts[..16].iter().all(is_near_expectation),
-        "{expected_guesses} expected: {flip_counts:?}"
+        "{expected_packet_count} expected: {flip_counts:?}"
     );
     // The upper half is the time, so a flip in it does not change the server.
     assert!(
@@ -25,7 +25,7 @@ fn check_flip_counts(flip_counts: &BitFlipCounts, server_count: f64) {
 }
 
 #[test]
-fn random_tsecr_values_reach_all_known_servers_equally_often() {
+fn random_tsecrs_reach_all_known_servers_equally_often() {
     let all_ids_coverage = CookieTester::new(1, 16_384, false).unwrap().send_random_tsecrs(5_000_000).unwrap();
     assert!(all_ids_coverage.chi_square_z_score().abs() < MAX_Z_SCORE, "{}", all_ids_coverage.chi_square_z_score());
     let small_pool_coverage = CookieTester::new(2, 300, false).unwrap().send_random_tsecrs(5_000_000).unwrap();
@@ -37,14 +37,14 @@ fn random_tsecr_values_reach_all_known_servers_equally_often() {
 }
 
 #[test]
-fn cookies_of_other_connections_and_with_flipped_bits_reach_servers_only_by_chance() {
+fn replayed_and_altered_cookies_reach_servers_only_by_chance() {
     let replay_coverage = CookieTester::new(3, 300, false).unwrap().replay_on_other_connections(1_000_000).unwrap();
     assert!(replay_coverage.chi_square_z_score().abs() < MAX_Z_SCORE, "{}", replay_coverage.chi_square_z_score());
     check_flip_counts(&CookieTester::new(4, 300, false).unwrap().flip_cookie_bits(50_000).unwrap(), 300.0);
 }
 
 #[test]
-fn forged_cookies_reach_servers_of_the_bpf_program_only_by_chance() {
+fn forged_cookies_reach_bpf_servers_only_by_chance() {
     skip_if!(missing_bpf_rights());
     let mut cookie_tester = CookieTester::new(5, 4_000, true).unwrap();
     let random_coverage = cookie_tester.send_random_tsecrs(400_000).unwrap();

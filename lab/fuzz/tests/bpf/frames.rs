@@ -3,12 +3,12 @@
 use std::net::Ipv4Addr;
 
 use coreward_fuzz::frame::{
-    EthernetIpHeader, PROTOCOL_TCP, PROTOCOL_UDP, TcpHeader, append_udp, ones_complement_sum, timestamp_option,
-    transport_checksum_sum,
+    EthernetIpHeader, PROTOCOL_TCP, PROTOCOL_UDP, TcpHeader, append_udp, ones_complement_sum, sum_with_pseudo_header,
+    timestamp_option,
 };
 
 #[test]
-fn ip_tcp_and_udp_checksums_of_generated_frames_are_correct() {
+fn checksums_of_generated_frames_are_correct() {
     let ip_header = |protocol| EthernetIpHeader {
         destination_mac: [0; 6],
         source: Ipv4Addr::new(10, 1, 0, 7),
@@ -24,8 +24,8 @@ fn ip_tcp_and_udp_checksums_of_generated_frames_are_correct() {
     ip_header(PROTOCOL_TCP).append_frame(&mut frame, |frame| tcp_header.append_segment(frame, (1, 2), 7));
     assert_eq!(frame.len(), 14 + 28 + 32 + 7);
     assert_eq!(ones_complement_sum(&frame[14..42], 0), 0xffff);
-    assert_eq!(transport_checksum_sum(&frame[14..], PROTOCOL_TCP, &frame[42..]), 0xffff);
+    assert_eq!(sum_with_pseudo_header(&frame[14..], PROTOCOL_TCP, &frame[42..]), 0xffff);
     let mut frame = Vec::new();
     ip_header(PROTOCOL_UDP).append_frame(&mut frame, |frame| append_udp(frame, (40312, 53), 5));
-    assert_eq!(transport_checksum_sum(&frame[14..], PROTOCOL_UDP, &frame[42..]), 0xffff);
+    assert_eq!(sum_with_pseudo_header(&frame[14..], PROTOCOL_UDP, &frame[42..]), 0xffff);
 }

@@ -21,7 +21,7 @@ use coreward_model::{ServerId, ServiceAddress};
 const UNREACHED_COUNTERS: [intf::lb_counter; 1] = [intf::LB_COUNTER_DROP_INTERNAL];
 
 #[test]
-fn bpf_program_behaves_like_its_reference_model_on_generated_packets() {
+fn bpf_program_equals_reference_model_on_generated_packets() {
     skip_if!(missing_bpf_rights());
     let mut packets_by_outcome = vec![0; intf::LB_COUNTER_COUNT as usize];
     // Each seed leads to other services, servers and rules.
@@ -39,7 +39,7 @@ fn bpf_program_behaves_like_its_reference_model_on_generated_packets() {
 }
 
 #[test]
-fn fuzzer_finds_a_reference_model_with_other_keys() {
+fn fuzzer_detects_a_reference_model_with_different_keys() {
     skip_if!(missing_bpf_rights());
     // Returns the epoch of this seed if enough of its packets have cookies.
     let epoch_with_cookies = |seed| {
@@ -51,7 +51,7 @@ fn fuzzer_finds_a_reference_model_with_other_keys() {
     };
     let mut epoch = (0..).find_map(epoch_with_cookies).unwrap();
     let zero_key = CookieKey { k0: 0, k1: 0 };
-    epoch.harness.model.set_keys(FleetCookieKeys { keys: [zero_key; 2], current: KeyIndex::First });
+    epoch.harness.model.set_keys(FleetCookieKeys { keys: [zero_key; 2], current_key_index: KeyIndex::First });
     let mismatch = epoch.run_until_packet(4_000, |_| ()).unwrap().expect("cookies are read with other keys");
     assert!(mismatch.packet_count > 2_000 && mismatch.packet_count < 2_200, "{mismatch:?}");
 }
@@ -61,7 +61,7 @@ fn state_comparison_finds_differences_that_no_packet_shows() {
     skip_if!(missing_bpf_rights());
     let service_address = (Ipv4Addr::new(10, 200, 0, 1), 80);
     let server_id = ServerId::try_from(7).unwrap();
-    let keys = FleetCookieKeys { keys: [CookieKey { k0: 1, k1: 2 }; 2], current: KeyIndex::First };
+    let keys = FleetCookieKeys { keys: [CookieKey { k0: 1, k1: 2 }; 2], current_key_index: KeyIndex::First };
     let mut harness = Harness::new(HarnessSetup::new(OWN_MAC, keys), true).unwrap();
     let address = ServiceAddress { vip_and_port: service_address.into(), protocol: Protocol::Tcp };
     let service_slot =

@@ -51,10 +51,14 @@ pub trait Protocol {
     const ALLOWS_PIPELINING: bool;
 
     /// Appends a request to `output`, the buffer of bytes to send.
-    fn write(&self, parameters: &RequestParameters, id: u32, output: &mut Vec<u8>);
+    fn write_request(&self, parameters: &RequestParameters, id: u32, output: &mut Vec<u8>);
 
     /// Parses received bytes, and calls `on_reply` with every complete reply. Fails when the bytes are not a response.
-    fn read(reader: &mut Self::Reader, bytes: &[u8], on_reply: &mut dyn FnMut(Reply)) -> Result<(), MalformedResponse>;
+    fn read_replies(
+        reader: &mut Self::Reader,
+        bytes: &[u8],
+        on_reply: &mut dyn FnMut(Reply),
+    ) -> Result<(), MalformedResponse>;
 }
 
 #[derive(Debug)]
@@ -87,7 +91,7 @@ pub struct ConnectionPool<P: Protocol> {
     /// Connections by flow, with `None` between two attempts to open one.
     connections: Vec<Option<Connection<P::Reader>>>,
     /// Indices of open connections without a request. The list is unused if the protocol allows pipelining.
-    free_connections: Vec<usize>,
+    free_connection_indices: Vec<usize>,
     waiting_requests: VecDeque<WaitingRequest>,
     /// Connections to open again, as pairs of time (ns) and index, with the earliest first.
     scheduled_retries: VecDeque<(u64, usize)>,
@@ -106,7 +110,7 @@ impl<P: Protocol> ConnectionPool<P> {
             target_address: target,
             epoll: Epoll::new()?,
             connections: Vec::new(),
-            free_connections: Vec::new(),
+            free_connection_indices: Vec::new(),
             waiting_requests: VecDeque::new(),
             scheduled_retries: VecDeque::new(),
             rng: seeded_rng(seed, RNG_STREAM_FLOWS),
@@ -160,9 +164,9 @@ impl<P: Protocol> ConnectionPool<P> {
     }
 
     /// Closes a connection, if it exists, and starts to open it again.
-    fn reopen(&mut self, index: usize) {
+    fn reopen_connection(&mut self, index: usize) {
         self.connections[index] = None;
-        self.free_connections.retain(|free_index| *free_index != index);
+        self.free_connection_indices.retain(|free_index| *free_index != index);
         let start_connecting = || -> io::Result<Socket> {
             let socket = self.bind_flow_socket(index)?;
             socket.set_nonblocking(true)?;
@@ -190,7 +194,7 @@ impl<P: Protocol> ConnectionPool<P> {
                 return self.send_on_connection(index, &waiting_request.parameters, waiting_request.id);
             }
         }
-        self.free_connections.push(index);
+        self.free_connection_indices.push(index);
     }
 
     fn send_on_connection(&mut self, index: usize, parameters: &RequestParameters, id: u32) {
@@ -198,7 +202,7 @@ impl<P: Protocol> ConnectionPool<P> {
             self.errors.not_sent += 1;
             return;
         };
-        self.protocol.write(parameters, id, &mut connection.unsent_bytes);
+        self.protocol.write_request(parameters, id, &mut connection.unsent_bytes);
         connection.pending_ids.push_back(id);
         if connection.is_open && connection.flush().is_err() {
             self.count_and_retry_broken_connection(index);
@@ -210,7 +214,7 @@ impl<P: Protocol> ConnectionPool<P> {
         let Some(connection) = &self.connections[index] else { return };
         if connection.is_open {
             self.errors.broken_connections += 1;
-            self.reopen(index);
+            self.reopen_connection(index);
         } else {
             self.errors.refused += 1;
             self.connections[index] = None;
@@ -242,7 +246,7 @@ impl<P: Protocol> ConnectionPool<P> {
     fn replace_closed_connection(&mut self, index: usize) {
         let Some(connection) = &self.connections[index] else { return };
         if connection.pending_ids.is_empty() {
-            self.reopen(index);
+            self.reopen_connection(index);
         } else {
             self.count_and_retry_broken_connection(index);
         }
@@ -263,9 +267,15 @@ impl<P: Protocol> ConnectionPool<P> {
                 return self.replace_closed_connection(index);
             }
             let had_pending_requests = !connection.pending_ids.is_empty();
-            let failed_count = &mut self.errors.failed;
+            let failed_response_count = &mut self.errors.failed;
             if connection
-                .match_replies_with_requests(bytes, received_bytes.arrived_ns, failed_count, answers, P::read)
+                .match_replies_with_requests(
+                    bytes,
+                    received_bytes.arrived_ns,
+                    failed_response_count,
+                    answers,
+                    P::read_replies,
+                )
                 .is_err()
             {
                 self.errors.malformed += 1;
@@ -304,14 +314,14 @@ impl<R> Connection<R> {
         &mut self,
         bytes: &[u8],
         arrived_ns: u64,
-        failed_count: &mut u64,
+        failed_response_count: &mut u64,
         answers: &mut Vec<Answer>,
         parse_replies: ParseReplies<R>,
     ) -> Result<(), MalformedResponse> {
         let (pending_ids, is_closing, mut is_in_order) = (&mut self.pending_ids, &mut self.is_closing, true);
         parse_replies(&mut self.reply_reader, bytes, &mut |reply| match pending_ids.pop_front() {
             Some(id) if reply.id.is_none_or(|reply_id| reply_id == id) => {
-                *failed_count += u64::from(reply.is_failure);
+                *failed_response_count += u64::from(reply.is_failure);
                 *is_closing |= reply.closes_connection;
                 answers.push(Answer { id, part_index_and_count: (0, 1), arrived_ns, worker: reply.worker });
             }
@@ -324,14 +334,14 @@ impl<R> Connection<R> {
 impl<P: Protocol> Transport for ConnectionPool<P> {
     fn send(&mut self, parameters: &RequestParameters, id: u32, deadline_ns: u64) {
         if P::ALLOWS_PIPELINING {
-            let index = uniform_below(&mut self.rng, self.connections.len() as u32) as usize;
-            return self.send_on_connection(index, parameters, id);
+            let connection_index = uniform_below(&mut self.rng, self.connections.len() as u32) as usize;
+            return self.send_on_connection(connection_index, parameters, id);
         }
-        if self.free_connections.is_empty() {
+        if self.free_connection_indices.is_empty() {
             return self.waiting_requests.push_back(WaitingRequest { parameters: *parameters, id, deadline_ns });
         }
-        let free_index = uniform_below(&mut self.rng, self.free_connections.len() as u32) as usize;
-        let index = self.free_connections.swap_remove(free_index);
+        let free_index = uniform_below(&mut self.rng, self.free_connection_indices.len() as u32) as usize;
+        let index = self.free_connection_indices.swap_remove(free_index);
         self.send_on_connection(index, parameters, id);
     }
 
@@ -345,7 +355,7 @@ impl<P: Protocol> Transport for ConnectionPool<P> {
         self.event_buffer = ready_events;
         while let Some((_, index)) = self.scheduled_retries.front().copied().filter(|(at_ns, _)| *at_ns <= now_ns()) {
             self.scheduled_retries.pop_front();
-            self.reopen(index);
+            self.reopen_connection(index);
         }
         Ok(())
     }

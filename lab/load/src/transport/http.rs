@@ -24,11 +24,11 @@ impl Protocol for HttpGetClient {
     type Reader = HttpReplyReader;
     const ALLOWS_PIPELINING: bool = false;
 
-    fn write(&self, _parameters: &RequestParameters, _id: u32, output: &mut Vec<u8>) {
+    fn write_request(&self, _parameters: &RequestParameters, _id: u32, output: &mut Vec<u8>) {
         output.extend_from_slice(&self.request_bytes);
     }
 
-    fn read(
+    fn read_replies(
         reader: &mut HttpReplyReader,
         bytes: &[u8],
         on_reply: &mut dyn FnMut(Reply),
@@ -56,8 +56,9 @@ enum ExpectedPart {
 }
 
 impl ExpectedPart {
-    /// Parses this part, or as much of a body or chunk as `bytes` contains. Returns its length and the part that is
-    /// expected next, or `None` when the part is incomplete. A head replaces `reply`.
+    /// Parses the expected part of a response, or as much of a body or chunk as `bytes` contains. Returns the part's
+    /// length and the part that is expected next, or `None` when the part is incomplete. A parsed head replaces
+    /// `reply`.
     fn parse(self, bytes: &[u8], reply: &mut Reply) -> Result<Option<(usize, Self)>, MalformedResponse> {
         match self {
             Self::Head => {
@@ -168,12 +169,13 @@ fn parse_chunk_size(bytes: &[u8]) -> Result<Option<(usize, ExpectedPart)>, Malfo
 mod tests {
     use super::*;
 
-    /// Returns the replies that these bytes contain, and checks that they do not depend on how the bytes are segmented.
+    /// Returns the replies that these bytes contain, and checks that the result does not depend on how the bytes are
+    /// segmented.
     fn parse_in_all_segmentations(bytes: &[u8]) -> Result<Vec<Reply>, MalformedResponse> {
         let parse_in_pieces = |piece_bytes: usize| {
             let (mut reader, mut replies) = (HttpReplyReader::default(), Vec::new());
             for bytes in bytes.chunks(piece_bytes) {
-                HttpGetClient::read(&mut reader, bytes, &mut |reply| replies.push(reply))?;
+                HttpGetClient::read_replies(&mut reader, bytes, &mut |reply| replies.push(reply))?;
             }
             Ok(replies)
         };
@@ -187,7 +189,7 @@ mod tests {
     const SUCCESSFUL_REPLY: Reply = Reply { id: None, worker: None, is_failure: false, closes_connection: false };
 
     #[test]
-    fn http_responses_with_length_chunks_or_closing_are_parsed() {
+    fn http_responses_with_length_chunks_or_connection_close_are_parsed() {
         let responses_with_length =
             b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nHTTP/HTTP/1.1 404 Not Found\r\ncontent-length:0\r\n\r\n";
         assert_eq!(
@@ -202,9 +204,9 @@ mod tests {
             parse_in_all_segmentations(closing_response),
             Ok(vec![Reply { closes_connection: true, ..SUCCESSFUL_REPLY }])
         );
-        let http_1_0 = b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx";
+        let http_1_0_response = b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx";
         assert_eq!(
-            parse_in_all_segmentations(http_1_0),
+            parse_in_all_segmentations(http_1_0_response),
             Ok(vec![Reply { closes_connection: true, ..SUCCESSFUL_REPLY }])
         );
         assert_eq!(parse_in_all_segmentations(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nHTTP"), Ok(vec![]));

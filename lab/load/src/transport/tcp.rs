@@ -15,12 +15,12 @@ impl Protocol for PacedProtocol {
     type Reader = MessageBuffer;
     const ALLOWS_PIPELINING: bool = true;
 
-    fn write(&self, parameters: &RequestParameters, id: u32, output: &mut Vec<u8>) {
+    fn write_request(&self, parameters: &RequestParameters, id: u32, output: &mut Vec<u8>) {
         let request = PacedRequest { service_us: parameters.service_ns.div_ceil(1_000).into(), id: id.into() };
         output.extend_from_slice(request.as_bytes());
     }
 
-    fn read(
+    fn read_replies(
         reader: &mut MessageBuffer,
         bytes: &[u8],
         on_reply: &mut dyn FnMut(Reply),

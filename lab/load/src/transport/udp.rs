@@ -93,14 +93,14 @@ impl UdpTransport {
 
     fn write_request(&mut self, parameters: &RequestParameters, id: u32) {
         self.last_request_id = id;
-        let settings = match &self.protocol {
+        let key_value_settings = match &self.protocol {
             DatagramProtocol::KeyValue(key_settings) => *key_settings,
             DatagramProtocol::Dns(queries) => {
                 return queries[usize::from(parameters.class_index)].write_datagram(id as u16, &mut self.send_buffer);
             }
         };
         let key_text = match parameters.request_type.work_class() {
-            None => key_name(uniform_below(&mut self.key_rng, settings.key_count)),
+            None => key_name(uniform_below(&mut self.key_rng, key_value_settings.key_count)),
             Some(_) => String::new(),
         };
         let value: &[u8] = if parameters.request_type == RequestType::PUT { &self.put_value } else { &[] };

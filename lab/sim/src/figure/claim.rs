@@ -34,7 +34,7 @@ pub struct Ratio {
     pub to: Quantity,
     /// Second ratio, by which this one is divided before the check, for instance to show that a gap grows.
     pub than: Option<Box<Ratio>>,
-    /// How several quotients are reduced to one. All quotients are checked if absent.
+    /// Function that reduces several quotients to one. All quotients are checked if absent.
     pub take: Option<Reduction>,
 }
 
@@ -54,9 +54,10 @@ pub struct Quantity {
     pub from: Option<f64>,
     /// Largest x at which values are used.
     pub to: Option<f64>,
-    /// Height of a curve. If present, the quantity is the (interpolated) x at which the curve first reaches it.
+    /// Height (y) on a curve. If present, the quantity is the (interpolated) x at which the curve first reaches this
+    /// height.
     pub reaches: Option<f64>,
-    /// How several values are reduced to one. All values are used if absent.
+    /// Function that reduces several values to one. All values are used if absent.
     pub take: Option<Reduction>,
 }
 
@@ -101,7 +102,7 @@ pub struct Verdict {
     pub published: Option<f64>,
 }
 
-/// Number of a table cell that is checked, which is either the median over the seeds or the value of a single seed.
+/// Number in a table cell that a claim checks: the median over the seeds, or the value of a single seed.
 #[derive(Clone, Copy)]
 enum CellValueSelector {
     Median,
@@ -118,7 +119,7 @@ impl CellValueSelector {
 }
 
 impl Assertion {
-    pub fn judge(&self, table: &FigureTable) -> Verdict {
+    pub fn evaluate(&self, table: &FigureTable) -> Verdict {
         let median_values = self.checked_values(table, CellValueSelector::Median).filter(|values| !values.is_empty());
         let seed_values = (0..table.seeds as usize)
             .filter_map(|seed| self.checked_values(table, CellValueSelector::Seed(seed)))

@@ -67,19 +67,19 @@ pub fn run(args: FigureArgs, live_figures: &[LiveFigure]) -> anyhow::Result<()> 
     let session = Session::begin()?;
     let mut finished_figures: Vec<(FigureResult, Scenario)> = Vec::new();
     for figure in figures {
-        let result = session.run(&figure)?;
+        let result = session.run_figure(&figure)?;
         finished_figures.push((result, figure.scenario));
         let (result, scenario) = finished_figures.last().expect("just pushed");
         match &output_directory {
             Some(directory) => {
-                session.without_interruption(|| directory.write_figure(result, scenario, &finished_figures))?;
-                print(&format_claims(result, scenario))?;
+                session.run_uninterrupted(|| directory.write_figure(result, scenario, &finished_figures))?;
+                print_to_stdout(&format_claims(result, scenario))?;
             }
-            None => print(&render_result(result, scenario, args.format))?,
+            None => print_to_stdout(&render_result(result, scenario, args.format))?,
         }
     }
     if let Some(directory) = &output_directory {
-        print(&directory.format_summary(&finished_figures))?;
+        print_to_stdout(&directory.format_summary(&finished_figures))?;
     }
     Ok(())
 }
@@ -133,13 +133,13 @@ fn list_figures(format: Format, live_figures: &[LiveFigure]) -> anyhow::Result<(
         let origin = scenario.live.map_or_else(|| "simulated".to_owned(), |live| live.to_string());
         rows.push(vec![figure.name.to_owned(), scenario.paper, scenario.figure, scenario.title, origin]);
     }
-    let columns = ["name", "paper", "figure", "title", "made"];
+    let list_columns = ["name", "paper", "figure", "title", "made"];
     match format {
-        Format::Csv => print(&format_csv(&columns, &rows)),
+        Format::Csv => print_to_stdout(&format_csv(&list_columns, &rows)),
         Format::Json => {
-            let row_to_object = |row: &Vec<String>| columns.iter().copied().zip(row.clone()).collect();
+            let row_to_object = |row: &Vec<String>| list_columns.iter().copied().zip(row.clone()).collect();
             let row_objects: Vec<std::collections::BTreeMap<&str, String>> = rows.iter().map(row_to_object).collect();
-            print(&(serde_json::to_string_pretty(&row_objects)? + "\n"))
+            print_to_stdout(&(serde_json::to_string_pretty(&row_objects)? + "\n"))
         }
         Format::Text => {
             let name_width = rows.iter().map(|row| row[0].len()).max().unwrap_or(0);
@@ -147,7 +147,7 @@ fn list_figures(format: Format, live_figures: &[LiveFigure]) -> anyhow::Result<(
                 let origin_suffix = if row[4] == "simulated" { String::new() } else { format!(" [{}]", row[4]) };
                 format!("{:name_width$}  {}{origin_suffix}\n", row[0], row[3])
             };
-            print(&rows.iter().map(format_row).collect::<String>())
+            print_to_stdout(&rows.iter().map(format_row).collect::<String>())
         }
     }
 }
@@ -173,7 +173,7 @@ fn render_result(result: &FigureResult, scenario: &Scenario, format: Format) -> 
 }
 
 /// Prints `text` on standard output. If the reader has closed the pipe (like `head`), the process ends without error.
-fn print(text: &str) -> anyhow::Result<()> {
+fn print_to_stdout(text: &str) -> anyhow::Result<()> {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),

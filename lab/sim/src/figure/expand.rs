@@ -21,9 +21,9 @@ pub struct RunPlan {
 pub struct PlotPoint {
     pub panel_index: usize,
     pub series_index: usize,
-    /// x as shown on the horizontal axis, or 0 if the panel has no such axis.
+    /// Value of x as shown on the horizontal axis, or 0 if the panel has no such axis.
     pub x: f64,
-    /// Number of the seed, counted from 1.
+    /// Seed from which the value is computed, counted from 1.
     pub seed: u64,
     /// Index of the run in [`RunPlan::jobs`].
     pub job_index: usize,
@@ -45,7 +45,7 @@ impl Scenario {
     pub fn plan_runs(&self) -> Result<RunPlan, RunPlanError> {
         let mut plan = RunPlan { jobs: Vec::new(), plot_points: Vec::new() };
         // Configurations contain floating-point numbers, which cannot be hashed. Their text is therefore the key.
-        let mut job_indices: HashMap<String, usize> = HashMap::new();
+        let mut job_index_by_text: HashMap<String, usize> = HashMap::new();
         for (panel_index, panel) in self.panel.iter().enumerate() {
             for series in self.panel_series(panel) {
                 let series_index = self.series.iter().position(|other| std::ptr::eq(other, series)).unwrap_or(0);
@@ -57,7 +57,7 @@ impl Scenario {
                         else {
                             continue;
                         };
-                        let job_index = *job_indices.entry(format!("{job:?}")).or_insert_with(|| {
+                        let job_index = *job_index_by_text.entry(format!("{job:?}")).or_insert_with(|| {
                             plan.jobs.push(job);
                             plan.jobs.len() - 1
                         });
@@ -80,8 +80,8 @@ impl Scenario {
         seed: u64,
     ) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
         let metric = *panel.measure.get_ref();
-        /// Combines the common, the panel's, the series' and the swept parameters, of which later ones override
-        /// earlier.
+        /// Combines four sets of parameters: the common ones, the panel's, the series' and the swept ones. Later ones
+        /// override earlier ones.
         macro_rules! parameters {
             ($kind:ident) => {
                 self.$kind.as_ref().map(|common| {
@@ -106,7 +106,7 @@ impl Scenario {
         Ok(None)
     }
 
-    /// Returns the policies of all series. A single run replays the traffic for all of them.
+    /// Returns the distinct load balancing policies of all series. A single run replays the traffic for all of them.
     fn lb_policies(&self) -> Vec<String> {
         let mut policies: Vec<String> = Vec::new();
         for policy in self.series.iter().filter_map(|series| series.lb.as_ref()?.policy.clone()) {
@@ -118,7 +118,7 @@ impl Scenario {
     }
 }
 
-/// Returns the points of the horizontal axis, each as x and as the swept parameter with its value.
+/// Returns the points of the panel's horizontal axis, each as the displayed x and the swept parameter with its value.
 fn sweep_points(panel: &Panel) -> Vec<(f64, Option<(SweepAxis, f64)>)> {
     match &panel.x {
         None => vec![(0.0, None)],

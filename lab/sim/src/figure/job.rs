@@ -26,9 +26,9 @@ pub struct ValueQuery {
     /// Maximum throughput of a dispatcher in front of the cores (requests per short service time), or `None` if
     /// unlimited.
     pub throughput_limit: Option<f64>,
-    /// Policy whose value is selected, if the run simulates several.
+    /// Policy whose value is selected from a run that simulates several policies.
     pub policy: Option<String>,
-    /// Seed whose value is selected, if the run simulates several.
+    /// Seed whose value is selected from a run that simulates several seeds.
     pub seed: u64,
 }
 
@@ -68,18 +68,18 @@ impl Outcome {
     /// Returns the queried value, or `None` if the run did not yield it, for instance if a class has no requests.
     pub fn value(&self, query: &ValueQuery) -> Option<f64> {
         match self {
-            Self::Rpc(outcome) => request_metric(outcome, query.metric),
+            Self::Rpc(outcome) => select_rpc_value(outcome, query.metric),
             Self::PeakWithFullLoadThroughput(peak, full_load_throughput) => {
                 let max_throughput = query.throughput_limit.unwrap_or(f64::INFINITY);
                 let throughput = (peak.peak_load * full_load_throughput).min(max_throughput);
                 Some(if query.metric == Metric::PeakLoad { throughput / full_load_throughput } else { throughput })
             }
-            Self::LbWithSeeds(outcome, seeds) => lb_metric(outcome, seeds, query),
+            Self::LbWithSeeds(outcome, seeds) => select_lb_value(outcome, seeds, query),
             Self::Pcc(outcome) => {
-                let seed_outcome = find_seed_run(outcome, query.seed)?;
+                let seed_result = find_seed_result(outcome, query.seed)?;
                 match query.metric {
-                    Metric::BrokenPct => Some(seed_outcome.broken_pct()),
-                    Metric::ImbalancePct => Some((seed_outcome.imbalance - 1.0) * 100.0),
+                    Metric::BrokenPct => Some(seed_result.broken_pct()),
+                    Metric::ImbalancePct => Some((seed_result.imbalance - 1.0) * 100.0),
                     _ => None,
                 }
             }
@@ -104,17 +104,17 @@ impl Outcome {
                 Some(outcome.windows.iter().map(|window| (window.from, window.quantiles.p99)).collect())
             }
             Self::Pcc(outcome) => {
-                let metric_from_counts: fn(&pcc::PerSecondCounts) -> f64 = match query.metric {
+                let value_from_counts: fn(&pcc::PerSecondCounts) -> f64 = match query.metric {
                     Metric::BrokenPct => pcc::PerSecondCounts::broken_pct,
                     Metric::PoolServers => |second| second.pool_servers as f64,
                     Metric::CompletedPerSecond => |second| second.completed_connections as f64,
                     _ => return None,
                 };
                 // The value for a second is drawn at the end of that second.
-                let second_end_times = (1..).map(f64::from);
+                let second_end_times_s = (1..).map(f64::from);
                 Some(
-                    second_end_times
-                        .zip(find_seed_run(outcome, query.seed)?.per_second_counts.iter().map(metric_from_counts))
+                    second_end_times_s
+                        .zip(find_seed_result(outcome, query.seed)?.per_second_counts.iter().map(value_from_counts))
                         .collect(),
                 )
             }
@@ -123,25 +123,25 @@ impl Outcome {
     }
 }
 
-/// Returns the outcome for `seed`, counted from 1, of a run that simulated a single method.
-fn find_seed_run(outcome: &pcc::Outcome, seed: u64) -> Option<&pcc::SeedResult> {
+/// Returns the result for `seed`, counted from 1, of a run that simulated a single method.
+fn find_seed_result(outcome: &pcc::Outcome, seed: u64) -> Option<&pcc::SeedResult> {
     outcome.methods.first()?.runs.get(seed as usize - 1)
 }
 
-/// Returns the queried value of a run whose seeds are `seeds`.
-fn lb_metric(outcome: &lb::Outcome, seeds: &[u64], query: &ValueQuery) -> Option<f64> {
+/// Returns the value that `query` selects from the outcome of a run with these `seeds`.
+fn select_lb_value(outcome: &lb::Outcome, seeds: &[u64], query: &ValueQuery) -> Option<f64> {
     let policy_outcome = outcome.policies.iter().find(|policy| Some(&policy.policy) == query.policy.as_ref())?;
-    let seed_outcome = policy_outcome.seeds.get(seeds.iter().position(|seed| *seed == query.seed)?)?;
+    let seed_result = policy_outcome.seeds.get(seeds.iter().position(|seed| *seed == query.seed)?)?;
     match query.metric {
-        Metric::ServerVariancePct => Some(seed_outcome.server_variance_pct),
-        Metric::CoreVariancePct => Some(seed_outcome.core_variance_pct),
-        Metric::ServedPct => Some(100.0 - seed_outcome.dropped_pct),
+        Metric::ServerVariancePct => Some(seed_result.server_variance_pct),
+        Metric::CoreVariancePct => Some(seed_result.core_variance_pct),
+        Metric::ServedPct => Some(100.0 - seed_result.dropped_pct),
         _ => None,
     }
 }
 
-fn request_metric(outcome: &rpc::Outcome, measure: Metric) -> Option<f64> {
-    match measure {
+fn select_rpc_value(outcome: &rpc::Outcome, metric: Metric) -> Option<f64> {
+    match metric {
         Metric::P99 => Some(outcome.all.p99),
         Metric::Mean => Some(outcome.all.mean),
         Metric::ShortP99 => Some(outcome.classes.first()?.quantiles.p99),

@@ -6,12 +6,12 @@ use crate::names::UnknownName;
 
 include!(concat!(env!("OUT_DIR"), "/scenarios.rs"));
 
-/// Returns all embedded scenarios of simulated figures, by paper and in the order of the papers' figures.
+/// Returns the embedded scenarios of all simulated figures, ordered by paper and then by figure number.
 pub fn simulated_figures() -> Vec<EmbeddedScenario> {
     simulated_and_live_figures(&[])
 }
 
-/// Returns all embedded scenarios and those of the given live figures, in the order of the papers' figures.
+/// Returns the embedded scenarios of all simulated figures and of the given live figures, ordered by paper and figure.
 pub fn simulated_and_live_figures(live_figures: &[LiveFigure]) -> Vec<EmbeddedScenario> {
     let simulated_scenarios = SCENARIOS.iter().map(|&(name, toml_text)| EmbeddedScenario { name, toml_text });
     let mut scenarios: Vec<EmbeddedScenario> =
@@ -42,7 +42,7 @@ fn figure_sort_key(name: &str) -> (usize, String, u64, String) {
 mod tests {
     use super::*;
 
-    /// All figures that `coreward-lab figure --all` produces.
+    /// Names of all figures that `coreward-lab figure --all` produces.
     const SIMULATED_FIGURE_NAMES: [&str; 32] = [
         "crossrss-2a",
         "crossrss-2b",

@@ -7,8 +7,8 @@
 //!    the like. Its `seeds` is the number of runs, and `modelled` states what is measured and how. A new measure is a
 //!    new variant of [`Metric`](super::axes::Metric). If `[rpc]` or `[path]` is present next to `[live]`, series may be
 //!    `simulated = true`. The simulator then produces these series from the same parameters, and pictures show both.
-//! 2. Write a function `fn(&Scenario, Progress) -> anyhow::Result<Vec<Sample>>` in the crate that measures. If rights
-//!    are missing, its error names them in one sentence.
+//! 2. Write a function `fn(&Scenario, ProgressCallback) -> anyhow::Result<Vec<Sample>>` in the crate that measures. If
+//!    rights are missing, its error names them in one sentence.
 //! 3. Add an entry to `lab/coreward-lab/src/live.rs`, with the scenario by `include_str!`.
 //!
 //! A live figure is only produced when it is requested by name. `--all` leaves it out, because it needs root and its
@@ -23,7 +23,7 @@ use super::run::{self, SeedValue, build_value_table};
 use super::scenario::{Panel, Scenario};
 use super::table::FigureTable;
 
-/// Callback for the progress of a measurement. Its arguments are the numbers of finished steps and of all steps.
+/// Callback that receives the progress of a measurement: the number of finished steps and the number of all steps.
 pub type ProgressCallback<'a> = &'a (dyn Fn(usize, usize) + Sync);
 
 #[derive(Debug, Clone, Copy)]
@@ -67,15 +67,19 @@ impl LiveFigure {
             [] => Vec::new(),
             _ => (self.measure)(&measured_scenario, report_progress).with_context(|| self.embedded_scenario.name)?,
         };
-        let mut values: HashMap<(usize, usize), Vec<SeedValue>> = HashMap::new();
+        let mut values_by_curve: HashMap<(usize, usize), Vec<SeedValue>> = HashMap::new();
         for sample in &samples {
             let curve_indices = find_curve_indices(scenario, sample).with_context(|| {
                 format!("{}: the scenario has no place for {sample:?}", self.embedded_scenario.name)
             })?;
             let x = sample.x * x_scale(&scenario.panel[curve_indices.0]);
-            values.entry(curve_indices).or_default().push(SeedValue { x, seed: sample.run_number, y: sample.y });
+            values_by_curve.entry(curve_indices).or_default().push(SeedValue {
+                x,
+                seed: sample.run_number,
+                y: sample.y,
+            });
         }
-        let mut table = build_value_table(scenario, values);
+        let mut table = build_value_table(scenario, values_by_curve);
         let simulated_scenario = scenario.filter_simulated(true);
         if !simulated_scenario.series.is_empty() {
             insert_simulated_curves(&mut table, run::run(&simulated_scenario, &|_, _| {})?);

@@ -6,7 +6,7 @@ use super::claim::Verdict;
 use super::scenario::Scenario;
 use super::table::{FigureTable, format_number};
 
-/// Figure that has been simulated or measured.
+/// Result of a simulated or measured figure: its values, the verdicts on the paper's claims, and their provenance.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FigureResult {
     /// Name of the figure, as in `coreward-lab figure --list`.
@@ -24,7 +24,7 @@ pub struct Provenance {
     pub command: String,
     /// Version of coreward that produced the figure.
     pub version: String,
-    /// FNV-1a hash (64 bits) of the scenario's text, which detects a changed scenario.
+    /// Hash of the scenario's text (64-bit FNV-1a), which detects a changed scenario.
     pub scenario: String,
     /// Machine on which the figure was measured, or `None` for a simulation, which is identical on every machine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -42,22 +42,22 @@ impl Provenance {
         Self { measured_on: Some(machine), ..self }
     }
 
-    /// Returns whether both figures have the same inputs, on any machine, so that the figure need not be produced
-    /// again.
+    /// Returns whether both provenances have the same inputs, on whatever machine. If so, the figure need not be
+    /// produced again.
     pub fn has_same_inputs(&self, other: &Self) -> bool {
         (&self.command, &self.version, &self.scenario) == (&other.command, &other.version, &other.scenario)
     }
 }
 
-/// Returns the 64-bit FNV-1a hash of Fowler, Noll and Vo (draft-eastlake-fnv).
+/// Returns the 64-bit FNV-1a hash of `bytes`, by Fowler, Noll and Vo (draft-eastlake-fnv).
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 impl FigureResult {
-    /// Returns the figure with `table` as its numbers, and judges the claims of `scenario` on them.
+    /// Returns the result of a figure whose values are `table`, and judges the claims of `scenario` on them.
     pub fn new(name: &str, provenance: Provenance, scenario: &Scenario, table: FigureTable) -> Self {
-        let claims = scenario.claim.iter().map(|claim| claim.judge(&table)).collect();
+        let claims = scenario.claim.iter().map(|claim| claim.evaluate(&table)).collect();
         Self { name: name.to_owned(), provenance, table, claims }
     }
 

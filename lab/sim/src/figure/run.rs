@@ -16,7 +16,7 @@ use crate::seed_summary::SeedSummary;
 ///
 /// The table does not depend on the number of threads, because runs are independent and ordered.
 pub fn run(scenario: &Scenario, report_progress: &(impl Fn(usize, usize) + Sync)) -> anyhow::Result<FigureTable> {
-    let plan = scenario.plan_runs().map_err(|expand_error| anyhow::anyhow!("{}", expand_error.cause))?;
+    let plan = scenario.plan_runs().map_err(|run_plan_error| anyhow::anyhow!("{}", run_plan_error.cause))?;
     let job_count = plan.jobs.len();
     let finished_count = std::sync::atomic::AtomicUsize::new(0);
     report_progress(0, job_count);
@@ -35,19 +35,19 @@ pub fn run(scenario: &Scenario, report_progress: &(impl Fn(usize, usize) + Sync)
 }
 
 fn build_table(scenario: &Scenario, plan: &RunPlan, outcomes: &[Outcome]) -> FigureTable {
-    let mut curve_values: HashMap<(usize, usize), Vec<SeedValue>> = HashMap::new();
+    let mut values_by_curve: HashMap<(usize, usize), Vec<SeedValue>> = HashMap::new();
     for plot_point in &plan.plot_points {
         let x_scale = scenario.panel[plot_point.panel_index].x.as_ref().map_or(1.0, |sweep| sweep.scale);
-        let values_of_curve = curve_values.entry((plot_point.panel_index, plot_point.series_index)).or_default();
+        let values_of_curve = values_by_curve.entry((plot_point.panel_index, plot_point.series_index)).or_default();
         values_of_curve.extend(plot_point_values(plot_point, x_scale, &outcomes[plot_point.job_index]));
     }
-    build_value_table(scenario, curve_values)
+    build_value_table(scenario, values_by_curve)
 }
 
 /// Value that one seed or run yields at one x of a curve.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SeedValue {
-    /// x as shown on the horizontal axis.
+    /// Value of x as shown on the horizontal axis.
     pub x: f64,
     /// Number of the seed or run, counted from 1.
     pub seed: u64,
@@ -55,20 +55,23 @@ pub struct SeedValue {
     pub y: f64,
 }
 
-/// Builds the figure's table from `values`, whose keys are the indices of panel and series.
-pub fn build_value_table(scenario: &Scenario, mut values: HashMap<(usize, usize), Vec<SeedValue>>) -> FigureTable {
-    let seeds = *scenario.seeds.get_ref();
+/// Builds the figure's table from `values_by_curve`, whose keys are the indices of panel and series.
+pub fn build_value_table(
+    scenario: &Scenario,
+    mut values_by_curve: HashMap<(usize, usize), Vec<SeedValue>>,
+) -> FigureTable {
+    let seed_count = *scenario.seeds.get_ref();
     let panels = scenario.panel.iter().enumerate().map(|(panel_index, panel)| {
         let curves = scenario.panel_series(panel).map(|series| {
             let series_index = scenario.series.iter().position(|other| std::ptr::eq(other, series)).unwrap_or(0);
             let label = series.label.get_ref().clone();
             let published = scenario.published_points(panel.title.get_ref(), &label);
-            let values = values.remove(&(panel_index, series_index)).unwrap_or_default();
-            Curve { cells: build_cells(values, seeds, panel.y.scale), label, published }
+            let curve_values = values_by_curve.remove(&(panel_index, series_index)).unwrap_or_default();
+            Curve { cells: build_cells(curve_values, seed_count, panel.y.scale), label, published }
         });
         PanelTable { title: panel.title.get_ref().clone(), curves: curves.collect() }
     });
-    FigureTable { seeds, panels: panels.collect() }
+    FigureTable { seeds: seed_count, panels: panels.collect() }
 }
 
 fn plot_point_values(plot_point: &PlotPoint, x_scale: f64, outcome: &Outcome) -> Vec<SeedValue> {
@@ -81,9 +84,9 @@ fn plot_point_values(plot_point: &PlotPoint, x_scale: f64, outcome: &Outcome) ->
 }
 
 /// Groups values into one cell per x. Omits an x that lacks the value of a seed, because its median would be biased.
-fn build_cells(mut values: Vec<SeedValue>, seeds: u64, y_scale: f64) -> Vec<Cell> {
+fn build_cells(mut values: Vec<SeedValue>, seed_count: u64, y_scale: f64) -> Vec<Cell> {
     values.sort_by(|a, b| a.x.total_cmp(&b.x).then(a.seed.cmp(&b.seed)));
-    let complete_groups = values.chunk_by(|a, b| a.x == b.x).filter(|group| group.len() as u64 == seeds);
+    let complete_groups = values.chunk_by(|a, b| a.x == b.x).filter(|group| group.len() as u64 == seed_count);
     let build_cell = |group: &[SeedValue]| {
         let seeds: Vec<f64> = group.iter().map(|value| value.y * y_scale).collect();
         Some(Cell { x: group[0].x, spread: SeedSummary::from_values(&seeds)?, seeds })

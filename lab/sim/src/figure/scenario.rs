@@ -16,7 +16,8 @@ use super::claim::Assertion;
 use super::parameters::{LbParameters, PathParameters, PccParameters, RpcParameters};
 use super::table::PublishedCell;
 
-/// Experiment of a paper, with its simulation and drawing, and with the paper's published values and claims.
+/// Scenario of one figure: an experiment of a paper, its simulation and drawing, and the paper's published values and
+/// claims.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Scenario {
@@ -220,7 +221,8 @@ impl Scenario {
             .filter(move |series| shown_labels.is_empty() || shown_labels.contains(&series.label.get_ref().as_str()))
     }
 
-    /// Returns only the simulated or only the measured part of a live figure, without published values and claims.
+    /// Returns the scenario with only its simulated series or only its measured series, and without published values
+    /// and claims.
     #[must_use]
     pub fn filter_simulated(&self, is_simulated: bool) -> Self {
         let series = self.series.iter().filter(|series| series.simulated == is_simulated);
@@ -237,8 +239,9 @@ impl Scenario {
     /// open markers. A simulated series uses the colour and shape of the measured series before it.
     pub fn series_style(&self, index: usize) -> (usize, bool) {
         let is_open = self.series[index].simulated;
-        let measured_series = self.series[..=index].iter().rposition(|series| !series.simulated).filter(|_| is_open);
-        (measured_series.unwrap_or(index), is_open)
+        let measured_series_index =
+            self.series[..=index].iter().rposition(|series| !series.simulated).filter(|_| is_open);
+        (measured_series_index.unwrap_or(index), is_open)
     }
 
     /// Returns the published points of a series in a panel, by ascending x.

@@ -9,7 +9,7 @@ use crate::seed_summary::SeedSummary;
 /// All values of one figure, in the displayed units.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FigureTable {
-    /// Number of seeds (or runs, in a live figure) behind each point.
+    /// Number of seeds (or of runs, in a live figure) from which each point is computed.
     pub seeds: u64,
     /// Tables of the panels, in the scenario's order.
     pub panels: Vec<PanelTable>,
@@ -35,7 +35,7 @@ pub struct Curve {
 /// Point of a curve, with the value for each seed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Cell {
-    /// x as shown on the horizontal axis, or 0 if the panel has no such axis.
+    /// Value of x as shown on the horizontal axis, or 0 if the panel has no such axis.
     pub x: f64,
     pub seeds: Vec<f64>,
     pub spread: SeedSummary,
@@ -43,7 +43,7 @@ pub struct Cell {
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PublishedCell {
-    /// x as shown on the horizontal axis.
+    /// Value of x as shown on the horizontal axis.
     pub x: f64,
     pub y: f64,
     pub spread: Option<(f64, f64)>,
@@ -59,7 +59,8 @@ impl Curve {
 pub const CSV_COLUMNS: [&str; 7] = ["panel", "series", "x", "median", "low", "high", "published"];
 
 impl FigureTable {
-    /// Returns one row per point with [`CSV_COLUMNS`]. Published points that are not simulated have no median.
+    /// Returns the rows of the table, one per point, with the columns [`CSV_COLUMNS`]. Published points that are not
+    /// simulated have no median.
     pub fn rows(&self) -> Vec<Vec<String>> {
         let curves = self.panels.iter().flat_map(|panel| panel.curves.iter().map(move |curve| (panel, curve)));
         curves.flat_map(|(panel, curve)| curve_rows(panel, curve)).collect()

@@ -23,13 +23,13 @@ pub struct LbArgs {
     #[arg(long, default_value_t = 4)]
     cores: u16,
     /// Number of buckets of the placement table, and of entries of the servers' indirection tables
-    #[arg(long, default_value = "128", value_parser = parse_buckets)]
+    #[arg(long, default_value = "128", value_parser = parse_bucket_count)]
     buckets: BucketCount,
     /// Interval between two reports (ms)
     #[arg(long, default_value_t = 100)]
     report_ms: u32,
     /// Weight of the newest report in a smoothed load
-    #[arg(long, default_value = "0.5", value_parser = parse_alpha)]
+    #[arg(long, default_value = "0.5", value_parser = parse_smoothing_weight)]
     alpha: SmoothingWeight,
     /// Policies, separated by commas; `oracle` knows the true rates of all flows
     #[arg(long, value_delimiter = ',', default_value = "hash,rr,pow2,crossrss,crossrss-plus")]
@@ -77,12 +77,12 @@ enum IndirectionTables {
     Independent,
 }
 
-pub(crate) fn parse_buckets(text: &str) -> Result<BucketCount, String> {
+pub(crate) fn parse_bucket_count(text: &str) -> Result<BucketCount, String> {
     let count = text.parse().map_err(|_| format!("{text:?} is no number of buckets: expected a power of two"))?;
     BucketCount::new(count).map_err(|error: BucketCountError| error.to_string())
 }
 
-pub(crate) fn parse_alpha(text: &str) -> Result<SmoothingWeight, String> {
+pub(crate) fn parse_smoothing_weight(text: &str) -> Result<SmoothingWeight, String> {
     let value = text.parse().map_err(|_| format!("{text:?} is no number: expected one above 0, at most 1"))?;
     SmoothingWeight::new(value).map_err(|error: SmoothingWeightOutOfRange| error.to_string())
 }
@@ -114,14 +114,14 @@ impl LbArgs {
         let config = Config {
             trace: self.trace,
             servers: self.servers,
-            cores: self.cores,
-            buckets: self.buckets,
+            cores_per_server: self.cores,
+            bucket_count: self.buckets,
             report_interval_ms: self.report_ms,
-            alpha: self.alpha,
+            smoothing_weight: self.alpha,
             policies: self.policy,
             seeds: self.seeds.0,
             read_options: ReadOptions { idle_timeout_ns: self.idle_timeout * 1_000_000_000 },
-            trace_copies: self.overlay,
+            trace_copy_count: self.overlay,
             core_capacity_pps: self.core_capacity,
             indirection_table_draw: match self.indirection_tables {
                 IndirectionTables::Balanced => IndirectionTableDraw::Balanced,
@@ -129,7 +129,7 @@ impl LbArgs {
             },
             window_ms: self.window_ms,
             replay_speed: self.replay_speed,
-            racks: self.racks,
+            rack_controller_count: self.racks,
             rack_candidates: self.rack_candidates,
             table_delay_ms: self.table_delay_ms,
         };

@@ -22,15 +22,15 @@ pub enum CoreCapacity {
     },
 }
 
-/// All cores, with packet counters since the start of the simulation.
+/// Cores of all servers, with their packet counters since the start of the simulation.
 #[derive(Debug, Clone)]
 pub struct Cores {
     packet_cost_ns: f64,
-    is_limited: bool,
-    /// Longest time that a packet may have to wait in order to be accepted (ns).
+    has_limited_capacity: bool,
+    /// Longest waiting time at which an arriving packet is still accepted (ns).
     max_wait_ns: f64,
-    arrived_packets: Vec<u64>,
-    dropped_packets: Vec<u64>,
+    arrived_packet_counts: Vec<u64>,
+    dropped_packet_counts: Vec<u64>,
     /// Time at which each core will have served all packets that it has accepted so far (ns).
     idle_from_ns: Vec<f64>,
     /// Number of bytes in all packets that the cores have accepted.
@@ -39,7 +39,7 @@ pub struct Cores {
 
 impl Cores {
     pub fn new(cores: usize, capacity: CoreCapacity) -> Self {
-        let (packet_cost_ns, is_limited, queue_limit) = match capacity {
+        let (packet_cost_ns, has_limited_capacity, queue_limit) = match capacity {
             CoreCapacity::Unlimited { packet_cost_ns: cost_ns } => (cost_ns, false, None),
             CoreCapacity::Limited { packet_cost_ns: cost_ns, queue_limit } => (cost_ns, true, queue_limit),
         };
@@ -47,10 +47,10 @@ impl Cores {
             .map_or(f64::INFINITY, |queue_limit| (f64::from(queue_limit) + ROUNDING_TOLERANCE) * packet_cost_ns);
         Self {
             packet_cost_ns,
-            is_limited,
+            has_limited_capacity,
             max_wait_ns,
-            arrived_packets: vec![0; cores],
-            dropped_packets: vec![0; cores],
+            arrived_packet_counts: vec![0; cores],
+            dropped_packet_counts: vec![0; cores],
             idle_from_ns: vec![0.0; cores],
             accepted_bytes: 0,
         }
@@ -59,8 +59,8 @@ impl Cores {
     /// Processes the arrival of a packet at a core. The arrival times of successive calls must not decrease.
     #[inline]
     pub fn process_arrival(&mut self, core: usize, time_ns: u64, bytes: u16) {
-        self.arrived_packets[core] += 1;
-        if self.is_limited && !self.try_enqueue(core, time_ns) {
+        self.arrived_packet_counts[core] += 1;
+        if self.has_limited_capacity && !self.try_enqueue(core, time_ns) {
             return;
         }
         self.accepted_bytes += u64::from(bytes);
@@ -71,47 +71,47 @@ impl Cores {
         let (arrival_ns, free_ns) = (time_ns as f64, &mut self.idle_from_ns[core]);
         // All packets take the same time, so the remaining work gives their number. The one in service does not wait.
         if *free_ns - arrival_ns > self.max_wait_ns {
-            self.dropped_packets[core] += 1;
+            self.dropped_packet_counts[core] += 1;
             return false;
         }
         *free_ns = free_ns.max(arrival_ns) + self.packet_cost_ns;
         true
     }
 
-    /// Returns how many packets have arrived at each core, including dropped ones.
-    pub fn arrived_packets(&self) -> &[u64] {
-        &self.arrived_packets
+    /// Returns the number of packets that have arrived at each core, including dropped ones.
+    pub fn arrived_packet_counts(&self) -> &[u64] {
+        &self.arrived_packet_counts
     }
 
-    /// Returns how many packets all cores together have dropped.
-    pub fn dropped_packets(&self) -> u64 {
-        self.dropped_packets.iter().sum()
+    /// Returns the number of packets that all cores together have dropped.
+    pub fn dropped_packet_count(&self) -> u64 {
+        self.dropped_packet_counts.iter().sum()
     }
 
-    /// Returns how many bytes were in the packets that the cores have accepted.
+    /// Returns the number of bytes in the packets that the cores have accepted.
     pub fn accepted_bytes(&self) -> u64 {
         self.accepted_bytes
     }
 
     /// Returns the total service time of the packets that the core has accepted but not yet served (ns).
     fn backlog_ns(&self, core: usize, time_ns: u64) -> f64 {
-        if self.is_limited { (self.idle_from_ns[core] - time_ns as f64).max(0.0) } else { 0.0 }
+        if self.has_limited_capacity { (self.idle_from_ns[core] - time_ns as f64).max(0.0) } else { 0.0 }
     }
 
-    /// Returns how many packets each core has served by `time_ns`.
-    pub fn served_packets(&self, time_ns: u64) -> impl Iterator<Item = u64> {
-        (0..self.arrived_packets.len()).map(move |core| {
-            let unserved_packets =
+    /// Returns the number of packets that each core has served by `time_ns`.
+    pub fn served_packet_counts(&self, time_ns: u64) -> impl Iterator<Item = u64> {
+        (0..self.arrived_packet_counts.len()).map(move |core| {
+            let unserved_packet_count =
                 (self.backlog_ns(core, time_ns) / self.packet_cost_ns - ROUNDING_TOLERANCE).ceil().max(0.0) as u64;
-            self.arrived_packets[core] - self.dropped_packets[core] - unserved_packets
+            self.arrived_packet_counts[core] - self.dropped_packet_counts[core] - unserved_packet_count
         })
     }
 
     /// Returns the time that each core has spent serving packets by `time_ns` (ns).
     pub fn busy_ns(&self, time_ns: u64) -> impl Iterator<Item = u64> {
-        (0..self.arrived_packets.len()).map(move |core| {
-            let accepted_packets = (self.arrived_packets[core] - self.dropped_packets[core]) as f64;
-            (accepted_packets * self.packet_cost_ns - self.backlog_ns(core, time_ns)) as u64
+        (0..self.arrived_packet_counts.len()).map(move |core| {
+            let accepted_packet_count = (self.arrived_packet_counts[core] - self.dropped_packet_counts[core]) as f64;
+            (accepted_packet_count * self.packet_cost_ns - self.backlog_ns(core, time_ns)) as u64
         })
     }
 }
@@ -128,19 +128,19 @@ mod tests {
     struct ReferenceQueue {
         departure_times_ns: VecDeque<u64>,
         last_departure_ns: u64,
-        served_packets: u64,
-        dropped_packets: u64,
+        served_packet_count: u64,
+        dropped_packet_count: u64,
     }
 
     #[test]
-    fn queue_stored_as_a_time_equals_a_queue_of_packets() {
+    fn queue_length_in_time_matches_a_packet_queue() {
         let mut rng = seeded_rng(3, 77);
         let mut cores = Cores::new(1, CoreCapacity::Limited { packet_cost_ns: 50.0, queue_limit: Some(4) });
         let mut reference = ReferenceQueue {
             departure_times_ns: VecDeque::new(),
             last_departure_ns: 0,
-            served_packets: 0,
-            dropped_packets: 0,
+            served_packet_count: 0,
+            dropped_packet_count: 0,
         };
         let mut now_ns = 0;
         for step in 0..20_000u64 {
@@ -148,31 +148,34 @@ mod tests {
             now_ns += u64::from(uniform_below(&mut rng, if step % 100 < 50 { 60 } else { 142 }));
             while reference.departure_times_ns.front().is_some_and(|departure| *departure <= now_ns) {
                 reference.departure_times_ns.pop_front();
-                reference.served_packets += 1;
+                reference.served_packet_count += 1;
             }
             // The queue holds one packet in service and four waiting ones.
             if reference.departure_times_ns.len() <= 4 {
                 reference.last_departure_ns = reference.last_departure_ns.max(now_ns) + 50;
                 reference.departure_times_ns.push_back(reference.last_departure_ns);
             } else {
-                reference.dropped_packets += 1;
+                reference.dropped_packet_count += 1;
             }
             cores.process_arrival(0, now_ns, 100);
-            assert_eq!(cores.dropped_packets(), reference.dropped_packets, "step {step}");
-            assert_eq!(cores.served_packets(now_ns).next(), Some(reference.served_packets), "step {step}");
+            assert_eq!(cores.dropped_packet_count(), reference.dropped_packet_count, "step {step}");
+            assert_eq!(cores.served_packet_counts(now_ns).next(), Some(reference.served_packet_count), "step {step}");
         }
-        assert!(reference.dropped_packets > 1_000 && reference.served_packets > 10_000);
-        let accepted_packets = reference.served_packets + reference.departure_times_ns.len() as u64;
-        assert_eq!(cores.accepted_bytes(), accepted_packets * 100);
-        assert_eq!(cores.busy_ns(now_ns).next(), Some(accepted_packets * 50 - (reference.last_departure_ns - now_ns)));
+        assert!(reference.dropped_packet_count > 1_000 && reference.served_packet_count > 10_000);
+        let accepted_packet_count = reference.served_packet_count + reference.departure_times_ns.len() as u64;
+        assert_eq!(cores.accepted_bytes(), accepted_packet_count * 100);
+        assert_eq!(
+            cores.busy_ns(now_ns).next(),
+            Some(accepted_packet_count * 50 - (reference.last_departure_ns - now_ns))
+        );
     }
 
     #[test]
     fn unlimited_core_serves_every_packet_at_once() {
         let mut cores = Cores::new(2, CoreCapacity::Unlimited { packet_cost_ns: 1_000.0 });
         (0..500).for_each(|_| cores.process_arrival(1, 7, 60));
-        assert_eq!(cores.served_packets(7).collect::<Vec<_>>(), [0, 500]);
+        assert_eq!(cores.served_packet_counts(7).collect::<Vec<_>>(), [0, 500]);
         assert_eq!(cores.busy_ns(7).collect::<Vec<_>>(), [0, 500_000]);
-        assert_eq!((cores.dropped_packets(), cores.accepted_bytes()), (0, 30_000));
+        assert_eq!((cores.dropped_packet_count(), cores.accepted_bytes()), (0, 30_000));
     }
 }

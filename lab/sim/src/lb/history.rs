@@ -2,35 +2,37 @@
 
 use super::cores::CoreCapacity;
 
-/// Work of every core during the trace's history. The flow rates are constant between two events, so a core's packet
-/// count is a linear function of time, stored as slope and offset.
+/// Work of every core during the trace's history, which is the time before its first packet. The flow rates are
+/// constant between two events. A core's packet count is therefore a linear function of time, stored as slope and
+/// offset.
 #[derive(Debug)]
 pub struct HistoryLoad {
     packet_cost_ns: f64,
-    is_limited: bool,
-    end_ns: u64,
+    has_limited_capacity: bool,
+    history_end_ns: u64,
     /// Slope of each core's linear function, which is its packet rate (packets per ns).
     packets_per_ns: Vec<f64>,
     /// Offset of each core's linear function, which is its packet count extrapolated to time 0.
     packets_at_time_zero: Vec<f64>,
     /// Packet rate of each flow (packets per ns).
     flow_packets_per_ns: Vec<f64>,
-    /// Time of the last reading (ns). The next two fields are each core's packets and busy time (ns) until then.
+    /// Time of the last call of [`Self::busy_ns`] (ns). The next two fields are each core's packets and busy time (ns)
+    /// by then.
     last_read_ns: u64,
     last_read_packets: Vec<f64>,
     busy_ns: Vec<f64>,
 }
 
 impl HistoryLoad {
-    pub fn new(cores: usize, capacity: CoreCapacity, end_ns: u64) -> Self {
-        let (packet_cost_ns, is_limited) = match capacity {
+    pub fn new(cores: usize, capacity: CoreCapacity, history_end_ns: u64) -> Self {
+        let (packet_cost_ns, has_limited_capacity) = match capacity {
             CoreCapacity::Unlimited { packet_cost_ns: cost_ns } => (cost_ns, false),
             CoreCapacity::Limited { packet_cost_ns: cost_ns, .. } => (cost_ns, true),
         };
         Self {
             packet_cost_ns,
-            is_limited,
-            end_ns,
+            has_limited_capacity,
+            history_end_ns,
             packets_per_ns: vec![0.0; cores],
             packets_at_time_zero: vec![0.0; cores],
             flow_packets_per_ns: Vec::new(),
@@ -62,14 +64,14 @@ impl HistoryLoad {
     /// Returns each core's busy time until now, or until the end of the history if that is earlier (ns). A core of
     /// limited capacity is at most busy for the elapsed time, and the few packets in its queue are ignored.
     pub fn busy_ns(&mut self, now_ns: u64) -> &[f64] {
-        let now_ns = now_ns.min(self.end_ns);
+        let now_ns = now_ns.min(self.history_end_ns);
         let elapsed_ns = (now_ns - self.last_read_ns) as f64;
         if elapsed_ns > 0.0 {
             for core in 0..self.last_read_packets.len() {
-                let packets = self.packets_per_ns[core] * now_ns as f64 + self.packets_at_time_zero[core];
-                let work_ns = ((packets - self.last_read_packets[core]) * self.packet_cost_ns).max(0.0);
-                self.busy_ns[core] += if self.is_limited { work_ns.min(elapsed_ns) } else { work_ns };
-                self.last_read_packets[core] = packets;
+                let packet_count = self.packets_per_ns[core] * now_ns as f64 + self.packets_at_time_zero[core];
+                let work_ns = ((packet_count - self.last_read_packets[core]) * self.packet_cost_ns).max(0.0);
+                self.busy_ns[core] += if self.has_limited_capacity { work_ns.min(elapsed_ns) } else { work_ns };
+                self.last_read_packets[core] = packet_count;
             }
             self.last_read_ns = now_ns;
         }

@@ -44,25 +44,25 @@ pub struct Config {
     /// Number of servers, at least 1. All servers together have at most [`MAX_CORES`] cores.
     pub servers: u16,
     /// Number of cores of each server, at least 1.
-    pub cores: u16,
+    pub cores_per_server: u16,
     /// Number of buckets in the placement table, and also of entries in each server's indirection table.
-    pub buckets: BucketCount,
+    pub bucket_count: BucketCount,
     /// Interval between two reports, and between two placement tables (ms), from 1 to 10,000.
     pub report_interval_ms: u32,
     /// Weight of the newest report in a core's smoothed load.
-    pub alpha: SmoothingWeight,
+    pub smoothing_weight: SmoothingWeight,
     /// Names of the policies to compare, from [`coreward_model::policy`] or [`ORACLE_POLICY_NAME`].
     pub policies: Vec<String>,
-    /// Seeds of the runs. Each draws server ids (which determine the indirection tables), the RSS key and hash keys. If
-    /// `campus` has no seed of its own, they also draw the traffic.
+    /// Seeds of the runs. Each determines the server ids (and so the indirection tables), the RSS key and the hash
+    /// keys. If `campus` has no seed of its own, they also determine the traffic.
     pub seeds: Vec<u64>,
     pub read_options: ReadOptions,
     /// Number of simultaneous copies of the trace, at least 1. Each is shifted in time and has its own addresses.
-    pub trace_copies: u32,
+    pub trace_copy_count: u32,
     /// Number of packets that a core serves per second, or `None` if unlimited. At most 128 packets wait at a core, and
     /// further ones are dropped.
     pub core_capacity_pps: Option<f64>,
-    /// How each server's indirection table assigns its entries to cores.
+    /// Method by which the entries of each server's indirection table are assigned to its cores.
     pub indirection_table_draw: IndirectionTableDraw,
     /// Duration of the windows in which variance is measured (ms), from 1 to 3,600,000. The paper's windows last 1 s.
     pub window_ms: u32,
@@ -70,7 +70,7 @@ pub struct Config {
     pub replay_speed: f64,
     /// Number of rack controllers, at most the number of servers. Each has an equal share (+-1) of the servers. If
     /// `None`, agents report directly to the controller.
-    pub racks: Option<u16>,
+    pub rack_controller_count: Option<u16>,
     /// Maximum number of candidate cores that a rack reports per bucket, from 1 to 8. With 8, tables are the same as
     /// without racks.
     pub rack_candidates: u8,
@@ -84,26 +84,26 @@ impl Default for Config {
         Self {
             trace: TraceSource::default(),
             servers: 4,
-            cores: 4,
-            buckets: BucketCount::PAPER_VALUE,
+            cores_per_server: 4,
+            bucket_count: BucketCount::PAPER_VALUE,
             report_interval_ms: 100,
-            alpha: SmoothingWeight::PAPER_VALUE,
+            smoothing_weight: SmoothingWeight::PAPER_VALUE,
             policies: ["hash", "rr", "pow2", "crossrss", "crossrss-plus"].map(str::to_owned).to_vec(),
             seeds: (1..=10).collect(),
             read_options: ReadOptions::default(),
-            trace_copies: 1,
+            trace_copy_count: 1,
             core_capacity_pps: None,
             indirection_table_draw: IndirectionTableDraw::Balanced,
             window_ms: 1_000,
             replay_speed: 1.0,
-            racks: None,
+            rack_controller_count: None,
             rack_candidates: MAX_CANDIDATES,
             table_delay_ms: 0,
         }
     }
 }
 
-/// Maximum number of cores in all servers together. A core's number has 16 bits.
+/// Maximum number of cores in all servers together, because a core's number has 16 bits.
 pub const MAX_CORES: u32 = 65_536;
 
 /// Reason why a configuration cannot be simulated.
@@ -142,32 +142,42 @@ fn format_skip_counts(skip_counts: &crate::trace::SkipCounts) -> String {
 impl Config {
     /// Checks the configuration. An error names the value that is out of range, and the allowed range.
     pub fn check(&self) -> Result<(), Error> {
-        let core_count = u32::from(self.servers) * u32::from(self.cores);
+        let core_count = u32::from(self.servers) * u32::from(self.cores_per_server);
         require_within("servers", usize::from(self.servers), 1..=ServerId::COUNT, "")?;
-        require(self.cores > 0, "cores", self.cores, "at least 1")?;
+        require_in_range(self.cores_per_server > 0, "cores", self.cores_per_server, "at least 1")?;
         let expected_cores = format!("at most {MAX_CORES} cores in all");
-        require(core_count <= MAX_CORES, "servers x cores", core_count, &expected_cores)?;
+        require_in_range(core_count <= MAX_CORES, "servers x cores", core_count, &expected_cores)?;
         require_within("report-ms", self.report_interval_ms, 1..=10_000, "")?;
         require_within("window-ms", self.window_ms, 1..=3_600_000, "")?;
-        require_within("overlay", self.trace_copies, 1..=1_024, " copies")?;
+        require_within("overlay", self.trace_copy_count, 1..=1_024, " copies")?;
         if let Some(capacity) = self.core_capacity_pps {
             require_within("core-capacity", capacity, 1.0..=1e9, " packets/s")?;
         }
         require_within("replay-speed", self.replay_speed, 0.001..=1_000.0, "")?;
-        if let Some(racks) = self.racks {
+        if let Some(racks) = self.rack_controller_count {
             require_within("racks", racks, 1..=self.servers, ", the number of servers")?;
         }
         require_within("rack-candidates", self.rack_candidates, 1..=MAX_CANDIDATES, "")?;
         let expected_delay = format!("less than the {} ms between reports", self.report_interval_ms);
-        require(self.table_delay_ms < self.report_interval_ms, "table-delay-ms", self.table_delay_ms, &expected_delay)?;
-        require(!self.seeds.is_empty(), "seeds", 0, "at least 1")?;
-        require(!self.policies.is_empty(), "policies", 0, "at least 1")?;
+        require_in_range(
+            self.table_delay_ms < self.report_interval_ms,
+            "table-delay-ms",
+            self.table_delay_ms,
+            &expected_delay,
+        )?;
+        require_in_range(!self.seeds.is_empty(), "seeds", 0, "at least 1")?;
+        require_in_range(!self.policies.is_empty(), "policies", 0, "at least 1")?;
         Ok(())
     }
 }
 
 /// Fails unless `is_in_range` is true. `expected` describes the range of the option `name`.
-fn require(is_in_range: bool, name: &'static str, value: impl fmt::Display, expected: &str) -> Result<(), OutOfRange> {
+fn require_in_range(
+    is_in_range: bool,
+    name: &'static str,
+    value: impl fmt::Display,
+    expected: &str,
+) -> Result<(), OutOfRange> {
     if is_in_range {
         return Ok(());
     }
@@ -182,5 +192,5 @@ fn require_within<T: PartialOrd + fmt::Display>(
     suffix: &str,
 ) -> Result<(), OutOfRange> {
     let expected = format!("{} to {}{suffix}", range.start(), range.end());
-    require(range.contains(&value), name, value, &expected)
+    require_in_range(range.contains(&value), name, value, &expected)
 }

@@ -9,10 +9,11 @@ use crate::trace::FirstPacket;
 /// Name by which the oracle is selected among the policies.
 pub const ORACLE_POLICY_NAME: &str = "oracle";
 
-/// Number of rate units in one packet per second. Rates are integers because only their sums return to exactly zero.
+/// Number of rate units in one packet per second. Rates are integers, because sums of floating-point numbers would not
+/// return to exactly zero.
 const RATE_UNITS_PER_PACKET: f64 = 1e6;
 
-/// Oracle, which knows the true rates of all flows and therefore the load of every core.
+/// Placement method that knows the true rates of all flows and therefore the load of every core.
 #[derive(Debug, Default)]
 pub struct Oracle {
     core_rate_units: Vec<u64>,

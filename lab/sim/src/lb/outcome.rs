@@ -68,7 +68,8 @@ pub struct Outcome {
     pub seconds: f64,
     /// Number of skipped packets for each reason, averaged over seeds like `packets`.
     pub skipped: SkipCounts,
-    /// Number of packets with an earlier time stamp than the packet before, with which they count as simultaneous.
+    /// Number of packets whose time stamp was earlier than that of the packet before. Both packets count as
+    /// simultaneous.
     pub reordered: u64,
 }
 

@@ -32,9 +32,9 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
     Ok(merge_runs(config, runs))
 }
 
-/// Results of reading a trace once, for all policies and the given seeds.
+/// Results of one pass through a trace, for all policies and the given seeds.
 struct TracePass {
-    /// Results by policy, and within each policy by seed.
+    /// Results of all simulations, grouped by policy and then ordered by seed.
     seed_results: Vec<Vec<SeedResult>>,
     packet_count: u64,
     flow_count: u64,
@@ -44,16 +44,16 @@ struct TracePass {
 }
 
 impl TracePass {
-    /// Simulates every policy with each of these seeds. All get the traffic that the first seed draws.
+    /// Simulates every policy with each of these seeds. All of them get the traffic that the first seed determines.
     fn simulate_seeds(config: &Config, seeds: &[u64]) -> Result<Self, Error> {
-        let mut trace = config.trace.open_overlay(seeds[0], config.trace_copies, config.read_options)?;
+        let mut trace = config.trace.open_overlay(seeds[0], config.trace_copy_count, config.read_options)?;
         let speed = config.replay_speed;
-        let history_ns = replay_time_ns(trace.history_ns(), speed);
-        let capacity = derive_core_capacity(config, trace.as_ref());
+        let history_duration_ns = replay_time_ns(trace.history_ns(), speed);
+        let core_capacity = derive_core_capacity(config, trace.as_ref());
         let mut simulations = Vec::new();
         for policy in &config.policies {
             for seed in seeds {
-                simulations.push(Simulation::new(config, policy, *seed, capacity, history_ns)?);
+                simulations.push(Simulation::new(config, policy, *seed, core_capacity, history_duration_ns)?);
             }
         }
         let (mut batch, mut packets, mut flows, mut last_ns) = (PacketBatch::default(), 0, 0, 0);
@@ -75,29 +75,28 @@ impl TracePass {
         }
         let end_ns = trace.end_ns().map_or(last_ns, |time_ns| replay_time_ns(time_ns, speed));
         let seed_results: Option<Vec<SeedResult>> =
-            simulations.into_par_iter().map(|simulation| simulation.finish(end_ns)).collect();
+            simulations.into_par_iter().map(|simulation| simulation.into_result(end_ns)).collect();
         let too_short_error =
-            Error::TooShort { seconds: (end_ns - history_ns) as f64 / 1e9, window_ms: config.window_ms };
+            Error::TooShort { seconds: (end_ns - history_duration_ns) as f64 / 1e9, window_ms: config.window_ms };
         let seed_results =
             seed_results.ok_or(too_short_error)?.chunks(seeds.len()).map(<[SeedResult]>::to_vec).collect();
         Ok(Self {
             seed_results,
             packet_count: packets,
             flow_count: flows,
-            duration_ns: end_ns - history_ns,
+            duration_ns: end_ns - history_duration_ns,
             skip_counts,
             reordered_packet_count,
         })
     }
 }
 
-/// Returns the time of the replay, at `speed` times the trace's speed, at which the time `time_ns` of the trace is
-/// reached.
+/// Converts a time of the trace to the time at which a replay at `speed` times the recorded speed reaches it (ns).
 fn replay_time_ns(time_ns: u64, speed: f64) -> u64 {
     if speed == 1.0 { time_ns } else { (time_ns as f64 / speed) as u64 }
 }
 
-/// Changes the times and rates of a batch from those of the trace to those of a replay at `speed` times its speed.
+/// Converts the times and rates of a batch from the recorded speed to a replay at `speed` times that speed.
 fn convert_to_replay_time(batch: &mut PacketBatch, speed: f64) {
     for packet in &mut batch.packets {
         packet.time_ns = replay_time_ns(packet.time_ns, speed);
@@ -107,8 +106,8 @@ fn convert_to_replay_time(batch: &mut PacketBatch, speed: f64) {
     }
 }
 
-/// Returns the capacity of a core. Requests of an arrival log wait without limit, but packets are dropped at full
-/// queues.
+/// Returns the capacity of a core. Its queue is unlimited for the requests of an arrival log, but full queues drop
+/// packets.
 fn derive_core_capacity(config: &Config, trace: &dyn Trace) -> CoreCapacity {
     match (config.core_capacity_pps, trace.core_service_rate()) {
         (Some(packets_per_s), None) => {

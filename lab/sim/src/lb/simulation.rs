@@ -37,7 +37,7 @@ impl PlacementMethod {
     }
 }
 
-/// Results of the windows measured so far, with one value per window.
+/// Results of the windows measured so far, one value per window in each field.
 #[derive(Debug, Default)]
 struct WindowResults {
     server_variance_pct: Vec<f64>,
@@ -47,19 +47,19 @@ struct WindowResults {
 
 #[derive(Debug, Clone)]
 struct CounterSnapshot {
-    arrived_packets: Vec<u64>,
-    served_packets: Vec<u64>,
-    dropped_packets: u64,
+    arrived_packet_counts: Vec<u64>,
+    served_packet_counts: Vec<u64>,
+    dropped_packet_count: u64,
     accepted_bytes: u64,
     time_ns: u64,
 }
 
 impl CounterSnapshot {
-    fn zero(core_count: usize) -> Self {
+    fn with_zero_counters(core_count: usize) -> Self {
         Self {
-            arrived_packets: vec![0; core_count],
-            served_packets: vec![0; core_count],
-            dropped_packets: 0,
+            arrived_packet_counts: vec![0; core_count],
+            served_packet_counts: vec![0; core_count],
+            dropped_packet_count: 0,
             accepted_bytes: 0,
             time_ns: 0,
         }
@@ -73,8 +73,8 @@ pub struct Simulation {
     cores_per_server: usize,
     cores: Cores,
     history: HistoryLoad,
-    history_ns: u64,
-    core_of_flow: Vec<u16>,
+    history_duration_ns: u64,
+    core_by_flow: Vec<u16>,
     open_connection_counts: Vec<u32>,
     report_interval_ns: u64,
     window_ns: u64,
@@ -89,8 +89,15 @@ pub struct Simulation {
     window_results: WindowResults,
 }
 
-fn draw_fleet(config: &Config, seed: u64) -> SimulatedCluster {
-    let Config { servers, cores, buckets, alpha, indirection_table_draw, .. } = *config;
+fn build_random_fleet(config: &Config, seed: u64) -> SimulatedCluster {
+    let Config {
+        servers,
+        cores_per_server: cores,
+        bucket_count: buckets,
+        smoothing_weight: alpha,
+        indirection_table_draw,
+        ..
+    } = *config;
     let shape = FleetShape {
         server_count: servers,
         cores_per_server: cores,
@@ -111,12 +118,12 @@ impl Simulation {
         capacity: CoreCapacity,
         history_ns: u64,
     ) -> Result<Self, Error> {
-        let mut fleet = draw_fleet(config, seed);
+        let mut fleet = build_random_fleet(config, seed);
         let core_count = fleet.core_count();
         let placement_method = PlacementMethod::new(policy, seed, core_count)?;
-        if let (Some(racks), PlacementMethod::Policy(_)) = (config.racks, &placement_method) {
+        if let (Some(racks), PlacementMethod::Policy(_)) = (config.rack_controller_count, &placement_method) {
             let policies = (0..racks).map(|_| policy::policy_by_name(policy, seed).expect("the controller has one"));
-            fleet.set_racks(RackControllers {
+            fleet.set_rack_controllers(RackControllers {
                 policies: policies.collect(),
                 max_candidates_per_bucket: config.rack_candidates.into(),
             });
@@ -124,11 +131,11 @@ impl Simulation {
         Ok(Self {
             placement_method,
             fleet,
-            cores_per_server: usize::from(config.cores),
+            cores_per_server: usize::from(config.cores_per_server),
             cores: Cores::new(core_count, capacity),
             history: HistoryLoad::new(core_count, capacity, history_ns),
-            history_ns,
-            core_of_flow: Vec::new(),
+            history_duration_ns: history_ns,
+            core_by_flow: Vec::new(),
             open_connection_counts: vec![0; usize::from(config.servers)],
             report_interval_ns: u64::from(config.report_interval_ms) * 1_000_000,
             window_ns: u64::from(config.window_ms) * 1_000_000,
@@ -136,7 +143,7 @@ impl Simulation {
             table_delay_ns: u64::from(config.table_delay_ms) * 1_000_000,
             pending_table: None,
             window_end_ns: history_ns + u64::from(config.window_ms) * 1_000_000,
-            last_window_counters: CounterSnapshot::zero(core_count),
+            last_window_counters: CounterSnapshot::with_zero_counters(core_count),
             first_window_counters: None,
             window_results: WindowResults::default(),
         })
@@ -153,7 +160,7 @@ impl Simulation {
             if packet.event.opens() {
                 self.open_flow(packet, first_packets.next().expect("one for each flow that opens"))?;
             }
-            let core = usize::from(self.core_of_flow[packet.flow_number as usize]);
+            let core = usize::from(self.core_by_flow[packet.flow_number as usize]);
             if packet.event.is_packet() {
                 self.cores.process_arrival(core, packet.time_ns, packet.wire_bytes);
             }
@@ -168,17 +175,17 @@ impl Simulation {
         let core = match &mut self.placement_method {
             PlacementMethod::Policy(_) => self.fleet.place_connection(&first_packet.tuple),
             PlacementMethod::Oracle(oracle) => {
-                let reachable_cores = self.fleet.reachable_cores(&first_packet.tuple);
+                let reachable_cores = self.fleet.reachable_core_indexes(&first_packet.tuple);
                 oracle.place_flow(packet.flow_number, first_packet, reachable_cores).ok_or(Error::OracleNeedsRates)?
             }
         };
         let flow = packet.flow_number as usize;
-        if self.core_of_flow.len() <= flow {
-            self.core_of_flow.resize(flow + 1, 0);
+        if self.core_by_flow.len() <= flow {
+            self.core_by_flow.resize(flow + 1, 0);
         }
-        self.core_of_flow[flow] = core as u16;
+        self.core_by_flow[flow] = core as u16;
         self.open_connection_counts[core / self.cores_per_server] += 1;
-        if packet.time_ns < self.history_ns {
+        if packet.time_ns < self.history_duration_ns {
             let rate_pps = first_packet.rate_pps.expect("a history knows rates");
             self.history.begin_flow(packet.flow_number, core, rate_pps, packet.time_ns);
         }
@@ -190,7 +197,7 @@ impl Simulation {
         if let PlacementMethod::Oracle(oracle) = &mut self.placement_method {
             oracle.remove_flow(packet.flow_number, core);
         }
-        if packet.time_ns < self.history_ns {
+        if packet.time_ns < self.history_duration_ns {
             self.history.end_flow(packet.flow_number, core, packet.time_ns);
         }
     }
@@ -247,9 +254,9 @@ impl Simulation {
 
     fn close_window(&mut self, now_ns: u64) {
         let counters = CounterSnapshot {
-            arrived_packets: self.cores.arrived_packets().to_vec(),
-            served_packets: self.cores.served_packets(now_ns).collect(),
-            dropped_packets: self.cores.dropped_packets(),
+            arrived_packet_counts: self.cores.arrived_packet_counts().to_vec(),
+            served_packet_counts: self.cores.served_packet_counts(now_ns).collect(),
+            dropped_packet_count: self.cores.dropped_packet_count(),
             accepted_bytes: self.cores.accepted_bytes(),
             time_ns: now_ns,
         };
@@ -258,8 +265,9 @@ impl Simulation {
         };
         if self.first_window_counters.is_some() {
             let arrived_packets =
-                subtract_counters(&counters.arrived_packets, &self.last_window_counters.arrived_packets);
-            let served_packets = subtract_counters(&counters.served_packets, &self.last_window_counters.served_packets);
+                subtract_counters(&counters.arrived_packet_counts, &self.last_window_counters.arrived_packet_counts);
+            let served_packets =
+                subtract_counters(&counters.served_packet_counts, &self.last_window_counters.served_packet_counts);
             let server_packets: Vec<f64> =
                 arrived_packets.chunks(self.cores_per_server).map(|cores| cores.iter().sum()).collect();
             self.window_results.server_variance_pct.extend(variance_pct(&server_packets));
@@ -275,7 +283,7 @@ impl Simulation {
     }
 
     /// Ends the simulation at the end of the trace and returns its results, or `None` if no window was measured.
-    pub fn finish(mut self, end_ns: u64) -> Option<SeedResult> {
+    pub fn into_result(mut self, end_ns: u64) -> Option<SeedResult> {
         self.advance_to(end_ns);
         // A capture of n seconds ends slightly before the n-th window does.
         if end_ns >= self.window_end_ns - self.window_ns / 20 {
@@ -284,17 +292,18 @@ impl Simulation {
         let first_window_counters = self.first_window_counters?;
         let sum_over_cores = |counters: &[u64]| counters.iter().sum::<u64>() as f64;
         let measured_seconds = (self.last_window_counters.time_ns - first_window_counters.time_ns) as f64 / 1e9;
-        let arrived_packets = sum_over_cores(&self.last_window_counters.arrived_packets)
-            - sum_over_cores(&first_window_counters.arrived_packets);
+        let arrived_packets = sum_over_cores(&self.last_window_counters.arrived_packet_counts)
+            - sum_over_cores(&first_window_counters.arrived_packet_counts);
         Some(SeedResult {
             server_variance_pct: mean(&self.window_results.server_variance_pct)?,
             core_variance_pct: mean(&self.window_results.core_variance_pct)?,
             max_over_mean: mean(&self.window_results.max_over_mean)?,
-            dropped_pct: (self.last_window_counters.dropped_packets - first_window_counters.dropped_packets) as f64
+            dropped_pct: (self.last_window_counters.dropped_packet_count - first_window_counters.dropped_packet_count)
+                as f64
                 / arrived_packets
                 * 100.0,
-            throughput_pps: (sum_over_cores(&self.last_window_counters.served_packets)
-                - sum_over_cores(&first_window_counters.served_packets))
+            throughput_pps: (sum_over_cores(&self.last_window_counters.served_packet_counts)
+                - sum_over_cores(&first_window_counters.served_packet_counts))
                 / measured_seconds,
             throughput_gbps: (self.last_window_counters.accepted_bytes - first_window_counters.accepted_bytes) as f64
                 * 8.0

@@ -5,7 +5,7 @@ use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::BucketCount;
 
 use super::{Config, ReportPhase, run};
-use crate::lb::cli::{parse_alpha, parse_buckets};
+use crate::lb::cli::{parse_bucket_count, parse_smoothing_weight};
 use crate::output::{Format, Printable as _};
 use crate::rpc::{Policy, ServiceTimeDistribution};
 
@@ -47,13 +47,13 @@ pub struct PathArgs {
     #[arg(long, default_value_t = 1.0)]
     rate_sigma: f64,
     /// Number of buckets of the placement table, and of entries of the servers' indirection tables
-    #[arg(long, default_value = "128", value_parser = parse_buckets)]
+    #[arg(long, default_value = "128", value_parser = parse_bucket_count)]
     buckets: BucketCount,
     /// Interval between two reports (ms)
     #[arg(long, default_value_t = 100.0)]
     report_ms: f64,
     /// Weight of the newest report in a smoothed load
-    #[arg(long, default_value = "0.5", value_parser = parse_alpha)]
+    #[arg(long, default_value = "0.5", value_parser = parse_smoothing_weight)]
     alpha: SmoothingWeight,
     /// Time at which agents read their core loads: `aligned` (all when the table is made) or `random` (each at its own
     /// time)
@@ -79,20 +79,20 @@ impl PathArgs {
     pub(crate) fn run(self) -> anyhow::Result<String> {
         let config = Config {
             servers: self.servers,
-            cores: self.cores,
+            cores_per_server: self.cores,
             policies: self.policy,
             dispatch_policies: self.dispatch,
             service: self.service,
             unit_us: self.unit_us,
-            latency: self.latency,
+            interface_latency: self.latency,
             load: self.load,
             requests_per_connection: self.requests_per_connection,
             request_gap: self.request_gap,
             rate_sigma: self.rate_sigma,
-            buckets: self.buckets,
+            bucket_count: self.buckets,
             indirection_table_draw: IndirectionTableDraw::Balanced,
             report_interval_ms: self.report_ms,
-            alpha: self.alpha,
+            smoothing_weight: self.alpha,
             report_phase: self.report_phase,
             window_ms: self.window_ms,
             seconds: self.seconds,

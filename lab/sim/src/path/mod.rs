@@ -36,7 +36,7 @@ pub struct Config {
     /// Number of servers, at least 1.
     pub servers: u16,
     /// Number of cores of each server, at least 1.
-    pub cores: u16,
+    pub cores_per_server: u16,
     /// Names of the load balancer's policies, from [`coreward_model::policy`].
     pub policies: Vec<String>,
     /// Policies inside the servers. Each is simulated with each of `policies`. [`Policy::Rss`] assigns a request to the
@@ -47,7 +47,7 @@ pub struct Config {
     /// interval.
     pub unit_us: f64,
     /// One-way latency between NIC and cores.
-    pub latency: f64,
+    pub interface_latency: f64,
     /// Offered load as a fraction of the total capacity of all cores, below 1.
     pub load: f64,
     /// Mean number of requests per connection (geometric), from 1 to 1,000,000,000. With 1, each has exactly one.
@@ -57,13 +57,13 @@ pub struct Config {
     /// Spread of the connections' mean gaps, as the sigma of their lognormal distribution, from 0 to 3.
     pub rate_sigma: f64,
     /// Number of buckets in the placement table, and also of entries in each server's indirection table.
-    pub buckets: BucketCount,
-    /// How each server's indirection table assigns its entries to cores.
+    pub bucket_count: BucketCount,
+    /// Method by which the entries of each server's indirection table are assigned to its cores.
     pub indirection_table_draw: IndirectionTableDraw,
     /// Interval between two reports, and between two placement tables (ms), from 0.001 to 10,000.
     pub report_interval_ms: f64,
     /// Weight of the newest report in a core's smoothed load.
-    pub alpha: SmoothingWeight,
+    pub smoothing_weight: SmoothingWeight,
     pub report_phase: ReportPhase,
     /// Duration of the windows in which variance is measured (ms), from 0.001 to 3,600,000.
     pub window_ms: f64,
@@ -89,20 +89,20 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             servers: 4,
-            cores: 4,
+            cores_per_server: 4,
             policies: ["hash", "rr", "pow2", "crossrss", "crossrss-plus"].map(str::to_owned).to_vec(),
             dispatch_policies: vec![Policy::Rss, Policy::ShortestQueue],
             service: ServiceTimeDistribution::Exponential,
             unit_us: 100.0,
-            latency: 0.0,
+            interface_latency: 0.0,
             load: 0.7,
             requests_per_connection: 100.0,
             request_gap: 50.0,
             rate_sigma: 1.0,
-            buckets: BucketCount::PAPER_VALUE,
+            bucket_count: BucketCount::PAPER_VALUE,
             indirection_table_draw: IndirectionTableDraw::Balanced,
             report_interval_ms: 100.0,
-            alpha: SmoothingWeight::PAPER_VALUE,
+            smoothing_weight: SmoothingWeight::PAPER_VALUE,
             report_phase: ReportPhase::Aligned,
             window_ms: 1_000.0,
             seconds: 20.0,
@@ -147,7 +147,12 @@ impl Config {
         let max_servers = ServerId::COUNT as f64;
         let allowed_ranges = [
             ("servers", f64::from(self.servers), 1.0, max_servers),
-            ("servers x cores", f64::from(self.servers) * f64::from(self.cores), 1.0, f64::from(crate::lb::MAX_CORES)),
+            (
+                "servers x cores",
+                f64::from(self.servers) * f64::from(self.cores_per_server),
+                1.0,
+                f64::from(crate::lb::MAX_CORES),
+            ),
             ("unit-us", self.unit_us, 1e-3, 1e9),
             ("requests-per-connection", self.requests_per_connection, 1.0, 1e9),
             ("request-gap", self.request_gap, 0.0, 1e6),
@@ -179,10 +184,11 @@ impl Config {
     }
 
     fn check_server_config(&self, policy: &Policy) -> Result<(), Error> {
-        let Self { cores, latency, load, .. } = *self;
-        let server_config = rpc::Config { policy: policy.clone(), cores, latency, load, ..rpc::Config::default() };
+        let Self { cores_per_server: cores, interface_latency: latency, load, .. } = *self;
+        let server_config =
+            rpc::Config { policy: policy.clone(), cores, interface_latency: latency, load, ..rpc::Config::default() };
         let server_config = rpc::Config { service: self.service.clone(), ..server_config };
-        Ok(server_config.check_load_below_capacity(self.buckets.get())?)
+        Ok(server_config.check_load_below_capacity(self.bucket_count.get())?)
     }
 }
 

@@ -38,7 +38,7 @@ pub struct Simulation<'a> {
     window_results: WindowResults,
 }
 
-/// Last reading of its cores' busy times by a server's agent.
+/// Last reading that a server's agent took of the busy times of its cores.
 #[derive(Debug, Clone)]
 struct BusyTimeReading {
     next_read_at: Tick,
@@ -58,7 +58,7 @@ struct ResponseTracker {
 
 #[derive(Debug, Clone, Copy)]
 struct Connection {
-    server: u16,
+    server_index: u16,
     flow_hash: u32,
     /// Number of requests that have arrived but are not answered yet.
     unanswered_requests: u32,
@@ -73,7 +73,7 @@ impl ResponseSink for ResponseTracker {
         let connection = &mut self.connections[id.0 as usize];
         connection.unanswered_requests -= 1;
         if connection.has_last_request_arrived && connection.unanswered_requests == 0 {
-            self.open_connection_counts[usize::from(connection.server)] -= 1;
+            self.open_connection_counts[usize::from(connection.server_index)] -= 1;
             self.free_connection_ids.push(id);
         }
     }
@@ -89,9 +89,10 @@ impl ResponseTracker {
         }
     }
 
-    fn open_connection(&mut self, server: u16, flow_hash: u32) -> ConnectionId {
-        self.open_connection_counts[usize::from(server)] += 1;
-        let connection = Connection { server, flow_hash, unanswered_requests: 0, has_last_request_arrived: false };
+    fn open_connection(&mut self, server_index: u16, flow_hash: u32) -> ConnectionId {
+        self.open_connection_counts[usize::from(server_index)] += 1;
+        let connection =
+            Connection { server_index, flow_hash, unanswered_requests: 0, has_last_request_arrived: false };
         let Some(id) = self.free_connection_ids.pop() else {
             self.connections.push(connection);
             return ConnectionId(self.connections.len() as u32 - 1);
@@ -101,7 +102,7 @@ impl ResponseTracker {
     }
 }
 
-/// Cores' busy times at the start of the current window, followed by the results of all measured windows.
+/// Results of all measured windows, and the cores' busy times at the start of the current window.
 #[derive(Debug)]
 struct WindowResults {
     window_start_busy_times: Vec<Tick>,
@@ -119,7 +120,7 @@ impl WindowResults {
     }
 }
 
-/// Visitor that puts a server into a box, so that servers of different types fit into one list.
+/// Visitor that returns a server in a box, so that servers of different types fit into one list.
 struct BoxServer;
 
 impl<S: ResponseSink> ServerVisitor<S> for BoxServer {
@@ -130,8 +131,15 @@ impl<S: ResponseSink> ServerVisitor<S> for BoxServer {
     }
 }
 
-fn draw_fleet(config: &Config, seed: u64) -> SimulatedCluster {
-    let Config { servers, cores, buckets, alpha, indirection_table_draw, .. } = *config;
+fn build_random_fleet(config: &Config, seed: u64) -> SimulatedCluster {
+    let Config {
+        servers,
+        cores_per_server: cores,
+        bucket_count: buckets,
+        smoothing_weight: alpha,
+        indirection_table_draw,
+        ..
+    } = *config;
     let shape = FleetShape {
         server_count: servers,
         cores_per_server: cores,
@@ -142,12 +150,12 @@ fn draw_fleet(config: &Config, seed: u64) -> SimulatedCluster {
     let plan = shape.draw_plan(&mut seeded_rng(seed, RNG_STREAM_SERVERS));
     let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
     if config.requests_per_connection == 1.0 {
-        fleet.count_placements_as_requests();
+        fleet.enable_counting_placements_as_requests();
     }
     fleet
 }
 
-/// Returns the servers' readings before the start, with the times at which their agents read the first ones.
+/// Returns the servers' initial readings, which are all 0, with the times at which their agents take the first ones.
 fn initial_core_readings(config: &Config, seed: u64) -> Vec<BusyTimeReading> {
     let mut rng = seeded_rng(seed, RNG_STREAM_REPORT_PHASES);
     let report_interval = config.seconds_to_ticks(config.report_interval_ms / 1e3);
@@ -156,7 +164,11 @@ fn initial_core_readings(config: &Config, seed: u64) -> Vec<BusyTimeReading> {
             ReportPhase::Aligned => 0,
             ReportPhase::Random => report_interval * Tick::from(uniform_below(&mut rng, 1000)) / 1000,
         };
-        BusyTimeReading { next_read_at, last_read_at: None, core_busy_times: vec![0; usize::from(config.cores)] }
+        BusyTimeReading {
+            next_read_at,
+            last_read_at: None,
+            core_busy_times: vec![0; usize::from(config.cores_per_server)],
+        }
     };
     (0..config.servers).map(initial_reading).collect()
 }
@@ -164,18 +176,18 @@ fn initial_core_readings(config: &Config, seed: u64) -> Vec<BusyTimeReading> {
 impl<'a> Simulation<'a> {
     /// Creates a simulation in which the load balancer uses `policy` and the servers use `dispatch_policy`.
     pub fn new(config: &'a Config, policy: &str, dispatch_policy: &'a Policy, seed: u64) -> Result<Self, Error> {
-        let fleet = draw_fleet(config, seed);
+        let fleet = build_random_fleet(config, seed);
         let unknown_policy_error = |_| UnknownName::new("policy", policy, policy::policy_names());
         let class_count = config.service.class_times().len();
         let build_server = |position| {
             let spec = ServerSpec {
                 policy: dispatch_policy,
-                cores: config.cores,
+                cores: config.cores_per_server,
                 class_count: class_count as u8,
-                latency: to_ticks(config.latency),
+                interface_latency: to_ticks(config.interface_latency),
                 indirection_table: fleet.indirection_table(position),
             };
-            spec.build(BoxServer)
+            spec.build_and_visit(BoxServer)
         };
         Ok(Self {
             placement: policy::policy_by_name(policy, seed).map_err(unknown_policy_error)?,
@@ -233,7 +245,7 @@ impl<'a> Simulation<'a> {
         self.into_result()
     }
 
-    /// Lets the servers answer all requests, and returns the results.
+    /// Runs the servers until they have answered all requests, and returns the results.
     fn into_result(mut self) -> SeedResult {
         for server in &mut self.servers {
             server.advance(NEVER - 1, &mut self.response_tracker);
@@ -250,10 +262,10 @@ impl<'a> Simulation<'a> {
         let id = match self.traffic.pop_event() {
             TrafficEvent::NextRequest(id) => id,
             TrafficEvent::ConnectionOpened(tuple) => {
-                let server = self.fleet.place_connection(&tuple) / usize::from(self.config.cores);
+                let server_index = self.fleet.place_connection(&tuple) / usize::from(self.config.cores_per_server);
                 // This also closes the connections that have ended by now.
-                self.servers[server].advance(now, &mut self.response_tracker);
-                let id = self.response_tracker.open_connection(server as u16, self.fleet.rss_hash(&tuple));
+                self.servers[server_index].advance(now, &mut self.response_tracker);
+                let id = self.response_tracker.open_connection(server_index as u16, self.fleet.rss_hash(&tuple));
                 self.traffic.open_connection(id);
                 id
             }
@@ -262,18 +274,18 @@ impl<'a> Simulation<'a> {
         let connection = &mut self.response_tracker.connections[id.0 as usize];
         connection.unanswered_requests += 1;
         connection.has_last_request_arrived = !self.traffic.has_more_requests(id);
-        let server = &mut self.servers[usize::from(connection.server)];
+        let server = &mut self.servers[usize::from(connection.server_index)];
         let request = Request {
             arrived_at: now,
             work,
-            hash: self.hash_rng.next_u32(),
+            request_hash: self.hash_rng.next_u32(),
             flow_hash: connection.flow_hash,
             connection: id.0,
             class,
             service: self.dispatch_policy.priorities().service_of_class(class),
         };
         server.advance(now, &mut self.response_tracker);
-        server.offer(request);
+        server.add_request(request);
         self.request_count += 1;
     }
 
@@ -293,8 +305,8 @@ impl<'a> Simulation<'a> {
         next_reading.expect("at least one server").0
     }
 
-    /// Reads the busy times of a server's cores, as its agent does. If each connection has one request and the server's
-    /// policy ignores the core that RSS selects, every core gets the mean.
+    /// Reads the busy times of a server's cores, as its agent does. Every core gets the mean if each connection has one
+    /// request and the server's policy ignores the core that RSS selects.
     fn read_core_busy_times(&mut self, server_index: usize, now: Tick) {
         let server = &mut self.servers[server_index];
         server.advance(now, &mut self.response_tracker);
@@ -322,7 +334,7 @@ impl<'a> Simulation<'a> {
             .collect();
         let last_read_ns: Vec<Option<u64>> =
             self.busy_time_readings.iter().map(|reading| reading.last_read_at.map(to_ns)).collect();
-        self.fleet.report_measured_at(
+        self.fleet.report_at_times_and_install(
             &last_read_ns,
             &busy_ns,
             &self.response_tracker.open_connection_counts,
@@ -338,8 +350,10 @@ impl<'a> Simulation<'a> {
             busy_times.iter().zip(&self.window_results.window_start_busy_times).map(busy_time_increase).collect();
         self.window_results.window_start_busy_times = busy_times;
         if is_measured {
-            let server_busy_times: Vec<f64> =
-                core_busy_times.chunks(usize::from(self.config.cores)).map(|cores| cores.iter().sum()).collect();
+            let server_busy_times: Vec<f64> = core_busy_times
+                .chunks(usize::from(self.config.cores_per_server))
+                .map(|cores| cores.iter().sum())
+                .collect();
             self.window_results.server_variance_pct.extend(variance_pct(&server_busy_times));
             self.window_results.core_variance_pct.extend(variance_pct(&core_busy_times));
         }

@@ -12,7 +12,7 @@ use super::Config;
 use crate::random::{exponential, log_normal, uniform_unit};
 use crate::rpc::ticks::{NEVER, Tick, to_ticks};
 
-/// Event that the traffic generator produces next.
+/// Event of the simulated traffic.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum TrafficEvent {
     /// A client opens a connection and sends its first request.
@@ -25,16 +25,16 @@ pub enum TrafficEvent {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ConnectionId(pub u32);
 
-/// Number of a connection's remaining requests, and the mean gap between them (ticks).
+/// Number of a connection's remaining requests, and the mean gap between two requests (ticks).
 #[derive(Debug, Clone, Copy)]
 struct PendingRequests {
     request_count: u64,
     mean_gap_ticks: f64,
 }
 
-/// Traffic generator. Connections arrive as a Poisson process, each with a geometric number of requests. Gaps between
-/// requests are exponential, with a mean drawn per connection. Traffic does not depend on the servers, so all policies
-/// get the same.
+/// Generator of the simulated traffic. Connections arrive as a Poisson process, each with a geometric number of
+/// requests. Gaps between requests are exponential, with a mean drawn per connection. The traffic does not depend on
+/// the servers, so all policies get the same traffic.
 #[derive(Debug)]
 pub struct Traffic {
     /// Mean time between the arrivals of two connections (ticks).
@@ -58,7 +58,7 @@ const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 
 impl Traffic {
     pub fn new(config: &Config, seed: u64) -> Self {
-        let core_count = f64::from(config.servers) * f64::from(config.cores);
+        let core_count = f64::from(config.servers) * f64::from(config.cores_per_server);
         let work_per_connection = config.service.mean() * config.requests_per_connection;
         let mut traffic = Self {
             mean_arrival_interval_ticks: work_per_connection / (config.load * core_count) * to_ticks(1.0) as f64,
@@ -105,7 +105,8 @@ impl Traffic {
         FourTuple::ipv4((client, port), VIP)
     }
 
-    /// Sets the id of a new connection ([`TrafficEvent::ConnectionOpened`]). No other open connection may have it.
+    /// Assigns the id to the connection of the last [`TrafficEvent::ConnectionOpened`], and schedules its next request.
+    /// No other open connection may have this id.
     pub fn open_connection(&mut self, id: ConnectionId) {
         let opened_at = self.next_connection_at;
         self.next_connection_at = opened_at + self.draw_arrival_interval();
@@ -123,7 +124,7 @@ impl Traffic {
         self.pending_requests[id.0 as usize].request_count > 0
     }
 
-    /// Draws the geometric number of requests that follow the first, which the configured mean includes.
+    /// Draws the number of requests that follow the first (geometric). The configured mean includes the first.
     fn draw_request_count(&mut self) -> u64 {
         let mean_request_count = self.requests_per_connection;
         if mean_request_count <= 1.0 {
@@ -134,7 +135,7 @@ impl Traffic {
         (libm::log(u) / libm::log(1.0 - 1.0 / mean_request_count)) as u64
     }
 
-    /// Draws a connection's mean gap between requests (ticks). Averaged over all connections, it is the configured gap.
+    /// Draws a connection's mean gap between requests (ticks). The average over all connections is the configured gap.
     fn draw_mean_request_gap(&mut self) -> f64 {
         let sigma = self.rate_sigma;
         if sigma == 0.0 {

@@ -10,7 +10,7 @@ use super::clock::{Nanoseconds, from_seconds, to_seconds};
 use super::mix::ConnectionMix;
 use crate::random::exponential;
 
-/// Random stream of [`seeded_rng`] for arrivals alone, so that all methods get the same connections.
+/// Random stream of [`seeded_rng`] that only arrivals use, so that all methods get the same connections.
 const RNG_STREAM_ARRIVALS: u64 = 200;
 
 /// Process by which clients open connections.
@@ -18,9 +18,9 @@ const RNG_STREAM_ARRIVALS: u64 = 200;
 pub enum ArrivalProcess {
     /// Poisson arrivals, at a rate that keeps the given mean number of connections open.
     OpenLoop { mean_open_connections: f64 },
-    /// Load generator of Cheetah's Fig. 9 (`includes/httpclient.py` of github.com/cheetahlb/experiments). Every client
-    /// repeats each request of the mix, but only after it has ended. Long requests are therefore open most of the time,
-    /// and most new requests are short.
+    /// Closed loop, as in the load generator of Cheetah's Fig. 9 (`includes/httpclient.py` of
+    /// github.com/cheetahlb/experiments). Every client repeats each request of the mix, but only after that request has
+    /// ended. Long requests are therefore open most of the time, and most new requests are short.
     ClosedLoop { clients: u32, request_rate: RateWave },
 }
 
@@ -44,8 +44,8 @@ impl RateWave {
         // This is Bhaskara's approximation of sin(pi x) (7th century), which is within 0.2 % of the height. Unlike a
         // sine function, it yields the same bits on every machine.
         let x = second / self.duration_s;
-        let product = 16.0 * x * (1.0 - x);
-        self.base_per_s + (self.peak_per_s - self.base_per_s) * product / (5.0 - product / 4.0)
+        let parabola = 16.0 * x * (1.0 - x);
+        self.base_per_s + (self.peak_per_s - self.base_per_s) * parabola / (5.0 - parabola / 4.0)
     }
 }
 
@@ -56,24 +56,30 @@ pub struct ConnectionSource {
     mix: ConnectionMix,
     rng: Xoshiro256PlusPlus,
     next_start: Nanoseconds,
-    warm_up: Nanoseconds,
-    /// Kinds of the requests that wait to be sent, for closed-loop arrivals only.
-    waiting_kinds: VecDeque<u8>,
+    warm_up_duration: Nanoseconds,
+    /// Kinds of the requests that wait to be sent. Only closed-loop arrivals use this queue.
+    waiting_kind_indices: VecDeque<u8>,
 }
 
 impl ConnectionSource {
-    /// Creates a source. A closed loop's wave starts at the end of the warm-up.
-    pub fn new(arrivals: ArrivalProcess, mix: &ConnectionMix, warm_up: Nanoseconds, seed: u64) -> Self {
+    /// Creates the source of connections with these arrivals. A closed loop's wave starts at the end of the warm-up.
+    pub fn new(arrivals: ArrivalProcess, mix: &ConnectionMix, warm_up_duration: Nanoseconds, seed: u64) -> Self {
         let rng = seeded_rng(seed, RNG_STREAM_ARRIVALS);
-        let mut source =
-            Self { arrivals, mix: mix.clone(), rng, next_start: 0, warm_up, waiting_kinds: VecDeque::new() };
+        let mut source = Self {
+            arrivals,
+            mix: mix.clone(),
+            rng,
+            next_start: 0,
+            warm_up_duration,
+            waiting_kind_indices: VecDeque::new(),
+        };
         if let ArrivalProcess::ClosedLoop { clients, .. } = arrivals {
-            let mut kinds: Vec<u8> = (0..clients).flat_map(|_| mix.weighted_kinds().to_vec()).collect();
+            let mut kind_indices: Vec<u8> = (0..clients).flat_map(|_| mix.weighted_kind_indices().to_vec()).collect();
             // This is a Fisher-Yates shuffle.
-            for last in (1..kinds.len()).rev() {
-                kinds.swap(last, uniform_below(&mut source.rng, last as u32 + 1) as usize);
+            for last in (1..kind_indices.len()).rev() {
+                kind_indices.swap(last, uniform_below(&mut source.rng, last as u32 + 1) as usize);
             }
-            source.waiting_kinds = kinds.into();
+            source.waiting_kind_indices = kind_indices.into();
         }
         source.schedule_next_start();
         source
@@ -86,18 +92,18 @@ impl ConnectionSource {
 
     /// Removes the next connection and returns its identity and kind. Returns `None` if no request waits to be sent.
     pub fn pop_connection(&mut self) -> Option<(u64, u8)> {
-        let kind = match self.arrivals {
+        let kind_index = match self.arrivals {
             ArrivalProcess::OpenLoop { .. } => Some(self.mix.draw_kind(&mut self.rng)),
-            ArrivalProcess::ClosedLoop { .. } => self.waiting_kinds.pop_front(),
+            ArrivalProcess::ClosedLoop { .. } => self.waiting_kind_indices.pop_front(),
         };
         let identity = self.rng.next_u64();
         self.schedule_next_start();
-        Some((identity, kind?))
+        Some((identity, kind_index?))
     }
 
-    pub fn on_connection_ended(&mut self, kind: u8) {
+    pub fn on_connection_ended(&mut self, kind_index: u8) {
         if let ArrivalProcess::ClosedLoop { .. } = self.arrivals {
-            self.waiting_kinds.push_back(kind);
+            self.waiting_kind_indices.push_back(kind_index);
         }
     }
 
@@ -108,14 +114,14 @@ impl ConnectionSource {
                 self.mix.mean_duration_ns() / connections
             }
             ArrivalProcess::ClosedLoop { request_rate, .. } => {
-                1e9 / request_rate.rate_at(to_seconds(self.next_start) - to_seconds(self.warm_up))
+                1e9 / request_rate.rate_at(to_seconds(self.next_start) - to_seconds(self.warm_up_duration))
             }
         };
         self.next_start += (unit_gap * mean_gap_ns).round() as Nanoseconds;
     }
 }
 
-/// Returns how long it takes until the initially empty system is in its steady state. In an open loop, this is the
+/// Returns the time that the initially empty system takes to reach its steady state. In an open loop, this is the
 /// longest connection's duration.
 pub fn settling_time(arrivals: &ArrivalProcess, mix: &ConnectionMix) -> Nanoseconds {
     match arrivals {
@@ -137,13 +143,13 @@ mod tests {
             0,
             1,
         );
-        let mut count = 0;
+        let mut connection_count = 0;
         while source.next_start() < from_seconds(1_000.0) {
             source.pop_connection().unwrap();
-            count += 1;
+            connection_count += 1;
         }
         // The mean is 100 per second, and the standard deviation of the count is 316.
-        assert!((98_700..101_300).contains(&count), "{count}");
+        assert!((98_700..101_300).contains(&connection_count), "{connection_count}");
     }
 
     #[test]

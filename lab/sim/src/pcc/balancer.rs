@@ -14,7 +14,7 @@ pub struct PlacedConnection {
     pub stored_state: u64,
 }
 
-/// All load balancers of a cluster. They all learn of a server change at the same time.
+/// Set of all load balancers of a cluster. All of them process a server change at the same time.
 pub trait Balancer {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection;
 
@@ -37,8 +37,8 @@ pub trait Balancer {
     /// Processes the reports of all servers and computes new tables from them.
     fn process_reports(&mut self, _cluster: &Cluster) {}
 
-    /// Returns when the connection's packets first went to another server than its own, or `None` if they never did.
-    /// Without [`super::Config::records_per_second_counts`] no history is stored, so the returned time is the current
-    /// one.
+    /// Returns the time at which the connection's packets first went to another server than its own, or `None` if they
+    /// never did. Without [`super::Config::records_per_second_counts`] no history is stored, so the returned time is
+    /// the current one.
     fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds>;
 }

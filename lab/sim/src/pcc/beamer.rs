@@ -25,7 +25,7 @@ use super::hashed::bucket_count;
 /// Random stream of [`seeded_rng`] that selects the buckets to move.
 const RNG_STREAM_BUCKET_MOVES: u64 = 204;
 
-/// Whether a server receives new connections.
+/// State of a server, which determines whether it receives new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ServerState {
     /// The server is outside the pool.
@@ -36,7 +36,7 @@ enum ServerState {
     Suspended,
 }
 
-/// Load balancers that use stable hashing with daisy chaining.
+/// Load balancers that use stable hashing with daisy chaining, as in Beamer.
 #[derive(Debug)]
 pub struct Beamer {
     table: BucketTable,
@@ -79,11 +79,11 @@ impl Beamer {
         &self.table
     }
 
-    fn has_state(&self, server: u16, state: ServerState) -> bool {
+    fn is_in_state(&self, server: u16, state: ServerState) -> bool {
         self.server_states[usize::from(server)] == state
     }
 
-    fn servers_with_state(&self, is_wanted_state: impl Fn(ServerState) -> bool) -> Vec<u16> {
+    fn servers_in_states(&self, is_wanted_state: impl Fn(ServerState) -> bool) -> Vec<u16> {
         (0..self.server_states.len() as u16)
             .filter(|server| is_wanted_state(self.server_states[usize::from(*server)]))
             .collect()
@@ -94,12 +94,12 @@ impl Beamer {
         (bucket_count, self.rng.next_u32(), server)
     }
 
-    /// Lends the buckets to those serving servers that have the fewest buckets.
+    /// Lends the buckets, one by one, to the serving server that has the fewest buckets.
     fn lend_buckets(&mut self, buckets: Vec<u32>) {
         let used_bucket_count = |beamer: &Self, server: u16| {
             beamer.owned_buckets[usize::from(server)].len() + beamer.borrowed_buckets[usize::from(server)].len()
         };
-        let serving_servers = self.servers_with_state(|state| state == ServerState::Serving);
+        let serving_servers = self.servers_in_states(|state| state == ServerState::Serving);
         let mut servers_by_bucket_count: BinaryHeap<_> = serving_servers
             .into_iter()
             .map(|server| Reverse(self.bucket_sort_key(used_bucket_count(self, server), server)))
@@ -108,7 +108,7 @@ impl Beamer {
             let Reverse((bucket_count, _, borrowing_server)) =
                 servers_by_bucket_count.pop().expect("one server always serves");
             self.borrowed_buckets[usize::from(borrowing_server)].push(bucket);
-            self.table.assign(bucket as usize, borrowing_server);
+            self.table.assign_bucket(bucket as usize, borrowing_server);
             servers_by_bucket_count.push(Reverse(self.bucket_sort_key(bucket_count + 1, borrowing_server)));
         }
     }
@@ -125,7 +125,7 @@ impl Beamer {
         for position in 0..self.owned_buckets[usize::from(server)].len() {
             let bucket = self.owned_buckets[usize::from(server)][position];
             self.return_bucket(bucket);
-            self.table.assign(bucket as usize, server);
+            self.table.assign_bucket(bucket as usize, server);
         }
     }
 
@@ -140,19 +140,19 @@ impl Beamer {
 
     /// Removes a server from the pool and gives its own buckets to the servers that own the fewest.
     fn remove_server(&mut self, server: u16) {
-        if self.has_state(server, ServerState::Serving)
-            && self.servers_with_state(|other| other == ServerState::Serving).len() == 1
+        if self.is_in_state(server, ServerState::Serving)
+            && self.servers_in_states(|other| other == ServerState::Serving).len() == 1
         {
             // All other servers are suspended, so one of them must serve again.
-            let suspended_servers = self.servers_with_state(|other| other == ServerState::Suspended);
+            let suspended_servers = self.servers_in_states(|other| other == ServerState::Suspended);
             let drawn_index = uniform_below(&mut self.rng, suspended_servers.len() as u32);
             self.resume_server(suspended_servers[drawn_index as usize]);
         }
-        let was_suspended = self.has_state(server, ServerState::Suspended);
+        let was_suspended = self.is_in_state(server, ServerState::Suspended);
         self.server_states[usize::from(server)] = ServerState::NotInPool;
         let borrowed_buckets = std::mem::take(&mut self.borrowed_buckets[usize::from(server)]);
         self.lend_buckets(borrowed_buckets);
-        let pool_servers = self.servers_with_state(|state| state != ServerState::NotInPool);
+        let pool_servers = self.servers_in_states(|state| state != ServerState::NotInPool);
         let mut servers_by_bucket_count: BinaryHeap<_> = pool_servers
             .into_iter()
             .map(|pool_server| {
@@ -162,12 +162,12 @@ impl Beamer {
         for bucket in std::mem::take(&mut self.owned_buckets[usize::from(server)]) {
             let Reverse((bucket_count, _, new_owner)) =
                 servers_by_bucket_count.pop().expect("the last server never leaves");
-            if was_suspended && self.has_state(new_owner, ServerState::Serving) {
+            if was_suspended && self.is_in_state(new_owner, ServerState::Serving) {
                 self.return_bucket(bucket);
             }
             self.owned_buckets[usize::from(new_owner)].push(bucket);
-            match self.has_state(new_owner, ServerState::Serving) {
-                true => self.table.assign(bucket as usize, new_owner),
+            match self.is_in_state(new_owner, ServerState::Serving) {
+                true => self.table.assign_bucket(bucket as usize, new_owner),
                 false if was_suspended => (),
                 false => self.lend_buckets(vec![bucket]),
             }
@@ -175,24 +175,24 @@ impl Beamer {
         }
     }
 
-    /// Adds a server to the pool. It takes its share of buckets from the servers that own the most.
+    /// Adds a server to the pool. The new server takes an equal share of buckets from the servers that own the most.
     fn add_server(&mut self, server: u16) {
-        let other_servers = self.servers_with_state(|state| state != ServerState::NotInPool);
+        let other_servers = self.servers_in_states(|state| state != ServerState::NotInPool);
         self.server_states[usize::from(server)] = ServerState::Serving;
-        let bucket_share = self.table.len() / (other_servers.len() + 1);
+        let fair_bucket_count = self.table.len() / (other_servers.len() + 1);
         let mut servers_by_bucket_count: BinaryHeap<_> = other_servers
             .into_iter()
             .map(|other| self.bucket_sort_key(self.owned_buckets[usize::from(other)].len(), other))
             .collect();
-        for _ in 0..bucket_share {
+        for _ in 0..fair_bucket_count {
             let (bucket_count, _, previous_owner) = servers_by_bucket_count.pop().expect("there are other servers");
             let position = uniform_below(&mut self.rng, bucket_count as u32) as usize;
             let bucket = self.owned_buckets[usize::from(previous_owner)].swap_remove(position);
-            if self.has_state(previous_owner, ServerState::Suspended) {
+            if self.is_in_state(previous_owner, ServerState::Suspended) {
                 self.return_bucket(bucket);
             }
             self.owned_buckets[usize::from(server)].push(bucket);
-            self.table.assign(bucket as usize, server);
+            self.table.assign_bucket(bucket as usize, server);
             servers_by_bucket_count.push(self.bucket_sort_key(bucket_count - 1, previous_owner));
         }
     }
@@ -207,7 +207,7 @@ impl Beamer {
         for bucket in 0..self.table.len() {
             let server = cluster.members()[bucket % cluster.members().len()];
             self.owned_buckets[usize::from(server)].push(bucket as u32);
-            self.table.assign(bucket, server);
+            self.table.assign_bucket(bucket, server);
         }
     }
 }
@@ -222,12 +222,12 @@ impl Balancer for Beamer {
     }
 
     fn on_servers_changed(&mut self, cluster: &Cluster) {
-        self.table.begin_change(cluster.now);
+        self.table.begin_table_change(cluster.now);
         if self.server_states.is_empty() {
             return self.assign_all_buckets(cluster);
         }
         for server in 0..self.server_states.len() as u16 {
-            match (self.has_state(server, ServerState::NotInPool), cluster.is_member(server)) {
+            match (self.is_in_state(server, ServerState::NotInPool), cluster.is_member(server)) {
                 (true, true) => self.add_server(server),
                 (false, false) => self.remove_server(server),
                 _ => (),
@@ -241,25 +241,25 @@ impl Balancer for Beamer {
             return;
         };
         let server = connection.server;
-        let open_connections = f64::from(cluster.open_connections(server));
-        let another_server_serves = || self.servers_with_state(|state| state == ServerState::Serving).len() > 1;
+        let open_connections = f64::from(cluster.open_connection_count(server));
+        let another_server_serves = || self.servers_in_states(|state| state == ServerState::Serving).len() > 1;
         if open_connections > (1.0 + threshold_control.threshold) * cluster.mean_open_connections()
-            && self.has_state(server, ServerState::Serving)
+            && self.is_in_state(server, ServerState::Serving)
             && another_server_serves()
         {
-            self.table.begin_change(cluster.now);
+            self.table.begin_table_change(cluster.now);
             self.suspend_server(server);
         }
     }
 
     fn on_connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
         let server = connection.server;
-        if self.threshold_control.is_none() || !self.has_state(server, ServerState::Suspended) {
+        if self.threshold_control.is_none() || !self.is_in_state(server, ServerState::Suspended) {
             return;
         }
-        let open_connections = cluster.open_connections(server);
+        let open_connections = cluster.open_connection_count(server);
         if open_connections == 0 || f64::from(open_connections) < cluster.mean_open_connections() {
-            self.table.begin_change(cluster.now);
+            self.table.begin_table_change(cluster.now);
             self.resume_server(server);
         }
     }

@@ -8,8 +8,8 @@ use super::connections::Connection;
 #[derive(Debug, Clone, Copy)]
 struct BucketServer {
     server: u16,
-    /// Number of the table change by which the server became reachable. Older connections used another in between.
-    since_change: u32,
+    /// Number of the table change by which the server became reachable. Connections from before it used another server.
+    reachable_since_change: u32,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -19,16 +19,16 @@ struct Bucket {
     previous: BucketServer,
 }
 
-/// Server that a bucket's packets no longer reach, with the table changes between which they reached it.
+/// Server that a bucket's packets no longer reach. They reached it between two table changes, whose numbers are stored.
 #[derive(Debug, Clone, Copy)]
 struct Eviction {
     server: u16,
-    since_change: u32,
-    until_change: u32,
+    reachable_since_change: u32,
+    reachable_until_change: u32,
     evicted_at: Nanoseconds,
 }
 
-const NO_SERVER: BucketServer = BucketServer { server: u16::MAX, since_change: u32::MAX };
+const NO_SERVER: BucketServer = BucketServer { server: u16::MAX, reachable_since_change: u32::MAX };
 
 /// Returns the bucket of a hash. Only the lower 32 bits of the hash are used.
 pub fn hash_to_bucket(hash: u64, bucket_count: usize) -> usize {
@@ -40,7 +40,7 @@ pub fn hash_to_bucket(hash: u64, bucket_count: usize) -> usize {
 #[derive(Debug)]
 pub struct BucketTable {
     buckets: Vec<Bucket>,
-    has_daisy_chaining: bool,
+    uses_daisy_chaining: bool,
     /// Number of table changes so far. A connection stores the number at the time of its first packet.
     change_count: u32,
     last_change_at: Nanoseconds,
@@ -49,10 +49,10 @@ pub struct BucketTable {
 
 impl BucketTable {
     /// Returns a table whose buckets have no server yet.
-    pub fn new(bucket_count: usize, has_daisy_chaining: bool, keeps_history: bool) -> Self {
+    pub fn new(bucket_count: usize, uses_daisy_chaining: bool, keeps_history: bool) -> Self {
         Self {
             buckets: vec![Bucket { current: NO_SERVER, previous: NO_SERVER }; bucket_count],
-            has_daisy_chaining,
+            uses_daisy_chaining,
             change_count: 0,
             last_change_at: 0,
             evictions_by_bucket: keeps_history.then(|| vec![Vec::new(); bucket_count]),
@@ -71,24 +71,24 @@ impl BucketTable {
         self.buckets[bucket].current.server
     }
 
-    /// Returns the number of the last table change, which a connection that begins now stores.
+    /// Returns the number of the last table change. A connection that begins now stores this number.
     pub fn last_change_number(&self) -> u64 {
         self.change_count.into()
     }
 
-    /// Starts a table change, to which all assignments belong until the next call.
-    pub fn begin_change(&mut self, now: Nanoseconds) {
+    /// Starts a table change. All assignments until the next call belong to it.
+    pub fn begin_table_change(&mut self, now: Nanoseconds) {
         self.change_count += 1;
         self.last_change_at = now;
     }
 
     /// Assigns a bucket to a server, as part of the current change.
-    pub fn assign(&mut self, bucket: usize, server: u16) {
+    pub fn assign_bucket(&mut self, bucket: usize, server: u16) {
         let entry = &mut self.buckets[bucket];
         if entry.current.server == server {
             return;
         }
-        let evicted_server = match (self.has_daisy_chaining, entry.previous.server == server) {
+        let evicted_server = match (self.uses_daisy_chaining, entry.previous.server == server) {
             // The bucket returns to its previous server, so both servers stay reachable.
             (true, true) => {
                 std::mem::swap(&mut entry.current, &mut entry.previous);
@@ -97,15 +97,15 @@ impl BucketTable {
             (true, false) => std::mem::replace(&mut entry.previous, entry.current),
             (false, _) => entry.current,
         };
-        entry.current = BucketServer { server, since_change: self.change_count };
+        entry.current = BucketServer { server, reachable_since_change: self.change_count };
         if let Some(history) = &mut self.evictions_by_bucket
             && evicted_server.server != NO_SERVER.server
         {
-            let (server, since_change) = (evicted_server.server, evicted_server.since_change);
+            let (server, since_change) = (evicted_server.server, evicted_server.reachable_since_change);
             history[bucket].push(Eviction {
                 server,
-                since_change,
-                until_change: self.change_count,
+                reachable_since_change: since_change,
+                reachable_until_change: self.change_count,
                 evicted_at: self.last_change_at,
             });
         }
@@ -115,9 +115,9 @@ impl BucketTable {
     /// [`BucketTable::last_change_number`] at its first packet.
     pub fn first_break_time(&self, connection: &Connection, now: Nanoseconds) -> Option<Nanoseconds> {
         let bucket = self.bucket_of_connection(connection.identity);
-        let first_packet_change = connection.stored_state as u32;
+        let first_packet_change_number = connection.stored_state as u32;
         let is_reachable_since_first_packet = |resident: &BucketServer| {
-            resident.server == connection.server && resident.since_change <= first_packet_change
+            resident.server == connection.server && resident.reachable_since_change <= first_packet_change_number
         };
         let Bucket { current, previous } = &self.buckets[bucket];
         if is_reachable_since_first_packet(current) || is_reachable_since_first_packet(previous) {
@@ -126,8 +126,8 @@ impl BucketTable {
         let Some(history) = &self.evictions_by_bucket else { return Some(now) };
         let eviction = history[bucket].iter().find(|eviction| {
             eviction.server == connection.server
-                && eviction.since_change <= first_packet_change
-                && first_packet_change < eviction.until_change
+                && eviction.reachable_since_change <= first_packet_change_number
+                && first_packet_change_number < eviction.reachable_until_change
         });
         Some(eviction.expect("what reaches a server no longer was evicted").evicted_at)
     }

@@ -11,18 +11,18 @@ use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 
 use super::balancer::{Balancer, PlacedConnection};
 use super::clock::Nanoseconds;
-use super::cluster::{Cluster, LOAD_BALANCERS_MAX, server_id};
+use super::cluster::{Cluster, MAX_LOAD_BALANCERS, server_id};
 use super::connections::Connection;
 use super::{Config, LoadInfo};
 
-/// Random streams of [`seeded_rng`] for the fleet's RSS key and its cookie keys.
+/// Random stream of [`seeded_rng`] for the fleet's RSS key. The next constant is the stream for its cookie keys.
 const RNG_STREAM_RSS_KEY: u64 = 202;
 const RNG_STREAM_COOKIE_KEYS: u64 = 203;
 
 /// Number of entries in each server's indirection table.
 const INDIRECTION_ENTRY_COUNT: usize = 128;
 
-/// Mean core load that policies are given. The value is arbitrary, because policies only use ratios of loads.
+/// Mean core load that policies receive. The value is arbitrary, because policies only use ratios of loads.
 const MEAN_LOAD: f64 = 0.5;
 
 /// Load balancers that place connections by one policy and put the server's id into a cookie.
@@ -31,7 +31,7 @@ pub struct Cheetah {
     load_info: LoadInfo,
     bucket_count: BucketCount,
     table: PlacementTable,
-    /// Each load balancer's placement state, with round-robin positions and counts of assigned connections.
+    /// Placement state of each load balancer, with its round-robin positions and its counts of assigned connections.
     placement_states: Vec<PlacementState>,
     table_generation: u64,
     cookie_keys: FleetCookieKeys,
@@ -40,12 +40,13 @@ pub struct Cheetah {
     cores_per_server: u16,
     /// Number of open connections of each core, ordered by server and then by core.
     core_connection_counts: Vec<u32>,
-    /// Position of each server among the table's members, or of its first core slot.
+    /// Position of each server among the table's members. If members are cores, it is the position of the server's
+    /// first core.
     table_positions: Vec<usize>,
 }
 
 impl Cheetah {
-    /// Creates the load balancers of a cluster. `name` must be one of [`policy::names`].
+    /// Creates the load balancers of a cluster. `name` must be one of [`policy::policy_names`].
     pub fn new(name: &str, config: &Config, servers: usize, seed: u64) -> Self {
         let uses_current_counts = config.load_info == LoadInfo::Current && name == LEAST_POLICY;
         let policy: Box<dyn Policy> = match uses_current_counts {
@@ -57,23 +58,27 @@ impl Cheetah {
         let rss_key = RssKey::random(&mut seeded_rng(seed, RNG_STREAM_RSS_KEY));
         let server_rss_config = |server: usize| RssConfig {
             key: rss_key.clone(),
-            indirection_table: IndirectionTable::balanced(server as u64, INDIRECTION_ENTRY_COUNT, config.cores)
-                .expect("a power of two"),
+            indirection_table: IndirectionTable::balanced(
+                server as u64,
+                INDIRECTION_ENTRY_COUNT,
+                config.cores_per_server,
+            )
+            .expect("a power of two"),
         };
         let mut rng = seeded_rng(seed, RNG_STREAM_COOKIE_KEYS);
-        let keys = [(); 2].map(|()| CookieKey::random(&mut rng));
+        let cookie_keys = [(); 2].map(|()| CookieKey::random(&mut rng));
         Self {
             policy,
             load_info: config.load_info,
             bucket_count,
             table: PlacementTable::empty(bucket_count),
-            placement_states: vec![PlacementState::default(); LOAD_BALANCERS_MAX],
+            placement_states: vec![PlacementState::default(); MAX_LOAD_BALANCERS],
             table_generation: 0,
-            cookie_keys: FleetCookieKeys { keys, current: KeyIndex::First },
+            cookie_keys: FleetCookieKeys { keys: cookie_keys, current_key_index: KeyIndex::First },
             time_key: CookieKey::random(&mut rng),
             rss_configs: (0..servers).map(server_rss_config).collect(),
-            cores_per_server: config.cores,
-            core_connection_counts: vec![0; servers * usize::from(config.cores)],
+            cores_per_server: config.cores_per_server,
+            core_connection_counts: vec![0; servers * usize::from(config.cores_per_server)],
             table_positions: vec![usize::MAX; servers],
         }
     }
@@ -97,7 +102,11 @@ impl Cheetah {
                 ),
                 rss: Some(self.rss_configs[number].clone()),
                 // Current counts are kept up to date as the table's assigned connections instead.
-                open_connections: if self.uses_current_counts() { 0 } else { cluster.open_connections(number as u16) },
+                open_connection_count: if self.uses_current_counts() {
+                    0
+                } else {
+                    cluster.open_connection_count(number as u16)
+                },
                 ..PoolServer::new(server_id(number as u16))
             }
         };
@@ -132,12 +141,13 @@ impl Cheetah {
         if self.uses_current_counts() {
             for (slot, core) in self.table.core_slots.iter().enumerate() {
                 self.table_positions[usize::from(core.server.get())] = slot;
-                self.placement_states[0].assigned_counts[slot] = cluster.open_connections(core.server.get());
+                self.placement_states[0].assigned_connection_counts[slot] =
+                    cluster.open_connection_count(core.server.get());
             }
         } else if self.table.rule == PlacementRule::PowerOfTwo {
             for (position, member) in self.table.members.iter_mut().enumerate() {
                 self.table_positions[usize::from(member.server.get())] = position;
-                member.fixed_point_load = cluster.open_connections(member.server.get());
+                member.fixed_point_load = cluster.open_connection_count(member.server.get());
             }
         }
     }
@@ -150,9 +160,9 @@ impl Cheetah {
         }
         match self.table.rule {
             PlacementRule::PowerOfTwo => {
-                self.table.members[position].fixed_point_load = cluster.open_connections(server)
+                self.table.members[position].fixed_point_load = cluster.open_connection_count(server)
             }
-            _ => self.placement_states[0].assigned_counts[position] = cluster.open_connections(server),
+            _ => self.placement_states[0].assigned_connection_counts[position] = cluster.open_connection_count(server),
         }
     }
 
@@ -165,7 +175,7 @@ impl Cheetah {
     #[cfg(test)]
     pub fn power_of_two_candidates(&self, identity: u64) -> [coreward_model::ServerId; 2] {
         use coreward_model::placement::{draw_two_below, mix_hash};
-        let hash = self.table.groups[0].toeplitz_hash(&identity_to_tuple(identity).bytes());
+        let hash = self.table.rss_key_by_group[0].toeplitz_hash(&identity_to_tuple(identity).bytes());
         let (first, second) = draw_two_below(mix_hash(hash), self.table.members.len() as u32);
         [first, second].map(|position| self.table.members[position as usize].server)
     }
@@ -175,7 +185,7 @@ impl Cheetah {
             return 0;
         }
         let rss_config = &self.rss_configs[usize::from(server)];
-        rss_config.indirection_table.queue_of_hash(rss_config.key.toeplitz_hash(&tuple.bytes()))
+        rss_config.indirection_table.queue_for_hash(rss_config.key.toeplitz_hash(&tuple.bytes()))
     }
 
     fn core_index(&self, connection: &Connection) -> usize {
@@ -183,7 +193,7 @@ impl Cheetah {
     }
 }
 
-/// Name of the only policy that has a different implementation for current counts.
+/// Name of the only policy that is implemented differently for current connection counts.
 const LEAST_POLICY: &str = "least";
 
 fn single_bucket_count() -> BucketCount {
@@ -243,7 +253,7 @@ impl Balancer for Cheetah {
         self.replace_table(cluster);
     }
 
-    /// Checks the cookie that one load balancer decodes, because all load balancers decode the same server.
+    /// Checks the cookie as one load balancer decodes it, because all load balancers decode the same server.
     fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
         (self.decoded_cookie(connection) != Cookie::Server(server_id(connection.server))).then_some(cluster.now)
     }

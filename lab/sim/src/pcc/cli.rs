@@ -76,7 +76,7 @@ impl PccArgs {
             report_interval_ms: self.report_ms,
             buckets_per_server: self.buckets_per_server,
             bucket_count: BucketCount::new(self.buckets)?,
-            cores: self.cores,
+            cores_per_server: self.cores,
             records_per_second_counts: false,
         })?;
         Ok(outcome.render(self.format))

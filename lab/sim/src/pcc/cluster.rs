@@ -21,7 +21,7 @@ pub enum ClusterChange {
 }
 
 /// Maximum number of load balancers. Sets of load balancers are stored as masks of 64 bits.
-pub const LOAD_BALANCERS_MAX: usize = 64;
+pub const MAX_LOAD_BALANCERS: usize = 64;
 
 /// Servers and load balancers of a simulation, with their current state.
 #[derive(Debug)]
@@ -53,7 +53,7 @@ impl Cluster {
             open_connection_counts: vec![0; servers + spare_servers],
             pool_connection_count: 0,
             load_balancers: (0..load_balancers as u8).collect(),
-            idle_load_balancers: (load_balancers as u8..LOAD_BALANCERS_MAX as u8).collect(),
+            idle_load_balancers: (load_balancers as u8..MAX_LOAD_BALANCERS as u8).collect(),
             imbalance,
         }
     }
@@ -70,7 +70,7 @@ impl Cluster {
         self.open_connection_counts.len()
     }
 
-    pub fn open_connections(&self, server: u16) -> u32 {
+    pub fn open_connection_count(&self, server: u16) -> u32 {
         self.open_connection_counts[usize::from(server)]
     }
 
@@ -112,7 +112,8 @@ impl Cluster {
         *connection_count -= 1;
     }
 
-    /// Applies the change. Returns `false` if nothing is left to add, or if only one is left and cannot be removed.
+    /// Applies the change. Returns `false` if no server or load balancer is left to add, or if the last one would be
+    /// removed.
     pub fn apply_change(&mut self, change: ClusterChange, rng: &mut impl rand::Rng) -> bool {
         match change {
             ClusterChange::AddServer => self.add_server(),
@@ -140,8 +141,8 @@ impl Cluster {
         let position = self.members.partition_point(|member| *member < server);
         self.members.insert(position, server);
         self.is_member[usize::from(server)] = true;
-        self.pool_connection_count += u64::from(self.open_connections(server));
-        self.imbalance.add_server(self.open_connections(server));
+        self.pool_connection_count += u64::from(self.open_connection_count(server));
+        self.imbalance.add_server(self.open_connection_count(server));
         true
     }
 
@@ -152,8 +153,8 @@ impl Cluster {
         let server = self.members.remove(uniform_below(rng, self.members.len() as u32) as usize);
         self.is_member[usize::from(server)] = false;
         self.spare_servers.push_back(server);
-        self.pool_connection_count -= u64::from(self.open_connections(server));
-        self.imbalance.remove_server(self.open_connections(server));
+        self.pool_connection_count -= u64::from(self.open_connection_count(server));
+        self.imbalance.remove_server(self.open_connection_count(server));
         true
     }
 }
@@ -170,17 +171,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn drained_server_keeps_its_connections_and_leaves_the_mean() {
+    fn drained_server_keeps_connections_but_is_not_in_the_mean() {
         let mut rng = seeded_rng(1, 0);
         let mut cluster = Cluster::new(3, 1, 2, 0);
         [0, 0, 1, 2, 2, 2].into_iter().for_each(|server| cluster.add_connection(server));
         assert_eq!(cluster.mean_open_connections(), 2.0);
         assert!(cluster.apply_change(ClusterChange::RemoveServer, &mut rng));
         let drained_server = (0..3).find(|server| !cluster.is_member(*server)).unwrap();
-        assert_eq!(cluster.mean_open_connections(), f64::from(6 - cluster.open_connections(drained_server)) / 2.0);
-        let previous_connection_count = cluster.open_connections(drained_server);
+        assert_eq!(cluster.mean_open_connections(), f64::from(6 - cluster.open_connection_count(drained_server)) / 2.0);
+        let previous_connection_count = cluster.open_connection_count(drained_server);
         cluster.remove_connection(drained_server);
-        assert_eq!(cluster.open_connections(drained_server), previous_connection_count - 1);
+        assert_eq!(cluster.open_connection_count(drained_server), previous_connection_count - 1);
         // The spare server joins before the drained one, which has been outside the pool for a shorter time.
         assert!(cluster.apply_change(ClusterChange::AddServer, &mut rng) && cluster.is_member(3));
         assert!(cluster.apply_change(ClusterChange::AddServer, &mut rng) && cluster.is_member(drained_server));

@@ -7,7 +7,7 @@ use super::mix::ConnectionMix;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Connection {
-    /// 64 random bits that identify the connection, instead of a 4-tuple.
+    /// Random number that identifies the connection instead of a 4-tuple.
     pub identity: u64,
     /// State that the method stores for the connection, in the load balancers or in the connection's packets.
     pub stored_state: u64,
@@ -18,19 +18,19 @@ pub struct Connection {
     pub server: u16,
     pub core: u16,
     /// Index of the connection's [`super::mix::ConnectionKind`].
-    pub kind: u8,
+    pub kind_index: u8,
 }
 
-/// All open connections, with a queue per kind. Those of one kind last equally long, so they end in order of their
-/// starts.
+/// Set of all open connections, with a queue per kind. Connections of one kind have equal durations, so they end in the
+/// order of their starts.
 #[derive(Debug)]
 pub struct Connections {
     slots: Vec<Option<Connection>>,
     free_slots: Vec<u32>,
-    /// Ends of each kind's connections in ascending order, with the slots of the connections.
-    end_queues: Vec<VecDeque<(Nanoseconds, u32)>>,
+    /// End times of each kind's connections in ascending order, with the connections' indices in `slots`.
+    end_times_by_kind: Vec<VecDeque<(Nanoseconds, u32)>>,
     kind_durations: Vec<Nanoseconds>,
-    /// Next time at which a connection of each kind ends, or [`NEVER`] if none is open.
+    /// Next end time of each kind's connections, or [`NEVER`] if no connection of the kind is open.
     next_end_times: Vec<Nanoseconds>,
     next_ending_kind: usize,
     open_count: usize,
@@ -44,7 +44,7 @@ impl Connections {
         Self {
             slots: Vec::new(),
             free_slots: Vec::new(),
-            end_queues: vec![VecDeque::new(); kinds.len()],
+            end_times_by_kind: vec![VecDeque::new(); kinds.len()],
             kind_durations: kinds.iter().map(|kind| kind.duration).collect(),
             next_end_times: vec![NEVER; kinds.len()],
             next_ending_kind: 0,
@@ -63,8 +63,8 @@ impl Connections {
 
     /// Adds a new connection. It must not start earlier than any connection added before.
     pub fn open(&mut self, connection: Connection) {
-        let kind = usize::from(connection.kind);
-        let end = connection.start + self.kind_durations[kind];
+        let kind_index = usize::from(connection.kind_index);
+        let end = connection.start + self.kind_durations[kind_index];
         let slot = match self.free_slots.pop() {
             Some(slot) => {
                 self.slots[slot as usize] = Some(connection);
@@ -75,24 +75,24 @@ impl Connections {
                 (self.slots.len() - 1) as u32
             }
         };
-        if self.end_queues[kind].is_empty() {
-            self.next_end_times[kind] = end;
+        if self.end_times_by_kind[kind_index].is_empty() {
+            self.next_end_times[kind_index] = end;
             if end < self.next_end_times[self.next_ending_kind] {
-                self.next_ending_kind = kind;
+                self.next_ending_kind = kind_index;
             }
         }
-        self.end_queues[kind].push_back((end, slot));
+        self.end_times_by_kind[kind_index].push_back((end, slot));
         self.open_count += 1;
     }
 
-    pub fn next_end(&self) -> Option<Nanoseconds> {
+    pub fn next_end_time(&self) -> Option<Nanoseconds> {
         (self.open_count > 0).then(|| self.next_end_times[self.next_ending_kind])
     }
 
     pub fn close_next(&mut self) -> Option<Connection> {
-        let kind = self.next_ending_kind;
-        let (_, slot) = self.end_queues[kind].pop_front()?;
-        self.next_end_times[kind] = self.end_queues[kind].front().map_or(NEVER, |(end, _)| *end);
+        let kind_index = self.next_ending_kind;
+        let (_, slot) = self.end_times_by_kind[kind_index].pop_front()?;
+        self.next_end_times[kind_index] = self.end_times_by_kind[kind_index].front().map_or(NEVER, |(end, _)| *end);
         self.next_ending_kind = index_of_minimum(&self.next_end_times);
         self.free_slots.push(slot);
         self.open_count -= 1;
@@ -119,18 +119,26 @@ mod tests {
         let mut rng = seeded_rng(1, 0);
         let (mut expected, mut closed_connections) = (Vec::new(), Vec::new());
         for start in 0..5_000 {
-            let kind = mix.draw_kind(&mut rng);
+            let kind_index = mix.draw_kind(&mut rng);
             let start = start * 100_000;
-            while connections.next_end().is_some_and(|end| end <= start) {
-                closed_connections.push((connections.next_end().unwrap(), connections.close_next().unwrap().identity));
+            while connections.next_end_time().is_some_and(|end| end <= start) {
+                closed_connections
+                    .push((connections.next_end_time().unwrap(), connections.close_next().unwrap().identity));
             }
-            expected.push((start + mix.kinds()[usize::from(kind)].duration, start));
-            let connection =
-                Connection { identity: start, stored_state: 0, start, rerouted_at: None, server: 0, core: 0, kind };
+            expected.push((start + mix.kinds()[usize::from(kind_index)].duration, start));
+            let connection = Connection {
+                identity: start,
+                stored_state: 0,
+                start,
+                rerouted_at: None,
+                server: 0,
+                core: 0,
+                kind_index,
+            };
             connections.open(connection);
             assert_eq!(connections.len() + closed_connections.len(), expected.len());
         }
-        while let Some(end) = connections.next_end() {
+        while let Some(end) = connections.next_end_time() {
             closed_connections.push((end, connections.close_next().unwrap().identity));
         }
         let end_times = |entries: &[(u64, u64)]| entries.iter().map(|(end, _)| *end).collect::<Vec<_>>();

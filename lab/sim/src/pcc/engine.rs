@@ -10,7 +10,7 @@ use super::outcome::{PerSecondCounts, SeedResult};
 use super::schedule::{ChangeSchedule, max_deviation};
 use super::{ClusterUpdates, Config};
 
-/// Returns how many servers are outside the pool at the start.
+/// Returns the number of servers that are outside the pool at the start.
 fn spare_server_count(config: &Config) -> usize {
     match &config.updates {
         ClusterUpdates::PerMinute { .. } => max_deviation(config.servers),
@@ -20,7 +20,7 @@ fn spare_server_count(config: &Config) -> usize {
     }
 }
 
-/// Returns how many servers a simulation has in total, whether they are in the pool or not.
+/// Returns the total number of servers in a simulation, whether they are in the pool or not.
 pub fn server_count(config: &Config) -> usize {
     config.servers + spare_server_count(config)
 }
@@ -38,16 +38,16 @@ struct Simulation<'a, B> {
     change_schedule: ChangeSchedule,
     next_report_at: Option<Nanoseconds>,
     report_interval: Nanoseconds,
-    warm_up: Nanoseconds,
+    warm_up_duration: Nanoseconds,
     end_time: Nanoseconds,
     seed_result: SeedResult,
 }
 
 impl<'a, B: Balancer> Simulation<'a, B> {
     fn new(config: &Config, mix: &'a ConnectionMix, seed: u64, mut balancer: B) -> Self {
-        let warm_up = settling_time(&config.arrivals, mix);
-        let end_time = warm_up + from_seconds(config.minutes * 60.0);
-        let cluster = Cluster::new(config.servers, spare_server_count(config), config.load_balancers, warm_up);
+        let warm_up_duration = settling_time(&config.arrivals, mix);
+        let end_time = warm_up_duration + from_seconds(config.minutes * 60.0);
+        let cluster = Cluster::new(config.servers, spare_server_count(config), config.load_balancers, warm_up_duration);
         balancer.on_servers_changed(&cluster);
         let report_interval = config.report_interval_ms * 1_000_000;
         let second_count = (config.minutes * 60.0).ceil() as usize;
@@ -58,11 +58,11 @@ impl<'a, B: Balancer> Simulation<'a, B> {
             next_report_at: balancer.uses_reports().then_some(report_interval),
             balancer,
             connections: Connections::new(mix),
-            connection_source: ConnectionSource::new(config.arrivals, mix, warm_up, seed),
-            change_schedule: ChangeSchedule::new(&config.updates, &cluster, warm_up, seed),
+            connection_source: ConnectionSource::new(config.arrivals, mix, warm_up_duration, seed),
+            change_schedule: ChangeSchedule::new(&config.updates, &cluster, warm_up_duration, seed),
             cluster,
             report_interval,
-            warm_up,
+            warm_up_duration,
             end_time,
             seed_result: SeedResult {
                 per_second_counts: if config.records_per_second_counts { per_second_counts } else { Vec::new() },
@@ -74,16 +74,16 @@ impl<'a, B: Balancer> Simulation<'a, B> {
     fn run(mut self) -> SeedResult {
         loop {
             // If several events are simultaneous, connections end first, because an ended connection cannot be broken.
-            let next_end = self.connections.next_end().unwrap_or(Nanoseconds::MAX);
-            let next_start = self.connection_source.next_start();
+            let next_end_time = self.connections.next_end_time().unwrap_or(Nanoseconds::MAX);
+            let next_start_time = self.connection_source.next_start();
             let next_change = self.change_schedule.next_change_at().unwrap_or(Nanoseconds::MAX);
             let next_report = self.next_report_at.unwrap_or(Nanoseconds::MAX);
-            let now = next_end.min(next_start).min(next_change).min(next_report);
+            let now = next_end_time.min(next_start_time).min(next_change).min(next_report);
             if now >= self.end_time {
                 break;
             }
             self.cluster.advance_to(now);
-            if now == next_end {
+            if now == next_end_time {
                 self.close_next_connection();
             } else if now == next_change {
                 self.apply_next_change();
@@ -95,7 +95,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
             }
         }
         self.cluster.advance_to(self.end_time);
-        self.finish()
+        self.into_result()
     }
 
     fn open_next_connection(&mut self) {
@@ -109,7 +109,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
             rerouted_at: None,
             server: placement.server,
             core: placement.core,
-            kind,
+            kind_index: kind,
         };
         self.balancer.on_connection_opened(&connection, &self.cluster);
         self.connections.open(connection);
@@ -117,20 +117,20 @@ impl<'a, B: Balancer> Simulation<'a, B> {
 
     fn close_next_connection(&mut self) {
         let connection = self.connections.close_next().expect("one ends now");
-        let first_break = self.balancer.first_break_time(&connection, &self.cluster);
-        self.connection_source.on_connection_ended(connection.kind);
+        let first_break_time = self.balancer.first_break_time(&connection, &self.cluster);
+        self.connection_source.on_connection_ended(connection.kind_index);
         self.cluster.remove_connection(connection.server);
         self.balancer.on_connection_closed(&connection, &self.cluster);
-        if self.cluster.now < self.warm_up {
+        if self.cluster.now < self.warm_up_duration {
             return;
         }
         self.seed_result.ended_connections += 1;
-        match first_break {
+        match first_break_time {
             Some(broken_at) => {
                 self.seed_result.broken_connections += 1;
                 if !self.seed_result.per_second_counts.is_empty() {
-                    let noticed_at = self.break_notice_time(&connection, broken_at);
-                    self.update_per_second_counts(noticed_at, |second| second.broken_connections += 1);
+                    let break_noticed_at = self.break_notice_time(&connection, broken_at);
+                    self.update_per_second_counts(break_noticed_at, |second| second.broken_connections += 1);
                 }
             }
             None => self.update_per_second_counts(self.cluster.now, |second| second.completed_connections += 1),
@@ -149,11 +149,12 @@ impl<'a, B: Balancer> Simulation<'a, B> {
             }
         }
         let server_count = self.cluster.members().len();
-        if self.cluster.now >= self.warm_up {
+        if self.cluster.now >= self.warm_up_duration {
             self.seed_result.update_count += 1;
         }
         if server_count != previous_server_count {
-            let first_second = (self.cluster.now.saturating_sub(self.warm_up) / NANOSECONDS_PER_SECOND) as usize;
+            let first_second =
+                (self.cluster.now.saturating_sub(self.warm_up_duration) / NANOSECONDS_PER_SECOND) as usize;
             self.seed_result
                 .per_second_counts
                 .iter_mut()
@@ -162,10 +163,10 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         }
     }
 
-    /// Returns when the client notices the break. This is at its next acknowledgement, or at the latest when the
-    /// connection would regularly end.
+    /// Returns the time at which the client notices the break. This is its next acknowledgement, or at the latest the
+    /// regular end of the connection.
     fn break_notice_time(&self, connection: &Connection, broken_at: Nanoseconds) -> Nanoseconds {
-        let kind = self.mix.kinds()[usize::from(connection.kind)];
+        let kind = self.mix.kinds()[usize::from(connection.kind_index)];
         let packet_count = u128::from(kind.packet_count);
         let elapsed_ns = u128::from(broken_at - connection.start);
         let next_packet_number = (elapsed_ns * packet_count).div_ceil(kind.duration.into());
@@ -173,7 +174,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
     }
 
     fn update_per_second_counts(&mut self, time: Nanoseconds, update: impl FnOnce(&mut PerSecondCounts)) {
-        let Some(since_warm_up) = time.checked_sub(self.warm_up) else { return };
+        let Some(since_warm_up) = time.checked_sub(self.warm_up_duration) else { return };
         if let Some(second) =
             self.seed_result.per_second_counts.get_mut((since_warm_up / NANOSECONDS_PER_SECOND) as usize)
         {
@@ -181,15 +182,15 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         }
     }
 
-    fn finish(mut self) -> SeedResult {
+    fn into_result(mut self) -> SeedResult {
         self.seed_result.imbalance = self.cluster.imbalance.average_imbalance();
         self.seed_result.open_connections_at_end = self.connections.len();
         if !self.seed_result.per_second_counts.is_empty() {
             // Connections that are still open may have been broken within a reported second.
             while let Some(connection) = self.connections.close_next() {
                 if let Some(broken_at) = self.balancer.first_break_time(&connection, &self.cluster) {
-                    let noticed_at = self.break_notice_time(&connection, broken_at);
-                    self.update_per_second_counts(noticed_at, |second| second.broken_connections += 1);
+                    let break_noticed_at = self.break_notice_time(&connection, broken_at);
+                    self.update_per_second_counts(break_noticed_at, |second| second.broken_connections += 1);
                 }
             }
         }

@@ -25,7 +25,7 @@ const MAGLEV_BUCKETS_PER_SERVER: usize = 100;
 const MAGLEV_LARGE_TABLE_SIZE: usize = 655_373;
 
 impl HashLayout {
-    /// Returns how many buckets a table with this layout has.
+    /// Returns the number of buckets of a table with this layout.
     pub fn table_size(self, servers: usize, buckets_per_server: u32) -> usize {
         match self {
             HashLayout::Striped | HashLayout::Ring => bucket_count(servers, buckets_per_server),
@@ -74,9 +74,9 @@ impl Balancer for StatelessHashing {
 
     fn on_servers_changed(&mut self, cluster: &Cluster) {
         let ids: Vec<ServerId> = cluster.members().iter().copied().map(server_id).collect();
-        self.table.begin_change(cluster.now);
+        self.table.begin_table_change(cluster.now);
         for (bucket, position) in self.layout.server_indices(&ids, self.table.len()).into_iter().enumerate() {
-            self.table.assign(bucket, cluster.members()[position]);
+            self.table.assign_bucket(bucket, cluster.members()[position]);
         }
     }
 
@@ -86,8 +86,8 @@ impl Balancer for StatelessHashing {
 }
 
 /// Stateful hashing, as in Ananta, Maglev and Katran (Cheetah, NSDI'20, Sect. 2.2). Each load balancer stores the
-/// server of every connection that it has processed, and hashes the packets of others. In a connection's stored state,
-/// each load balancer that stores the connection has a bit.
+/// server of every connection that it has processed, and hashes the packets of other connections. A connection's stored
+/// state has a bit for each load balancer that stores the connection.
 #[derive(Debug)]
 pub struct StatefulHashing {
     fallback_hashing: StatelessHashing,
@@ -123,7 +123,8 @@ impl Balancer for StatefulHashing {
         self.fallback_hashing.on_servers_changed(cluster);
     }
 
-    /// Checks all connections, because each may now reach another load balancer. Hashed ones keep their server.
+    /// Updates all connections, because each may now reach another load balancer. Connections whose new load balancer
+    /// hashes them to their own server keep that server.
     fn on_load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
         // A load balancer that stops or restarts loses its connection table.
         let surviving_mask = self.load_balancer_mask & load_balancer_bits(cluster.load_balancers());

@@ -3,18 +3,19 @@
 
 use super::clock::Nanoseconds;
 
-/// Tracker of the pool's imbalance. It processes every change in constant time.
+/// Tracker of the imbalance between the pool's servers. It processes every change in constant time.
 #[derive(Debug)]
 pub struct ImbalanceTracker {
-    /// How many servers have each number of connections.
+    /// Number of servers that have each number of connections, indexed by the number of connections.
     server_histogram: Vec<u32>,
     server_count: u64,
     connection_count: u64,
     max_connections: usize,
     updated_at: Nanoseconds,
-    /// Integral of the imbalance (max/mean) over the time with connections, which the next field contains.
+    /// Integral of the imbalance (max/mean) over the time with at least one connection. The next field is that time
+    /// (ns).
     imbalance_integral: f64,
-    measured_ns: f64,
+    time_with_connections_ns: f64,
 }
 
 impl ImbalanceTracker {
@@ -27,11 +28,12 @@ impl ImbalanceTracker {
             max_connections: 0,
             updated_at: start,
             imbalance_integral: 0.0,
-            measured_ns: 0.0,
+            time_with_connections_ns: 0.0,
         }
     }
 
-    /// Adds the time until `now`, during which the connection counts have not changed.
+    /// Adds the imbalance between the last update and `now` to the integral. The connection counts must not have
+    /// changed.
     pub fn advance_to(&mut self, now: Nanoseconds) {
         if now <= self.updated_at {
             return;
@@ -39,7 +41,7 @@ impl ImbalanceTracker {
         if self.connection_count > 0 {
             let elapsed_ns = (now - self.updated_at) as f64;
             self.imbalance_integral += self.current_imbalance() * elapsed_ns;
-            self.measured_ns += elapsed_ns;
+            self.time_with_connections_ns += elapsed_ns;
         }
         self.updated_at = now;
     }
@@ -51,20 +53,20 @@ impl ImbalanceTracker {
 
     /// Returns the imbalance (max/mean), averaged over the time with connections, or 1.0 if there were none.
     pub fn average_imbalance(&self) -> f64 {
-        if self.measured_ns > 0.0 { self.imbalance_integral / self.measured_ns } else { 1.0 }
+        if self.time_with_connections_ns > 0.0 { self.imbalance_integral / self.time_with_connections_ns } else { 1.0 }
     }
 
-    pub fn add_server(&mut self, connections: u32) {
+    pub fn add_server(&mut self, connection_count: u32) {
         self.server_count += 1;
-        self.connection_count += u64::from(connections);
-        self.add_to_histogram(connections as usize);
+        self.connection_count += u64::from(connection_count);
+        self.add_to_histogram(connection_count as usize);
     }
 
     /// Removes a server that has the given number of connections.
-    pub fn remove_server(&mut self, connections: u32) {
+    pub fn remove_server(&mut self, connection_count: u32) {
         self.server_count -= 1;
-        self.connection_count -= u64::from(connections);
-        self.remove_from_histogram(connections as usize);
+        self.connection_count -= u64::from(connection_count);
+        self.remove_from_histogram(connection_count as usize);
     }
 
     /// Counts a new connection on a server that had `previous_connections` connections.
@@ -81,16 +83,16 @@ impl ImbalanceTracker {
         self.remove_from_histogram(previous_connections as usize);
     }
 
-    fn add_to_histogram(&mut self, connections: usize) {
-        if connections >= self.server_histogram.len() {
-            self.server_histogram.resize(connections + 1, 0);
+    fn add_to_histogram(&mut self, connection_count: usize) {
+        if connection_count >= self.server_histogram.len() {
+            self.server_histogram.resize(connection_count + 1, 0);
         }
-        self.server_histogram[connections] += 1;
-        self.max_connections = self.max_connections.max(connections);
+        self.server_histogram[connection_count] += 1;
+        self.max_connections = self.max_connections.max(connection_count);
     }
 
-    fn remove_from_histogram(&mut self, connections: usize) {
-        self.server_histogram[connections] -= 1;
+    fn remove_from_histogram(&mut self, connection_count: usize) {
+        self.server_histogram[connection_count] -= 1;
         while self.max_connections > 0 && self.server_histogram[self.max_connections] == 0 {
             self.max_connections -= 1;
         }
@@ -104,22 +106,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tracked_imbalance_equals_one_computed_from_all_counts() {
+    fn tracked_imbalance_equals_recomputed_imbalance() {
         let mut rng = seeded_rng(1, 0);
         let mut imbalance = ImbalanceTracker::starting_at(1_000);
-        let mut counts: Vec<Option<u32>> = vec![None; 8];
+        let mut connection_counts: Vec<Option<u32>> = vec![None; 8];
         let (mut imbalance_integral, mut measured_time) = (0.0, 0.0);
         for step in 1..5_000u64 {
             let now = step * 10;
-            let pool_counts: Vec<u32> = counts.iter().flatten().copied().collect();
-            if now > 1_000 && pool_counts.iter().sum::<u32>() > 0 {
-                let mean = f64::from(pool_counts.iter().sum::<u32>()) / pool_counts.len() as f64;
-                imbalance_integral += f64::from(*pool_counts.iter().max().unwrap()) / mean * 10.0;
+            let pool_connection_counts: Vec<u32> = connection_counts.iter().flatten().copied().collect();
+            if now > 1_000 && pool_connection_counts.iter().sum::<u32>() > 0 {
+                let mean = f64::from(pool_connection_counts.iter().sum::<u32>()) / pool_connection_counts.len() as f64;
+                imbalance_integral += f64::from(*pool_connection_counts.iter().max().unwrap()) / mean * 10.0;
                 measured_time += 10.0;
             }
             imbalance.advance_to(now);
             let server = uniform_below(&mut rng, 8) as usize;
-            match (&mut counts[server], uniform_below(&mut rng, 40)) {
+            match (&mut connection_counts[server], uniform_below(&mut rng, 40)) {
                 (count @ None, 0..4) => {
                     imbalance.add_server(server as u32);
                     *count = Some(server as u32);

@@ -40,7 +40,7 @@ pub enum Method {
     },
     /// Cookie that names the connection's server, which a policy of the load balancer has chosen (`cheetah:POLICY`).
     Cheetah {
-        /// Name of the policy, one of [`policy::names`].
+        /// Name of the policy, one of [`policy::policy_names`].
         policy: &'static str,
     },
 }
@@ -81,17 +81,17 @@ impl HashLayout {
     }
 
     /// Returns the layout as the last parameter in a method's name, or an empty text for the default, `hash`.
-    fn suffix(self) -> String {
+    fn method_name_suffix(self) -> String {
         if self == HashLayout::Striped { String::new() } else { format!(":{}", self.name()) }
     }
 }
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum MethodError {
-    /// No method, layout or policy has the given name.
+    /// No method, layout or policy has the requested name.
     #[error(transparent)]
     UnknownName(#[from] UnknownName),
-    /// The method `cheetah` was given without a policy.
+    /// The method `cheetah` has no policy.
     #[error(
         "method \"cheetah\": expected cheetah:POLICY with a policy out of {list}",
         list = policy::policy_names().join(", ")
@@ -100,14 +100,14 @@ pub enum MethodError {
     /// The parameter of `beamer` is not a threshold.
     #[error("method \"beamer:{0}\": expected a threshold above 0, at most 100, as 0.1 for 10 % above the mean")]
     InvalidThreshold(String),
-    /// The parameter of a method with small cookies is not a number of bits.
+    /// The parameter of a method with small cookies is not a valid number of bits.
     #[error(
         "method {0:?}: expected {name}:BITS with BITS from 0 to {max}, then, if not hash, :LAYOUT",
         name = .0.split(':').next().unwrap_or_default(),
-        max = if .0.starts_with(HASH_INDEX) { "4, +TAG_BITS from 0 to 12 optionally" } else { "12" }
+        max = if .0.starts_with(HASH_INDEX_NAME) { "4, +TAG_BITS from 0 to 12 optionally" } else { "12" }
     )]
     InvalidBits(String),
-    /// A parameter was given to a method that takes none.
+    /// A method that takes no parameter has one.
     #[error("method {0:?}: it takes no parameter")]
     UnexpectedParameter(String),
 }
@@ -127,9 +127,9 @@ const METHOD_SYNTAX: [&str; 11] = [
     "cheetah:POLICY",
 ];
 
-const HISTORY_TAG: &str = "history-tag";
-const HISTORY_TAG_KEPT: &str = "history-tag-kept";
-const HASH_INDEX: &str = "hash-index";
+const HISTORY_TAG_NAME: &str = "history-tag";
+const HISTORY_TAG_KEPT_NAME: &str = "history-tag-kept";
+const HASH_INDEX_NAME: &str = "hash-index";
 
 /// Splits `BITS[:LAYOUT]` into the text before the colon and the layout.
 fn parse_bits_and_layout(parameter: &str) -> Result<(&str, HashLayout), MethodError> {
@@ -159,13 +159,13 @@ impl FromStr for Method {
             }
             ("stateful-hash", None) => Ok(Method::Stateful(HashLayout::Striped)),
             ("stateful-hash", Some(layout)) => Ok(Method::Stateful(HashLayout::parse_name(layout)?)),
-            (HISTORY_TAG | HISTORY_TAG_KEPT, parameter) => {
+            (HISTORY_TAG_NAME | HISTORY_TAG_KEPT_NAME, parameter) => {
                 let (bits, layout) = parse_bits_and_layout(parameter.unwrap_or_default())?;
                 let bits =
                     parse_bits(MAX_TAG_BITS, bits).ok_or_else(|| MethodError::InvalidBits(method_text.to_owned()))?;
-                Ok(Method::HistoryTag { tag_bits: bits, renews_tags: name == HISTORY_TAG, layout })
+                Ok(Method::HistoryTag { tag_bits: bits, renews_tags: name == HISTORY_TAG_NAME, layout })
             }
-            (HASH_INDEX, parameter) => {
+            (HASH_INDEX_NAME, parameter) => {
                 let (bits, layout) = parse_bits_and_layout(parameter.unwrap_or_default())?;
                 let (bits, tag_bits) = bits.split_once('+').unwrap_or((bits, "0"));
                 let parsed_bits = parse_bits(MAX_INDEX_BITS, bits).zip(parse_bits(MAX_TAG_BITS, tag_bits));
@@ -194,16 +194,16 @@ impl fmt::Display for Method {
             Method::Hashed(layout) => f.write_str(layout.name()),
             Method::Beamer { threshold: None } => f.write_str("beamer"),
             Method::Beamer { threshold: Some(threshold) } => write!(f, "beamer:{threshold}"),
-            Method::Stateful(layout) => write!(f, "stateful-hash{}", layout.suffix()),
+            Method::Stateful(layout) => write!(f, "stateful-hash{}", layout.method_name_suffix()),
             Method::HistoryTag { tag_bits: bits, renews_tags, layout } => {
-                let name = if *renews_tags { HISTORY_TAG } else { HISTORY_TAG_KEPT };
-                write!(f, "{name}:{bits}{}", layout.suffix())
+                let name = if *renews_tags { HISTORY_TAG_NAME } else { HISTORY_TAG_KEPT_NAME };
+                write!(f, "{name}:{bits}{}", layout.method_name_suffix())
             }
             Method::HashIndex { index_bits: bits, tag_bits: 0, layout } => {
-                write!(f, "{HASH_INDEX}:{bits}{}", layout.suffix())
+                write!(f, "{HASH_INDEX_NAME}:{bits}{}", layout.method_name_suffix())
             }
             Method::HashIndex { index_bits: bits, tag_bits, layout } => {
-                write!(f, "{HASH_INDEX}:{bits}+{tag_bits}{}", layout.suffix())
+                write!(f, "{HASH_INDEX_NAME}:{bits}+{tag_bits}{}", layout.method_name_suffix())
             }
             Method::Cheetah { policy } => write!(f, "cheetah:{policy}"),
         }

@@ -11,9 +11,9 @@ pub struct ConnectionKind {
     pub packet_count: u32,
 }
 
-/// Mix of Cheetah's large web server (Barbette et al., NSDI'20, Sect. 2.1 and 5.3), grouped from the 908 requests in
-/// `includes/duration_high.path` of github.com/cheetahlb/experiments. Each entry has duration (us), size (bytes) and
-/// count. The median duration is 0.54 s, the mean 26.3 s, and the maximum 150 s.
+/// Connections of Cheetah's large web server (Barbette et al., NSDI'20, Sect. 2.1 and 5.3), each with duration (us),
+/// size (bytes) and count. They are grouped from the 908 requests in `includes/duration_high.path` of
+/// github.com/cheetahlb/experiments. The median duration is 0.54 s, the mean 26.3 s, and the maximum 150 s.
 const WEB_SERVER_CONNECTIONS: [(u64, f64, u16); 33] = [
     (1_015, 58.988, 1),
     (1_015, 83.440, 11),
@@ -57,7 +57,7 @@ const BYTES_PER_PACKET: f64 = 125.0;
 pub struct ConnectionMix {
     kinds: Vec<ConnectionKind>,
     /// Indices of the kinds, each repeated as often as its weight.
-    weighted_kinds: Vec<u8>,
+    weighted_kind_indices: Vec<u8>,
     mean_duration_ns: f64,
 }
 
@@ -68,10 +68,10 @@ impl ConnectionMix {
             packet_count: ((bytes / BYTES_PER_PACKET) as u32).max(1),
         };
         let indexed_entries = WEB_SERVER_CONNECTIONS.iter().enumerate();
-        let weighted_kinds = indexed_entries
+        let weighted_kind_indices = indexed_entries
             .flat_map(|(kind, (.., weight))| std::iter::repeat_n(kind as u8, usize::from(*weight)))
             .collect();
-        Self::new(WEB_SERVER_CONNECTIONS.iter().map(to_kind).collect(), weighted_kinds)
+        Self::new(WEB_SERVER_CONNECTIONS.iter().map(to_kind).collect(), weighted_kind_indices)
     }
 
     /// Returns a mix whose connections all last `seconds`.
@@ -80,11 +80,11 @@ impl ConnectionMix {
         Self::new(vec![ConnectionKind { duration: super::clock::from_seconds(seconds), packet_count: 1 }], vec![0])
     }
 
-    fn new(kinds: Vec<ConnectionKind>, weighted_kinds: Vec<u8>) -> Self {
+    fn new(kinds: Vec<ConnectionKind>, weighted_kind_indices: Vec<u8>) -> Self {
         let total_duration: u128 =
-            weighted_kinds.iter().map(|kind| u128::from(kinds[usize::from(*kind)].duration)).sum();
-        let mean_duration_ns = total_duration as f64 / weighted_kinds.len() as f64;
-        Self { kinds, weighted_kinds, mean_duration_ns }
+            weighted_kind_indices.iter().map(|kind| u128::from(kinds[usize::from(*kind)].duration)).sum();
+        let mean_duration_ns = total_duration as f64 / weighted_kind_indices.len() as f64;
+        Self { kinds, weighted_kind_indices, mean_duration_ns }
     }
 
     pub fn kinds(&self) -> &[ConnectionKind] {
@@ -92,13 +92,13 @@ impl ConnectionMix {
     }
 
     /// Returns the indices of the kinds, each repeated as often as its weight.
-    pub fn weighted_kinds(&self) -> &[u8] {
-        &self.weighted_kinds
+    pub fn weighted_kind_indices(&self) -> &[u8] {
+        &self.weighted_kind_indices
     }
 
     /// Draws a kind at random, in proportion to the weights, and returns its index.
     pub fn draw_kind(&self, rng: &mut impl rand::Rng) -> u8 {
-        self.weighted_kinds[uniform_below(rng, self.weighted_kinds.len() as u32) as usize]
+        self.weighted_kind_indices[uniform_below(rng, self.weighted_kind_indices.len() as u32) as usize]
     }
 
     /// Returns the mean duration of connections (ns).
@@ -119,10 +119,10 @@ mod tests {
     #[test]
     fn web_server_mix_equals_the_published_one() {
         let mix = ConnectionMix::web_server();
-        assert_eq!(mix.weighted_kinds().len(), 908);
+        assert_eq!(mix.weighted_kind_indices().len(), 908);
         // The expected values are those of the file. Its mean size is 6.2 KB.
         assert!((mix.mean_duration_ns() / 1e9 - 26.3013).abs() < 1e-4, "{}", mix.mean_duration_ns());
-        assert_eq!(mix.kinds()[usize::from(mix.weighted_kinds()[454])].duration, from_seconds(0.544234));
+        assert_eq!(mix.kinds()[usize::from(mix.weighted_kind_indices()[454])].duration, from_seconds(0.544234));
         assert_eq!(mix.longest_duration(), 150_403_355_000);
         let bytes: f64 = WEB_SERVER_CONNECTIONS.iter().map(|(_, bytes, weight)| bytes * f64::from(*weight)).sum();
         assert!((bytes / 908.0 - 6_200.0).abs() < 50.0, "{}", bytes / 908.0);

@@ -25,7 +25,7 @@ mod small_cookies;
 pub use arrivals::{ArrivalProcess, ConnectionSource, RateWave};
 use beamer::{Beamer, ThresholdControl};
 use cheetah::Cheetah;
-pub use cluster::{ClusterChange, LOAD_BALANCERS_MAX};
+pub use cluster::{ClusterChange, MAX_LOAD_BALANCERS};
 use coreward_model::placement::BucketCount;
 use hashed::{StatefulHashing, StatelessHashing};
 pub use method::{HashLayout, MAX_INDEX_BITS, MAX_TAG_BITS, Method, MethodError};
@@ -36,7 +36,7 @@ use small_cookies::{CookieFields, SmallCookies};
 
 use crate::par_map_ordered;
 
-/// How recent the load information is that the policies of `cheetah` use.
+/// Age of the load information that the policies of `cheetah` use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LoadInfo {
     /// pow2 and least use current connection counts; awrr, crossrss and crossrss-plus use reports
@@ -62,7 +62,7 @@ pub struct Config {
     pub methods: Vec<Method>,
     /// Number of seeds, which are numbered from 1.
     pub seed_count: u64,
-    /// How recent the load information is that policies use.
+    /// Age of the load information that policies use.
     pub load_info: LoadInfo,
     /// Interval between two reports, and between the tables computed from them (ms), from 10 to 60000.
     pub report_interval_ms: u64,
@@ -72,13 +72,13 @@ pub struct Config {
     /// Number of buckets in each placement table.
     pub bucket_count: BucketCount,
     /// Number of cores of each server, from 1 to 128, which only affects policies such as crossrss.
-    pub cores: u16,
-    /// Whether the results of each second are counted. If so, memory use grows with the number of changes.
+    pub cores_per_server: u16,
+    /// Whether results are also counted for each second. If so, memory use grows with the number of changes.
     pub records_per_second_counts: bool,
 }
 
 impl Default for Config {
-    /// Returns the cluster of Cheetah's simulations (NSDI'20, Sect. 2.1), with 70,000 connections and the highest
+    /// Returns the configuration of Cheetah's simulations (NSDI'20, Sect. 2.1), with 70,000 connections and the highest
     /// update rate.
     fn default() -> Self {
         Self {
@@ -93,17 +93,17 @@ impl Default for Config {
             report_interval_ms: 100,
             buckets_per_server: 100,
             bucket_count: BucketCount::new(2048).expect("a power of two"),
-            cores: 1,
+            cores_per_server: 1,
             records_per_second_counts: false,
         }
     }
 }
 
 impl Config {
-    /// Returns the experiment of Cheetah's Fig. 9 (NSDI'20, Sect. 5.3), with 24 servers and 1,500 to 2,500 requests per
-    /// second over 40 s. Servers join while the load rises, and drain while it falls. The text has 7 joining and 8
-    /// leaving. The times here follow the published server counts (`dynamic/BeamerNBSRV.csv` of
-    /// github.com/cheetahlb/experiments), in which 6 join.
+    /// Returns the configuration of the experiment in Cheetah's Fig. 9 (NSDI'20, Sect. 5.3), with 24 servers and 1,500
+    /// to 2,500 requests per second over 40 s. Servers join while the load rises, and drain while it falls. According
+    /// to the paper's text, 7 servers join and 8 leave. The times here follow the published server counts
+    /// (`dynamic/BeamerNBSRV.csv` of github.com/cheetahlb/experiments), in which 6 join.
     pub fn cheetah_figure_9() -> Self {
         let server_changes = [(5, 1), (6, 2), (7, 2), (13, 1), (16, -2), (20, -1), (21, -1), (22, -3), (23, -1)];
         let changes = server_changes.into_iter().flat_map(|(second, servers): (u32, i32)| {
@@ -134,25 +134,25 @@ impl Config {
 pub const DEFAULT_METHODS: [&str; 8] =
     ["hash", "consistent-hash", "maglev", "beamer", "stateful-hash", "cheetah:rr", "cheetah:pow2", "cheetah:least"];
 
-/// Value of a configuration that is invalid.
+/// Error for an invalid value of a configuration.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Error {
-    #[error("{0} servers: expected 1 to {SERVERS_MAX}")]
+    #[error("{0} servers: expected 1 to {MAX_SERVERS}")]
     InvalidServerCount(usize),
-    #[error("{0} connections: expected a number from 1 to {CONNECTIONS_MAX}")]
+    #[error("{0} connections: expected a number from 1 to {MAX_CONNECTIONS}")]
     InvalidConnectionCount(f64),
     #[error("{0} requests per second: expected a number from 1 to 1000000")]
     InvalidRequestRate(f64),
     #[error("{0} clients: expected 1 to 1000")]
     InvalidClientCount(u32),
-    #[error("{0} updates per minute: expected a number from 0 to {UPDATES_MAX}")]
+    #[error("{0} updates per minute: expected a number from 0 to {MAX_UPDATES_PER_MINUTE}")]
     InvalidUpdateRate(f64),
     /// A scheduled change is outside the run, or earlier than the change before it.
     #[error("a change at second {0}: expected a number from 0 on, none before the one that it follows")]
     InvalidChangeTime(f64),
     #[error("{0} minutes: expected a number above 0, at most 1440")]
     InvalidMinutes(f64),
-    #[error("{0} load balancers: expected 1 to {max}", max = LOAD_BALANCERS_MAX / 2)]
+    #[error("{0} load balancers: expected 1 to {max}", max = MAX_LOAD_BALANCERS / 2)]
     InvalidLoadBalancerCount(usize),
     #[error("no methods: expected at least one")]
     NoMethods,
@@ -162,14 +162,14 @@ pub enum Error {
     InvalidReportInterval(u64),
     #[error("{0} buckets per server: expected 1 to 1000")]
     InvalidBucketsPerServer(u32),
-    /// The number of cores is out of range. It is limited by the size of an indirection table.
+    /// The number of cores is 0, or exceeds the size of an indirection table.
     #[error("{0} cores: expected 1 to 128")]
     InvalidCoreCount(u16),
 }
 
-const SERVERS_MAX: usize = 7_000;
-const CONNECTIONS_MAX: u32 = 10_000_000;
-const UPDATES_MAX: u32 = 6_000;
+const MAX_SERVERS: usize = 7_000;
+const MAX_CONNECTIONS: u32 = 10_000_000;
+const MAX_UPDATES_PER_MINUTE: u32 = 6_000;
 
 /// Runs every method with every seed on all CPUs. Fails when a value of the configuration is out of range.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
@@ -188,9 +188,8 @@ fn run_method(config: &Config, mix: &ConnectionMix, method: Method, seed: u64) -
     match method {
         Method::Hashed(layout) => engine::simulate(config, mix, seed, StatelessHashing::new(layout, config)),
         Method::Beamer { threshold } => {
-            let suspensions_start = arrivals::settling_time(&config.arrivals, mix) / 2;
-            let threshold_control =
-                threshold.map(|threshold| ThresholdControl { threshold, suspends_from: suspensions_start });
+            let suspends_from = arrivals::settling_time(&config.arrivals, mix) / 2;
+            let threshold_control = threshold.map(|threshold| ThresholdControl { threshold, suspends_from });
             let beamer = Beamer::new(threshold_control, config, seed);
             engine::simulate(config, mix, seed, beamer)
         }
@@ -212,43 +211,43 @@ fn run_method(config: &Config, mix: &ConnectionMix, method: Method, seed: u64) -
 }
 
 fn check_config(config: &Config) -> Result<(), Error> {
-    require((1..=SERVERS_MAX).contains(&config.servers), Error::InvalidServerCount(config.servers))?;
+    ensure_valid((1..=MAX_SERVERS).contains(&config.servers), Error::InvalidServerCount(config.servers))?;
     check_arrivals(&config.arrivals)?;
     check_updates(&config.updates)?;
-    require(config.minutes > 0.0 && config.minutes <= 1440.0, Error::InvalidMinutes(config.minutes))?;
-    require(
-        (1..=LOAD_BALANCERS_MAX / 2).contains(&config.load_balancers),
+    ensure_valid(config.minutes > 0.0 && config.minutes <= 1440.0, Error::InvalidMinutes(config.minutes))?;
+    ensure_valid(
+        (1..=MAX_LOAD_BALANCERS / 2).contains(&config.load_balancers),
         Error::InvalidLoadBalancerCount(config.load_balancers),
     )?;
-    require(!config.methods.is_empty(), Error::NoMethods)?;
-    require((1..=1_000).contains(&config.seed_count), Error::InvalidSeedCount(config.seed_count))?;
-    require(
+    ensure_valid(!config.methods.is_empty(), Error::NoMethods)?;
+    ensure_valid((1..=1_000).contains(&config.seed_count), Error::InvalidSeedCount(config.seed_count))?;
+    ensure_valid(
         (10..=60_000).contains(&config.report_interval_ms),
         Error::InvalidReportInterval(config.report_interval_ms),
     )?;
-    require(
+    ensure_valid(
         (1..=1_000).contains(&config.buckets_per_server),
         Error::InvalidBucketsPerServer(config.buckets_per_server),
     )?;
-    require((1..=128).contains(&config.cores), Error::InvalidCoreCount(config.cores))
+    ensure_valid((1..=128).contains(&config.cores_per_server), Error::InvalidCoreCount(config.cores_per_server))
 }
 
 /// Fails with `error` unless `is_valid` is true.
-fn require(is_valid: bool, error: Error) -> Result<(), Error> {
+fn ensure_valid(is_valid: bool, error: Error) -> Result<(), Error> {
     if is_valid { Ok(()) } else { Err(error) }
 }
 
 fn check_arrivals(arrivals: &ArrivalProcess) -> Result<(), Error> {
     match *arrivals {
-        ArrivalProcess::OpenLoop { mean_open_connections: connections } => require(
-            (1.0..=f64::from(CONNECTIONS_MAX)).contains(&connections),
+        ArrivalProcess::OpenLoop { mean_open_connections: connections } => ensure_valid(
+            (1.0..=f64::from(MAX_CONNECTIONS)).contains(&connections),
             Error::InvalidConnectionCount(connections),
         ),
         ArrivalProcess::ClosedLoop { clients, request_rate } => {
-            require((1..=1_000).contains(&clients), Error::InvalidClientCount(clients))?;
+            ensure_valid((1..=1_000).contains(&clients), Error::InvalidClientCount(clients))?;
             [request_rate.base_per_s, request_rate.peak_per_s]
                 .into_iter()
-                .try_for_each(|rate| require((1.0..=1e6).contains(&rate), Error::InvalidRequestRate(rate)))
+                .try_for_each(|rate| ensure_valid((1.0..=1e6).contains(&rate), Error::InvalidRequestRate(rate)))
         }
     }
 }
@@ -257,13 +256,13 @@ fn check_updates(updates: &ClusterUpdates) -> Result<(), Error> {
     match updates {
         ClusterUpdates::PerMinute { servers, load_balancers } => {
             [*servers, *load_balancers].into_iter().try_for_each(|rate| {
-                require((0.0..=f64::from(UPDATES_MAX)).contains(&rate), Error::InvalidUpdateRate(rate))
+                ensure_valid((0.0..=f64::from(MAX_UPDATES_PER_MINUTE)).contains(&rate), Error::InvalidUpdateRate(rate))
             })
         }
         ClusterUpdates::Scheduled(changes) => {
             let mut previous_change_seconds = 0.0;
             for (at, _) in changes {
-                require((previous_change_seconds..=86_400.0).contains(at), Error::InvalidChangeTime(*at))?;
+                ensure_valid((previous_change_seconds..=86_400.0).contains(at), Error::InvalidChangeTime(*at))?;
                 previous_change_seconds = *at;
             }
             Ok(())

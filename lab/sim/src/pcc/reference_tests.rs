@@ -18,10 +18,10 @@ use super::mix::ConnectionMix;
 use super::small_cookies::{CookieFields, SmallCookies};
 use super::{ArrivalProcess, ClusterUpdates, Config, HashLayout, SeedResult};
 
-/// Reference model of the network. It determines which server a connection's packets reach.
+/// Reference model of the network, which determines the server that a connection's packets reach.
 trait ReferenceNetwork<B> {
     /// Updates the model after tables have changed or load balancers have stopped.
-    fn update(&mut self, balancer: &B, cluster: &Cluster);
+    fn update_tables(&mut self, balancer: &B, cluster: &Cluster);
 
     /// Records the server to which a connection's first packet went.
     fn begin_connection(&mut self, connection: &Connection, cluster: &Cluster);
@@ -30,11 +30,12 @@ trait ReferenceNetwork<B> {
     fn send_packet(&mut self, connection: &Connection, balancer: &B, cluster: &Cluster) -> u16;
 }
 
-/// Balancer that is checked against a reference model. It also sends the packets of every open connection in the model.
+/// Balancer that is checked against a reference model. After every change, it also sends a packet of each open
+/// connection through the model.
 struct CheckedBalancer<B, N> {
     balancer: B,
     network: N,
-    /// Open connections by identity. Each has the first time at which its packets reached another server, if any.
+    /// Open connections by identity, each with the first time at which its packets reached another server, if any.
     open_connections: BTreeMap<u64, (Connection, Option<Nanoseconds>)>,
 }
 
@@ -43,8 +44,8 @@ impl<B: Balancer, N: ReferenceNetwork<B>> CheckedBalancer<B, N> {
         Self { balancer, network, open_connections: BTreeMap::new() }
     }
 
-    fn send_on_all_connections(&mut self, cluster: &Cluster) {
-        self.network.update(&self.balancer, cluster);
+    fn send_packet_on_each_connection(&mut self, cluster: &Cluster) {
+        self.network.update_tables(&self.balancer, cluster);
         for (connection, broken_at) in self.open_connections.values_mut().filter(|(_, broken)| broken.is_none()) {
             if self.network.send_packet(connection, &self.balancer, cluster) != connection.server {
                 *broken_at = Some(cluster.now);
@@ -64,23 +65,23 @@ impl<B: Balancer, N: ReferenceNetwork<B>> Balancer for CheckedBalancer<B, N> {
         self.network.begin_connection(connection, cluster);
         self.open_connections.insert(connection.identity, (connection.clone(), None));
         self.balancer.on_connection_opened(connection, cluster);
-        self.send_on_all_connections(cluster);
+        self.send_packet_on_each_connection(cluster);
     }
 
     fn on_connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
         self.open_connections.remove(&connection.identity);
         self.balancer.on_connection_closed(connection, cluster);
-        self.send_on_all_connections(cluster);
+        self.send_packet_on_each_connection(cluster);
     }
 
     fn on_servers_changed(&mut self, cluster: &Cluster) {
         self.balancer.on_servers_changed(cluster);
-        self.send_on_all_connections(cluster);
+        self.send_packet_on_each_connection(cluster);
     }
 
     fn on_load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
         self.balancer.on_load_balancers_changed(cluster, connections);
-        self.send_on_all_connections(cluster);
+        self.send_packet_on_each_connection(cluster);
     }
 
     fn uses_reports(&self) -> bool {
@@ -89,21 +90,21 @@ impl<B: Balancer, N: ReferenceNetwork<B>> Balancer for CheckedBalancer<B, N> {
 
     fn process_reports(&mut self, cluster: &Cluster) {
         self.balancer.process_reports(cluster);
-        self.send_on_all_connections(cluster);
+        self.send_packet_on_each_connection(cluster);
     }
 
     fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
-        let first_break = self.balancer.first_break_time(connection, cluster);
-        assert_eq!(first_break, self.open_connections[&connection.identity].1, "{connection:?}");
-        first_break
+        let first_break_time = self.balancer.first_break_time(connection, cluster);
+        assert_eq!(first_break_time, self.open_connections[&connection.identity].1, "{connection:?}");
+        first_break_time
     }
 }
 
-/// Model in which a packet goes to the server that currently has its bucket.
+/// Network model in which a packet goes to the server that currently has its bucket.
 struct BucketNetwork;
 
 impl ReferenceNetwork<StatelessHashing> for BucketNetwork {
-    fn update(&mut self, _: &StatelessHashing, _: &Cluster) {}
+    fn update_tables(&mut self, _: &StatelessHashing, _: &Cluster) {}
 
     fn begin_connection(&mut self, _: &Connection, _: &Cluster) {}
 
@@ -112,7 +113,7 @@ impl ReferenceNetwork<StatelessHashing> for BucketNetwork {
     }
 }
 
-/// Model with daisy chaining, in which a bucket's current server passes unknown packets to the previous one.
+/// Network model with daisy chaining, in which a bucket's current server passes unknown packets to the previous one.
 #[derive(Default)]
 struct DaisyChainingNetwork {
     current_servers: Vec<u16>,
@@ -120,7 +121,7 @@ struct DaisyChainingNetwork {
 }
 
 impl ReferenceNetwork<Beamer> for DaisyChainingNetwork {
-    fn update(&mut self, balancer: &Beamer, _: &Cluster) {
+    fn update_tables(&mut self, balancer: &Beamer, _: &Cluster) {
         let table = balancer.table();
         if self.current_servers.is_empty() {
             self.current_servers = vec![u16::MAX; table.len()];
@@ -147,14 +148,14 @@ impl ReferenceNetwork<Beamer> for DaisyChainingNetwork {
     }
 }
 
-/// Model in which every load balancer has a connection table.
+/// Network model in which every load balancer has a connection table.
 #[derive(Default)]
 struct ConnectionTableNetwork {
     tables: BTreeMap<u8, BTreeMap<u64, u16>>,
 }
 
 impl ReferenceNetwork<StatefulHashing> for ConnectionTableNetwork {
-    fn update(&mut self, _: &StatefulHashing, cluster: &Cluster) {
+    fn update_tables(&mut self, _: &StatefulHashing, cluster: &Cluster) {
         let running_load_balancers: BTreeSet<u8> = cluster.load_balancers().iter().copied().collect();
         self.tables.retain(|load_balancer, _| running_load_balancers.contains(load_balancer));
     }
@@ -170,16 +171,16 @@ impl ReferenceNetwork<StatefulHashing> for ConnectionTableNetwork {
     }
 }
 
-/// Model with one table per tag, in which every connection has a tag and an index.
+/// Network model of small cookies. A packet's tag selects a pool configuration, and its index a hash function.
 #[derive(Default)]
 struct TagTableNetwork {
     configuration_number_by_tag: BTreeMap<u32, u32>,
-    /// Tag in the last packet of each connection, by identity.
-    tags: BTreeMap<u64, u32>,
+    /// Tag in the last packet of each connection, by the connection's identity.
+    tag_by_connection: BTreeMap<u64, u32>,
 }
 
 impl ReferenceNetwork<SmallCookies> for TagTableNetwork {
-    fn update(&mut self, balancer: &SmallCookies, _: &Cluster) {
+    fn update_tables(&mut self, balancer: &SmallCookies, _: &Cluster) {
         self.configuration_number_by_tag.insert(
             balancer.current_configuration_number() % balancer.tag_count(),
             balancer.current_configuration_number(),
@@ -187,15 +188,16 @@ impl ReferenceNetwork<SmallCookies> for TagTableNetwork {
     }
 
     fn begin_connection(&mut self, connection: &Connection, _: &Cluster) {
-        self.tags.insert(connection.identity, connection.stored_state as u32);
+        self.tag_by_connection.insert(connection.identity, connection.stored_state as u32);
     }
 
     fn send_packet(&mut self, connection: &Connection, balancer: &SmallCookies, _: &Cluster) -> u16 {
         let (identity, index) = (connection.identity, (connection.stored_state >> 32) as u32);
-        let tag = self.tags.get_mut(&identity).unwrap();
+        let tag = self.tag_by_connection.get_mut(&identity).unwrap();
         let reached_server =
-            balancer.server(self.configuration_number_by_tag[&(*tag % balancer.tag_count())], identity, index);
-        let keeps_server = balancer.server(balancer.current_configuration_number(), identity, index) == reached_server;
+            balancer.select_server(self.configuration_number_by_tag[&(*tag % balancer.tag_count())], identity, index);
+        let keeps_server =
+            balancer.select_server(balancer.current_configuration_number(), identity, index) == reached_server;
         if balancer.renews_tags() && keeps_server {
             *tag = balancer.current_configuration_number();
         }
@@ -203,11 +205,11 @@ impl ReferenceNetwork<SmallCookies> for TagTableNetwork {
     }
 }
 
-/// Model in which every packet carries the id of its server.
+/// Network model in which every packet carries the id of its server.
 struct CookieNetwork;
 
 impl ReferenceNetwork<Cheetah> for CookieNetwork {
-    fn update(&mut self, _: &Cheetah, _: &Cluster) {}
+    fn update_tables(&mut self, _: &Cheetah, _: &Cluster) {}
 
     fn begin_connection(&mut self, _: &Connection, _: &Cluster) {}
 
@@ -250,7 +252,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(8))]
 
     #[test]
-    fn bucket_tables_equal_the_reference(seed: u64, servers in 2usize..12, layout in 0usize..3) {
+    fn bucket_table_breaks_equal_the_reference_model(seed: u64, servers in 2usize..12, layout in 0usize..3) {
         let config = churning_cluster_config(servers, 2);
         let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
         let run = check_against_reference(&config, seed, StatelessHashing::new(layout, &config), BucketNetwork);
@@ -258,7 +260,7 @@ proptest! {
     }
 
     #[test]
-    fn daisy_chaining_equals_the_reference(
+    fn daisy_chaining_breaks_equal_the_reference_model(
         seed: u64, servers in 2usize..12, threshold in proptest::option::of(0.05f64..1.0)
     ) {
         let config = churning_cluster_config(servers, 2);
@@ -269,14 +271,14 @@ proptest! {
     }
 
     #[test]
-    fn connection_tables_equal_the_reference(seed: u64, servers in 2usize..12, load_balancers in 1usize..5) {
+    fn connection_table_breaks_equal_the_reference_model(seed: u64, servers in 2usize..12, load_balancers in 1usize..5) {
         let config = churning_cluster_config(servers, load_balancers);
         check_against_reference(&config, seed, StatefulHashing::new(HashLayout::Striped, &config),
             ConnectionTableNetwork::default());
     }
 
     #[test]
-    fn small_cookies_equal_the_reference(
+    fn small_cookie_breaks_equal_the_reference_model(
         seed: u64, servers in 2usize..12, layout in 0usize..3, tag_bits in 0u8..6, renews_tags: bool,
         index_bits in 0u8..3
     ) {
@@ -288,10 +290,10 @@ proptest! {
     }
 
     #[test]
-    fn cookies_equal_the_reference(
+    fn cookie_breaks_equal_the_reference_model(
         seed: u64, servers in 2usize..12, policy in proptest::sample::select(coreward_model::policy::policy_names())
     ) {
-        let config = Config { cores: 3, report_interval_ms: 500, ..churning_cluster_config(servers, 3) };
+        let config = Config { cores_per_server: 3, report_interval_ms: 500, ..churning_cluster_config(servers, 3) };
         let run = check_against_reference(&config, seed, Cheetah::new(policy, &config, server_count(&config), seed),
             CookieNetwork);
         prop_assert_eq!(run.broken_connections, 0);
@@ -305,8 +307,8 @@ impl Balancer for CheckedCheetah {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
         let placement = self.0.place_connection(identity, cluster);
         let (server_connections, min_connections) = (
-            cluster.open_connections(placement.server),
-            cluster.members().iter().map(|member| cluster.open_connections(*member)).min(),
+            cluster.open_connection_count(placement.server),
+            cluster.members().iter().map(|member| cluster.open_connection_count(*member)).min(),
         );
         if self.1 == "least" {
             assert_eq!(Some(server_connections), min_connections);
@@ -315,7 +317,7 @@ impl Balancer for CheckedCheetah {
             assert!(candidate_servers.contains(&server_id(placement.server)));
             assert_eq!(
                 Some(server_connections),
-                candidate_servers.iter().map(|server| cluster.open_connections(server.get())).min()
+                candidate_servers.iter().map(|server| cluster.open_connection_count(server.get())).min()
             );
         }
         placement

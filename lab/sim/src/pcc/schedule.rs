@@ -10,7 +10,7 @@ use crate::random::{exponential, uniform_unit};
 /// Random stream of [`seeded_rng`] for the changes of servers and load balancers.
 const RNG_STREAM_CHANGES: u64 = 201;
 
-/// How servers and load balancers are added and removed during a run.
+/// Additions and removals of servers and load balancers during a run.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ClusterUpdates {
     /// Random changes as a Poisson process. Additions and removals are equally likely. A change that would leave the
@@ -20,11 +20,11 @@ pub enum ClusterUpdates {
         servers: f64,
         load_balancers: f64,
     },
-    /// Given changes, each with its time after the warm-up (s), in ascending order of time.
+    /// Predefined changes, each with its time after the warm-up (s), in ascending order of time.
     Scheduled(Vec<(f64, ClusterChange)>),
 }
 
-/// Returns by how much the number of servers or load balancers may differ from the nominal number.
+/// Returns the largest allowed difference between the actual and the nominal number of servers or load balancers.
 pub fn max_deviation(nominal: usize) -> usize {
     (nominal / 10).max(1)
 }
@@ -37,22 +37,22 @@ pub struct ChangeSchedule {
     next_change_at: Option<Nanoseconds>,
     /// Index of the next change in [`ClusterUpdates::Scheduled`].
     next_scheduled_index: usize,
-    nominal_counts: (usize, usize),
-    warm_up: Nanoseconds,
+    nominal_server_and_lb_counts: (usize, usize),
+    warm_up_duration: Nanoseconds,
 }
 
 impl ChangeSchedule {
     /// Creates the schedule for a cluster that starts with its nominal size.
-    pub fn new(updates: &ClusterUpdates, cluster: &Cluster, warm_up: Nanoseconds, seed: u64) -> Self {
-        let nominal_counts = (cluster.members().len(), cluster.load_balancers().len());
+    pub fn new(updates: &ClusterUpdates, cluster: &Cluster, warm_up_duration: Nanoseconds, seed: u64) -> Self {
+        let nominal_server_and_lb_counts = (cluster.members().len(), cluster.load_balancers().len());
         let rng = seeded_rng(seed, RNG_STREAM_CHANGES);
         let mut schedule = Self {
             updates: updates.clone(),
             rng,
             next_change_at: None,
             next_scheduled_index: 0,
-            nominal_counts,
-            warm_up,
+            nominal_server_and_lb_counts,
+            warm_up_duration,
         };
         schedule.schedule_next_change(0);
         schedule
@@ -62,7 +62,8 @@ impl ChangeSchedule {
         self.next_change_at
     }
 
-    /// Applies the next change and returns it, or `None` if it is impossible, like an addition without a spare server.
+    /// Applies the next change and returns it. Returns `None` if it is impossible, such as an addition without a spare
+    /// server.
     pub fn apply_next_change(&mut self, cluster: &mut Cluster) -> Option<ClusterChange> {
         let change = match &self.updates {
             ClusterUpdates::Scheduled(changes) => changes[self.next_scheduled_index].1,
@@ -70,7 +71,7 @@ impl ChangeSchedule {
                 let total_rate = servers + load_balancers;
                 let changes_servers = load_balancers == &0.0 || uniform_unit(&mut self.rng) * total_rate < *servers;
                 let is_addition = uniform_below(&mut self.rng, 2) == 1;
-                random_change(changes_servers, is_addition, cluster, self.nominal_counts)
+                change_within_bounds(changes_servers, is_addition, cluster, self.nominal_server_and_lb_counts)
             }
         };
         self.next_scheduled_index += 1;
@@ -81,7 +82,7 @@ impl ChangeSchedule {
     fn schedule_next_change(&mut self, now: Nanoseconds) {
         self.next_change_at = match &self.updates {
             ClusterUpdates::Scheduled(changes) => {
-                changes.get(self.next_scheduled_index).map(|(at, _)| self.warm_up + from_seconds(*at))
+                changes.get(self.next_scheduled_index).map(|(at, _)| self.warm_up_duration + from_seconds(*at))
             }
             ClusterUpdates::PerMinute { servers, load_balancers } => {
                 let changes_per_second = (servers + load_balancers) / 60.0;
@@ -92,7 +93,7 @@ impl ChangeSchedule {
     }
 }
 
-fn random_change(
+fn change_within_bounds(
     changes_servers: bool,
     is_addition: bool,
     cluster: &Cluster,
@@ -118,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn random_changes_have_the_configured_rate_and_keep_the_size() {
+    fn random_changes_have_configured_rate_and_keep_cluster_size() {
         let mut cluster = Cluster::new(40, max_deviation(40), 4, 0);
         let updates = ClusterUpdates::PerMinute { servers: 60.0, load_balancers: 20.0 };
         let mut schedule = ChangeSchedule::new(&updates, &cluster, 0, 1);

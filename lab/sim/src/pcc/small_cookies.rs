@@ -33,12 +33,13 @@ pub struct CookieFields {
     pub index_bits: u8,
 }
 
-/// Server configuration of the pool, which applies between two pool changes.
+/// Assignment of buckets to the pool's servers, which applies between two pool changes.
 #[derive(Debug)]
 struct PoolConfiguration {
     /// Time from which the configuration applies.
     applies_from: Nanoseconds,
-    /// Server of each bucket. The sequence repeats, because `hash` is periodic and therefore needs no large table.
+    /// Server of each bucket. The sequence repeats, because the layout `hash` is periodic and therefore needs no large
+    /// table.
     servers: Vec<u16>,
 }
 
@@ -52,9 +53,9 @@ pub struct SmallCookies {
     /// Configurations that open connections may still use. The current one is last.
     configurations: VecDeque<PoolConfiguration>,
     /// Number of the oldest configuration that is still stored.
-    first_configuration_number: u32,
+    oldest_configuration_number: u32,
     longest_duration: Nanoseconds,
-    /// Number of each server's connections in its last report. `None` if policies use current counts.
+    /// Number of connections of each server in its last report, or `None` if policies use current counts.
     reported_connection_counts: Option<Vec<u32>>,
 }
 
@@ -72,41 +73,41 @@ impl SmallCookies {
             layout,
             bucket_count: layout.table_size(config.servers, config.buckets_per_server),
             configurations: VecDeque::new(),
-            first_configuration_number: 0,
+            oldest_configuration_number: 0,
             longest_duration,
             reported_connection_counts: (config.load_info == LoadInfo::Reported).then(|| vec![0; servers]),
         }
     }
 
-    /// Returns how many successive configurations have different tags.
+    /// Returns the number of different tags. The tags of successive configurations repeat after this number.
     pub fn tag_count(&self) -> u32 {
         1 << self.cookie_fields.tag_bits
     }
 
-    /// Returns whether a connection is given the current tag if this tag also leads to its server.
+    /// Returns whether a connection receives the current tag once this tag also leads to its server.
     #[cfg(test)]
     pub fn renews_tags(&self) -> bool {
         self.cookie_fields.renews_tags
     }
 
     pub fn current_configuration_number(&self) -> u32 {
-        self.first_configuration_number + self.configurations.len() as u32 - 1
+        self.oldest_configuration_number + self.configurations.len() as u32 - 1
     }
 
     /// Returns the server that hash function `index` selects for a connection, in a stored configuration.
-    pub fn server(&self, configuration_number: u32, identity: u64, index: u32) -> u16 {
+    pub fn select_server(&self, configuration_number: u32, identity: u64, index: u32) -> u16 {
         let hash = if index == 0 { identity } else { mix_hash(identity as u32 ^ index.wrapping_mul(0x9e37_79b9)) };
         let servers = &self.configuration(configuration_number).servers;
         servers[hash_to_bucket(hash, self.bucket_count) % servers.len()]
     }
 
-    fn configuration(&self, number: u32) -> &PoolConfiguration {
-        &self.configurations[(number - self.first_configuration_number) as usize]
+    fn configuration(&self, configuration_number: u32) -> &PoolConfiguration {
+        &self.configurations[(configuration_number - self.oldest_configuration_number) as usize]
     }
 
     fn connection_count(&self, server: u16, cluster: &Cluster) -> u32 {
         self.reported_connection_counts.as_ref().map_or_else(
-            || cluster.open_connections(server),
+            || cluster.open_connection_count(server),
             |reported_connections| reported_connections[usize::from(server)],
         )
     }
@@ -115,7 +116,7 @@ impl SmallCookies {
     /// `previous_tag` is its tag in the configuration before.
     fn surviving_tag(&self, connection: &Connection, previous_tag: u32, number: u32) -> Option<u32> {
         let index = (connection.stored_state >> 32) as u32;
-        let has_same_server = self.server(number, connection.identity, index) == connection.server;
+        let has_same_server = self.select_server(number, connection.identity, index) == connection.server;
         let is_tag_reused = (number - previous_tag).is_multiple_of(self.tag_count());
         match (has_same_server, is_tag_reused) {
             (true, _) if self.cookie_fields.renews_tags || is_tag_reused => Some(number),
@@ -127,12 +128,16 @@ impl SmallCookies {
 
 impl Balancer for SmallCookies {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
-        let current_number = self.current_configuration_number();
+        let current_configuration_number = self.current_configuration_number();
         let candidates = (0..1u32 << self.cookie_fields.index_bits)
-            .map(|index| (index, self.server(current_number, identity, index)));
+            .map(|index| (index, self.select_server(current_configuration_number, identity, index)));
         let least_loaded_candidate = candidates.min_by_key(|(_, server)| self.connection_count(*server, cluster));
         let (index, server) = least_loaded_candidate.expect("there is at least one hash function");
-        PlacedConnection { server, core: 0, stored_state: u64::from(index) << 32 | u64::from(current_number) }
+        PlacedConnection {
+            server,
+            core: 0,
+            stored_state: u64::from(index) << 32 | u64::from(current_configuration_number),
+        }
     }
 
     fn on_servers_changed(&mut self, cluster: &Cluster) {
@@ -148,7 +153,7 @@ impl Balancer for SmallCookies {
             .is_some_and(|next_configuration| next_configuration.applies_from + self.longest_duration < cluster.now)
         {
             self.configurations.pop_front();
-            self.first_configuration_number += 1;
+            self.oldest_configuration_number += 1;
         }
     }
 
@@ -161,7 +166,7 @@ impl Balancer for SmallCookies {
             reported_connections
                 .iter_mut()
                 .enumerate()
-                .for_each(|(server, count)| *count = cluster.open_connections(server as u16));
+                .for_each(|(server, count)| *count = cluster.open_connection_count(server as u16));
         }
     }
 
@@ -195,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn cookie_of_zero_bits_equals_hashing() {
+    fn cookie_without_bits_has_same_results_as_hashing() {
         for (cookie_method, layout) in [("history-tag:0", "hash"), ("hash-index:0:maglev", "maglev")] {
             let [cookie_outcome, hashing_outcome] = &run_methods(&[cookie_method, layout], 40.0)[..] else {
                 panic!("two methods")
@@ -206,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn more_tag_bits_break_fewer_connections_and_enough_bits_break_none() {
+    fn additional_tag_bits_reduce_broken_connections_to_zero() {
         // At 20 changes per minute, 150 s have 50 changes, or 86 with 5 standard deviations. Tags of 7 bits outlast
         // every connection.
         let methods = ["history-tag:0", "history-tag:2", "history-tag:4", "history-tag:7", "history-tag-kept:7"];
@@ -217,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn one_index_bit_balances_like_two_choices_and_a_tag_keeps_connections() {
+    fn one_index_bit_balances_like_power_of_two_choices() {
         let method_outcomes = run_methods(&["hash", "hash-index:1", "cheetah:pow2"], 0.0);
         let [hash, index, pow2] = [0, 1, 2].map(|method| method_outcomes[method].imbalance.median - 1.0);
         assert!((index / pow2 - 1.0).abs() < 0.3 && index < hash / 3.0, "{hash} {index} {pow2}");

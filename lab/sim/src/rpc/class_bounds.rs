@@ -12,7 +12,7 @@ use crate::names::UnknownName;
 pub struct ClassBoundOptions {
     /// Number of cores that are reserved for the shortest class, beginning with core 0 (option `reserved`).
     pub reserved_cores: u16,
-    /// Number of outstanding requests from which other cores are preferred to this core (option `bound`).
+    /// Number of outstanding requests at a core from which the dispatcher prefers other cores (option `bound`).
     pub bound: u16,
     /// Number of outstanding requests below which a reserved core also takes other classes (option `reserved-bound`).
     pub reserved_bound: u16,
@@ -38,7 +38,7 @@ impl ClassBoundOptions {
     }
 }
 
-/// Parses a text such as `reserved=2,bound=4`. An error states the expected form.
+/// Parses options such as `reserved=2,bound=4`. An error states the expected form.
 impl FromStr for ClassBoundOptions {
     type Err = String;
 
@@ -61,7 +61,7 @@ impl FromStr for ClassBoundOptions {
     }
 }
 
-/// Writes only those options that differ from the defaults.
+/// Writes only the options that differ from the defaults.
 impl fmt::Display for ClassBoundOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let default = Self::default();
@@ -87,7 +87,7 @@ mod tests {
         assert!(parse_error("reserve=1").contains("reserved"), "{}", parse_error("reserve=1"));
         let options: ClassBoundOptions = "reserved=2,reserved-bound=1".parse().unwrap();
         assert_eq!(
-            (options.class_bounds(4, 2).for_class(0), options.class_bounds(4, 2).for_class(1)),
+            (options.class_bounds(4, 2).bounds_for_class(0), options.class_bounds(4, 2).bounds_for_class(1)),
             (&[4; 4][..], &[1, 1, 4, 4][..])
         );
         assert_eq!(options.to_string(), "reserved=2,reserved-bound=1");

@@ -48,7 +48,7 @@ impl ServerArgs {
             policy: self.policy.clone(),
             cores: self.cores,
             service: self.service.clone(),
-            latency: self.latency,
+            interface_latency: self.latency,
             request_count: self.requests,
             connection_count: self.connections,
             skew: self.skew,

@@ -15,7 +15,7 @@ pub struct Config {
     pub cores: u16,
     pub service: ServiceTimeDistribution,
     /// One-way latency between NIC and cores.
-    pub latency: f64,
+    pub interface_latency: f64,
     /// Offered load as a fraction of the cores' total capacity.
     pub load: f64,
     /// Number of requests. The first tenth is the warm-up, which is not measured.
@@ -39,7 +39,7 @@ impl Default for Config {
             policy: Policy::ShortestQueue,
             cores: 16,
             service: ServiceTimeDistribution::Exponential,
-            latency: 0.0,
+            interface_latency: 0.0,
             load: 0.8,
             request_count: 1_000_000,
             seed: 1,
@@ -71,7 +71,7 @@ pub enum Error {
     },
     #[error("latency {0}: expected a number from 0 to 1000000 service times")]
     InvalidLatency(f64),
-    /// There are too few requests for quantiles, or so many that times do not fit into 64 bits.
+    /// There are too few requests for quantiles, or so many that the simulated times do not fit into 64 bits.
     #[error("{requests} requests: expected 10 to {max} at this load")]
     InvalidRequestCount { requests: u64, max: u64 },
     #[error("skew {0}: expected a number from 0 to 10")]
@@ -91,23 +91,24 @@ pub enum Error {
         "policy {policy}: {services} services on {cores} cores: expected two services (bimodal) and at least 2 cores"
     )]
     NotTwoServices { policy: Policy, services: u8, cores: u16 },
-    /// A core is reserved for the core allocator, although the policy never moves cores between services.
+    /// A core is reserved for the load monitor, although the policy never moves cores between services.
     #[error("policy {0}: allocator=core: expected assignment=dedicated or hybrid")]
     NothingToAllocate(Policy),
     #[error("SLO {0}: expected a number above 0, in multiples of the service time")]
     InvalidSlo(f64),
     #[error("no seeds: expected at least one")]
     NoSeeds,
-    /// There are no bisection steps, or more than a run's precision justifies.
+    /// The number of bisection steps is 0, or more than a run's precision justifies.
     #[error("{0} steps of bisection: expected 1 to 30")]
     InvalidStepCount(u32),
 }
 
 impl Config {
-    /// Returns the load below which queues are stable. It is [`Policy::capacity`], under RSS limited by the cores with
-    /// the most buckets, where buckets are evenly drawn. Few or uneven connections can still overload a core.
+    /// Returns the load below which queues are stable, which is at most [`Policy::capacity`]. Under RSS, the cores with
+    /// the most buckets limit it, assuming that all buckets have equal load. Few or uneven connections can still
+    /// overload a core.
     pub fn capacity(&self, bucket_count: u32) -> f64 {
-        let policy_capacity = self.policy.capacity(self.service.mean(), self.latency);
+        let policy_capacity = self.policy.capacity(self.service.mean(), self.interface_latency);
         let cores = u32::from(self.cores);
         match self.policy {
             Policy::Rss => {
@@ -140,8 +141,8 @@ impl Config {
         if !(self.load > 0.0 && self.load.is_finite()) {
             return Err(Error::InvalidLoad(self.load));
         }
-        if !is_within(self.latency, 0.0, 1e6) {
-            return Err(Error::InvalidLatency(self.latency));
+        if !is_within(self.interface_latency, 0.0, 1e6) {
+            return Err(Error::InvalidLatency(self.interface_latency));
         }
         // Arrivals may last for half of the time that 64 bits represent. The other half is for queues.
         let mean_arrival_interval = self.service.mean() / (self.load * f64::from(self.cores));
@@ -176,8 +177,8 @@ impl Config {
 
     /// Checks that cores can be assigned to services as the options request.
     fn check_core_assignment(&self, options: &JbsrqOptions) -> Result<(), Error> {
-        if options.assignment == CoreAssignmentMode::CompleteShare {
-            return match options.allocator {
+        if options.core_assignment_mode == CoreAssignmentMode::CompleteShare {
+            return match options.allocator_location {
                 AllocatorLocation::Nic => Ok(()),
                 AllocatorLocation::Core => Err(Error::NothingToAllocate(self.policy.clone())),
             };

@@ -13,14 +13,13 @@ use crate::names::UnknownName;
 /// Options of the policy `jbsrq`. The defaults are the published values.
 #[derive(Debug, Clone, PartialEq)]
 pub struct JbsrqOptions {
-    /// Weight, from 0 to 1, by which lower-priority requests at a core count for one of higher priority (option
-    /// `lambda`).
+    /// Weight, from 0 to 1, of a lower-priority request at a core relative to one of higher priority (option `lambda`).
     pub lambda: Lambda,
     /// Capacity of a core's queue, including the request in service (option `depth`).
     pub queue_depth: NonZeroU16,
-    /// Rule for which of a core's requests count when a service selects its core (option `rank`).
+    /// Rule that determines which of a core's requests count when a service selects its core (option `rank`).
     pub rank_rule: RankRule,
-    /// Whether a service that no core accepts blocks the services after it (option `scheduler`).
+    /// Rule that determines whether a service that no core accepts blocks the services after it (option `scheduler`).
     pub scheduler: Selection,
     /// Time after which a request yields to one of higher priority, in units of service time (option `quantum`).
     pub quantum: f64,
@@ -28,29 +27,29 @@ pub struct JbsrqOptions {
     pub priorities: Priorities,
     /// Time that a core needs to switch to another service, in units of service time (option `switch`).
     pub switch_cost: f64,
-    /// How the cores are divided between two services (option `assignment`).
-    pub assignment: CoreAssignmentMode,
+    /// Division of the cores between two services (option `core_assignment_mode`).
+    pub core_assignment_mode: CoreAssignmentMode,
     /// Interval at which load monitors poll the NIC's queues, in units of service time (option `monitor_interval`).
     pub monitor_interval: f64,
     /// Cores that each service always keeps, unless all services share all cores (option `reserved`).
     pub reserved_cores: ReservedCores,
-    /// Place where the core allocator's load monitor runs (option `allocator`).
-    pub allocator: AllocatorLocation,
+    /// Location of the core allocator's load monitor (option `allocator_location`).
+    pub allocator_location: AllocatorLocation,
 }
 
-/// Place where the load monitor runs, whose hints change the assignment of cores to services.
+/// Location of the load monitor, whose hints change the assignment of cores to services.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AllocatorLocation {
-    /// On the NIC, where the monitor occupies no core (RingLeader). Option value `nic`.
+    /// The monitor runs on the NIC and occupies no core (RingLeader). Option value `nic`.
     Nic,
-    /// On the last core, all of which the monitor occupies (IOKernel of Caladan, OSDI'20). Option value `core`.
+    /// The monitor occupies the whole last core (IOKernel of Caladan, OSDI'20). Option value `core`.
     Core,
 }
 
 impl JbsrqOptions {
-    /// Returns how many of the given cores serve requests, that is, are not occupied by the load monitor.
+    /// Returns the number of the given cores that serve requests, which excludes a core that the load monitor occupies.
     pub fn worker_count(&self, cores: u16) -> u16 {
-        match self.allocator {
+        match self.allocator_location {
             AllocatorLocation::Nic => cores,
             AllocatorLocation::Core => cores.saturating_sub(1),
         }
@@ -84,8 +83,8 @@ impl Priorities {
 }
 
 impl Default for JbsrqOptions {
-    /// Returns the settings in Sect. 7.1 of RingLeader, which are lambda 0.2 and depth 4. The yield interval and the
-    /// load monitor's interval are 5 us, which is 5/3 of the mean of Exp(3).
+    /// Returns the settings in Sect. 7.1 of RingLeader, with lambda 0.2 and depth 4. The quantum and the load monitor's
+    /// interval are 5 us there, which is 5/3 of the mean service time of Exp(3).
     fn default() -> Self {
         Self {
             lambda: Lambda::PAPER_VALUE,
@@ -95,10 +94,10 @@ impl Default for JbsrqOptions {
             quantum: 5.0 / 3.0,
             priorities: Priorities::Classes,
             switch_cost: 0.0,
-            assignment: CoreAssignmentMode::CompleteShare,
+            core_assignment_mode: CoreAssignmentMode::CompleteShare,
             monitor_interval: 5.0 / 3.0,
             reserved_cores: ReservedCores([1, 1]),
-            allocator: AllocatorLocation::Nic,
+            allocator_location: AllocatorLocation::Nic,
         }
     }
 }
@@ -117,7 +116,7 @@ const OPTION_SYNTAX: [&str; 11] = [
     "allocator=nic|core",
 ];
 
-/// Parses a text such as `lambda=0.2,depth=4`. An error states the expected form.
+/// Parses options such as `lambda=0.2,depth=4`. An error states the expected form.
 impl FromStr for JbsrqOptions {
     type Err = String;
 
@@ -156,13 +155,14 @@ impl JbsrqOptions {
                 self.switch_cost = cost.ok_or_else(|| invalid_option("a time from 0 to 1000000 service times"))?;
             }
             "assignment" => {
-                self.assignment = value.parse().map_err(|error: UnknownAssignmentMode| error.to_string())?
+                self.core_assignment_mode = value.parse().map_err(|error: UnknownAssignmentMode| error.to_string())?
             }
             "reserved" => {
                 self.reserved_cores = value.parse().map_err(|error: InvalidReservedCores| error.to_string())?
             }
             "allocator" => {
-                self.allocator = find_by_name(&ALLOCATORS, value).ok_or_else(|| invalid_option("nic or core"))?
+                self.allocator_location =
+                    find_by_name(&ALLOCATORS, value).ok_or_else(|| invalid_option("nic or core"))?
             }
             "priorities" => {
                 self.priorities = find_by_name(&PRIORITIES, value).ok_or_else(|| invalid_option("classes or none"))?
@@ -173,11 +173,11 @@ impl JbsrqOptions {
     }
 }
 
-/// Rank rules by option value, from RingLeader, RackSched (OSDI'20) and nanoPU (OSDI'21).
+/// Rank rules by option value. They are those of RingLeader, RackSched (OSDI'20) and nanoPU (OSDI'21).
 const RANK_RULES: [(&str, RankRule); 3] =
     [("jbsrq", RankRule::Ranked), ("global", RankRule::Global), ("per-service", RankRule::PerService)];
 
-/// Schedulers by option value, from RingLeader and PIFO (SIGCOMM'16).
+/// Schedulers by option value. They are those of RingLeader and PIFO (SIGCOMM'16).
 const SCHEDULERS: [(&str, Selection); 2] = [("feo", Selection::FirstEligible), ("pifo", Selection::Pifo)];
 
 const PRIORITIES: [(&str, Priorities); 2] = [("classes", Priorities::Classes), ("none", Priorities::None)];
@@ -201,7 +201,7 @@ fn parse_time(text: &str, min: f64) -> Option<f64> {
     text.parse().ok().filter(|time| (min..=1e6).contains(time))
 }
 
-/// Writes only those options that differ from the defaults.
+/// Writes only the options that differ from the defaults.
 impl fmt::Display for JbsrqOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let default = Self::default();
@@ -213,10 +213,14 @@ impl fmt::Display for JbsrqOptions {
             ("quantum", self.quantum.to_string(), default.quantum.to_string()),
             ("priorities", self.priorities.to_string(), default.priorities.to_string()),
             ("switch", self.switch_cost.to_string(), default.switch_cost.to_string()),
-            ("assignment", self.assignment.to_string(), default.assignment.to_string()),
+            ("assignment", self.core_assignment_mode.to_string(), default.core_assignment_mode.to_string()),
             ("interval", self.monitor_interval.to_string(), default.monitor_interval.to_string()),
             ("reserved", self.reserved_cores.to_string(), default.reserved_cores.to_string()),
-            ("allocator", find_name(&ALLOCATORS, self.allocator), find_name(&ALLOCATORS, default.allocator)),
+            (
+                "allocator",
+                find_name(&ALLOCATORS, self.allocator_location),
+                find_name(&ALLOCATORS, default.allocator_location),
+            ),
         ];
         let changed_options = options.iter().filter(|(_, value, default)| value != default);
         let option_texts: Vec<String> = changed_options.map(|(name, value, _)| format!("{name}={value}")).collect();

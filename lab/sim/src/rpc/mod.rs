@@ -41,7 +41,7 @@ pub struct Outcome {
     pub requests: u64,
     /// Percentage of the requests that were dropped because the server was full.
     pub dropped_pct: f64,
-    /// Latencies over time. Empty unless [`Config::window`] is set.
+    /// Latencies over time. Empty unless [`Config::window_length`] is set.
     pub windows: Vec<WindowLatency>,
 }
 
@@ -65,7 +65,7 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
 /// Number of entries in the RSS indirection table (Turbo, HPCA'23, Sect. VII-E).
 const BUCKET_COUNT: u32 = 512;
 
-/// Simulates the configuration at `load` instead of its own load, and returns how many requests were dropped.
+/// Simulates the configuration at `load` instead of its own load, and returns the number of dropped requests.
 fn simulate(config: &Config, load: f64, observer: &mut impl Observer) -> u64 {
     let indirection_table =
         IndirectionTable::balanced(config.seed, BUCKET_COUNT as usize, config.cores).expect("512 is a power of two");
@@ -73,10 +73,10 @@ fn simulate(config: &Config, load: f64, observer: &mut impl Observer) -> u64 {
         policy: &config.policy,
         cores: config.cores,
         class_count: config.service.class_times().len() as u8,
-        latency: to_ticks(config.latency),
+        interface_latency: to_ticks(config.interface_latency),
         indirection_table: &indirection_table,
     };
-    spec.build(WorkloadRunner { config, load, observer })
+    spec.build_and_visit(WorkloadRunner { config, load, observer })
 }
 
 /// Visitor that sends a workload's requests to the server that it visits.
@@ -105,7 +105,7 @@ impl<O: Observer> ServerVisitor<O> for WorkloadRunner<'_, O> {
                 return dropped_requests;
             }
             if server.outstanding_count() < queue_limit {
-                server.offer(request);
+                server.add_request(request);
             } else {
                 dropped_requests += 1;
             }

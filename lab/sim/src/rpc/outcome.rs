@@ -66,13 +66,13 @@ impl LatencyHistogram {
 
     /// Returns mean and quantiles of the latencies, or `None` if there are none.
     fn summarize(&self) -> Option<LatencySummary> {
-        let count = self.histogram.len();
-        if count == 0 {
+        let latency_count = self.histogram.len();
+        if latency_count == 0 {
             return None;
         }
         let latency_at_quantile =
             |quantile| to_units(self.histogram.median_equivalent(self.histogram.value_at_quantile(quantile)));
-        let mean = self.latency_sum as f64 / count as f64 / TICKS_PER_UNIT as f64;
+        let mean = self.latency_sum as f64 / latency_count as f64 / TICKS_PER_UNIT as f64;
         Some(LatencySummary {
             mean,
             p50: latency_at_quantile(0.5),
@@ -85,7 +85,7 @@ impl LatencyHistogram {
 
 #[derive(Debug)]
 pub struct LatencyRecorder {
-    measured_from: Tick,
+    measurement_start: Tick,
     class_histograms: Vec<LatencyHistogram>,
     windows: Option<LatencyWindows>,
 }
@@ -109,7 +109,7 @@ impl LatencyRecorder {
             closed_windows: Vec::new(),
         });
         Self {
-            measured_from: NEVER,
+            measurement_start: NEVER,
             class_histograms: (0..class_count).map(|_| LatencyHistogram::new()).collect(),
             windows,
         }
@@ -171,7 +171,7 @@ pub trait Observer: ResponseSink {
 impl ResponseSink for LatencyRecorder {
     #[inline]
     fn handle_response(&mut self, response: &Response) {
-        if response.request.arrived_at < self.measured_from {
+        if response.request.arrived_at < self.measurement_start {
             return;
         }
         self.class_histograms[usize::from(response.request.class)]
@@ -184,7 +184,7 @@ impl ResponseSink for LatencyRecorder {
 
 impl Observer for LatencyRecorder {
     fn measure_from(&mut self, start_time: Tick) {
-        self.measured_from = start_time;
+        self.measurement_start = start_time;
         if let Some(windows) = &mut self.windows {
             windows.window_start = start_time / windows.window_length * windows.window_length;
         }

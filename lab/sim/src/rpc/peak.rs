@@ -13,17 +13,17 @@ use crate::par_map_ordered;
 /// Configuration of a search for the peak load.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PeakConfig {
-    /// Configuration of the simulated server, whose load and seed are ignored.
+    /// Configuration of the simulated server. The search ignores its load and seed.
     pub config: Config,
     /// Upper bound of the 99th percentile (service level objective), in multiples of [`PeakConfig::slo_unit`].
     pub slo: f64,
-    /// Seeds, for each of which a separate search is made.
+    /// Seeds of the searches. Each seed has its own search.
     pub seeds: RangeInclusive<u64>,
     /// Number of bisection steps, from 1 to 30, after which the load is exact to 2^-steps.
     pub steps: u32,
     /// Requests whose 99th percentile the SLO bounds.
     pub slo_metric: SloMetric,
-    /// Service time in whose multiples the SLO is given.
+    /// Service time of which the SLO is a multiple.
     pub slo_unit: SloUnit,
 }
 
@@ -63,7 +63,7 @@ impl Default for PeakConfig {
 /// Estimated peak load with its confidence interval, as fractions of the cores' capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct PeakLoadEstimate {
-    /// Mean of the peak loads found with each seed. A seed's peak load is 0 if the SLO is missed at every load.
+    /// Mean of the peak loads of all seeds. A seed's peak load is 0 if the SLO is missed at every load.
     pub peak_load: f64,
     /// Lower end of the mean's 95 % confidence interval (Student's t over the seeds, and half a step of bisection).
     pub low: f64,
@@ -90,8 +90,8 @@ pub fn find_peak_load(search: &PeakConfig) -> Result<PeakLoadEstimate, Error> {
         .clone()
         .map(|seed| Config { seed, queue_limit: None, window_length: None, ..search.config.clone() })
         .collect();
-    let peaks = par_map_ordered(&configs, |config| bisect_peak_load(search, config));
-    Ok(confidence_interval(&peaks, 0.5f64.powi(search.steps as i32)))
+    let peak_loads = par_map_ordered(&configs, |config| bisect_peak_load(search, config));
+    Ok(estimate_with_confidence_interval(&peak_loads, 0.5f64.powi(search.steps as i32)))
 }
 
 fn bisect_peak_load(search: &PeakConfig, config: &Config) -> f64 {
@@ -112,7 +112,7 @@ fn meets_slo(search: &PeakConfig, config: &Config, load: f64) -> bool {
     let slo_unit_time = if search.slo_unit == SloUnit::Mean { config.service.mean() } else { 1.0 };
     let measured_requests = config.request_count - config.request_count / 10;
     let mut observer = SloObserver {
-        measured_from: NEVER,
+        measurement_start: NEVER,
         latency_bound: to_ticks(search.slo * slo_unit_time),
         first_uncounted_class: if search.slo_metric == SloMetric::Short { 1 } else { u8::MAX },
         max_late_response_count: measured_requests / 100,
@@ -126,9 +126,9 @@ fn meets_slo(search: &PeakConfig, config: &Config, load: f64) -> bool {
 
 /// Counter of responses that exceed the SLO. It needs no histogram, and ends a run as soon as the SLO is missed.
 struct SloObserver {
-    measured_from: Tick,
+    measurement_start: Tick,
     latency_bound: Tick,
-    /// Class from which on requests are not counted.
+    /// Index of the first class whose requests are not counted.
     first_uncounted_class: u8,
     /// Number of late responses above which the SLO is missed, which is 1 % of all counted requests.
     max_late_response_count: u64,
@@ -139,7 +139,8 @@ struct SloObserver {
 impl ResponseSink for SloObserver {
     #[inline]
     fn handle_response(&mut self, response: &Response) {
-        if response.request.arrived_at >= self.measured_from && response.request.class < self.first_uncounted_class {
+        if response.request.arrived_at >= self.measurement_start && response.request.class < self.first_uncounted_class
+        {
             self.response_count += 1;
             self.late_response_count +=
                 u64::from(response.departed_at - response.request.arrived_at > self.latency_bound);
@@ -149,7 +150,7 @@ impl ResponseSink for SloObserver {
 
 impl Observer for SloObserver {
     fn measure_from(&mut self, start_time: Tick) {
-        self.measured_from = start_time;
+        self.measurement_start = start_time;
     }
 
     #[inline]
@@ -158,12 +159,13 @@ impl Observer for SloObserver {
     }
 }
 
-/// Returns the mean of `values` with its 95 % confidence interval. Each value is exact to `step`.
-fn confidence_interval(values: &[f64], step: f64) -> PeakLoadEstimate {
-    let count = values.len() as f64;
-    let mean = values.iter().sum::<f64>() / count;
+/// Returns the mean of `values` with its 95 % confidence interval. Each value has a resolution of `step`.
+fn estimate_with_confidence_interval(values: &[f64], step: f64) -> PeakLoadEstimate {
+    let value_count = values.len() as f64;
+    let mean = values.iter().sum::<f64>() / value_count;
     let sum_of_squares: f64 = values.iter().map(|value| (value - mean) * (value - mean)).sum();
-    let standard_error = if values.len() > 1 { (sum_of_squares / (count - 1.0) / count).sqrt() } else { 0.0 };
+    let standard_error =
+        if values.len() > 1 { (sum_of_squares / (value_count - 1.0) / value_count).sqrt() } else { 0.0 };
     let half_width = student_t_quantile(values.len().saturating_sub(1)) * standard_error + step / 2.0;
     PeakLoadEstimate { peak_load: mean, low: (mean - half_width).max(0.0), high: (mean + half_width).min(1.0) }
 }
@@ -201,15 +203,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn confidence_interval_equals_one_computed_by_hand() {
+    fn confidence_interval_equals_hand_computed_interval() {
         // For 1, 2 and 3, the mean is 2, the standard error 1 / sqrt(3), and t(2) = 4.303.
-        let peak = confidence_interval(&[0.1, 0.2, 0.3], 0.0);
+        let peak = estimate_with_confidence_interval(&[0.1, 0.2, 0.3], 0.0);
         assert!((peak.peak_load - 0.2).abs() < 1e-12);
         let half_width = 4.303 * 0.1 / 3f64.sqrt();
         assert!(
             (peak.low - (0.2f64 - half_width).max(0.0)).abs() < 1e-12 && (peak.high - (0.2 + half_width)).abs() < 1e-12
         );
-        assert_eq!(confidence_interval(&[0.5], 0.1), PeakLoadEstimate { peak_load: 0.5, low: 0.45, high: 0.55 });
+        assert_eq!(
+            estimate_with_confidence_interval(&[0.5], 0.1),
+            PeakLoadEstimate { peak_load: 0.5, low: 0.45, high: 0.55 }
+        );
     }
 
     #[test]

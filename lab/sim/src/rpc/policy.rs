@@ -11,7 +11,7 @@ use crate::names::UnknownName;
 /// Policy that assigns a server's requests to its cores. Times are in units of service time.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Policy {
-    /// Keeps one queue at the NIC, from which a core gets a request only once it has reported itself free (`cfcfs`).
+    /// Keeps one queue at the NIC. A core gets a request from it only after it has reported itself idle (`cfcfs`).
     CentralFcfs,
     /// Assigns every request to a random core (`random`).
     Random,
@@ -21,8 +21,8 @@ pub enum Policy {
     ShortestQueue,
     /// Assigns a request to the core with the least outstanding work (`jlq`).
     LightestQueue,
-    /// Assigns a request to the core with the fewest outstanding requests, of which it may have at most N (`jbsq:N`).
-    /// Other requests wait at the NIC.
+    /// Assigns a request to the core with the fewest outstanding requests (`jbsq:N`). A core may have at most N of
+    /// them, and other requests wait at the NIC.
     BoundedShortestQueue(NonZeroU16),
     /// Uses RingLeader's bounded and ranked queues with priorities (`jbsrq[:OPTIONS]`).
     RankedQueue(JbsrqOptions),
@@ -30,12 +30,12 @@ pub enum Policy {
     ClassBoundedQueue(ClassBoundOptions),
     /// Hashes connections to buckets, which are mapped to cores (`rss`).
     Rss,
-    /// Does the same as `rss`, but redistributes the buckets optimally every T (`rss-rebalanced:T`).
+    /// Does the same as `rss`, but redistributes the buckets optimally at every interval T (`rss-rebalanced:T`).
     RssRebalancedEvery(f64),
     /// Does the same as `rss`, but lets idle cores steal from the longest queue (`work-stealing[:COST]`). A stolen
     /// request takes COST longer.
     WorkStealingAtCost(f64),
-    /// Lets all requests share all cores equally, which is an ideal (`ps`, processor sharing).
+    /// Lets all requests share all cores equally, which no real server can do (`ps`, processor sharing).
     ProcessorSharing,
     /// Hashes requests to X groups of Y cores, each of which has one ideal queue (`dfcfs:X,Y`).
     GroupedFcfs {
@@ -48,12 +48,12 @@ pub enum Policy {
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum PolicyError {
-    /// No policy has the given name.
+    /// No policy has the requested name.
     #[error(transparent)]
     UnknownName(#[from] UnknownName),
     /// The parameters of a policy are invalid.
-    #[error("policy {given:?}: expected {expected}")]
-    InvalidParameters { given: String, expected: String },
+    #[error("policy {policy_text:?}: expected {expected}")]
+    InvalidParameters { policy_text: String, expected: String },
 }
 
 /// Syntax of all policies with their parameters.
@@ -73,9 +73,9 @@ pub const POLICY_SYNTAX: [&str; 13] = [
     "dfcfs:X,Y",
 ];
 
-/// Default for the additional time of a stolen request. ZygOS (SOSP'17, Sect. 6.1) is within 50-60 % of the ideal for 5
-/// us requests, and within 15 % from 20 us on. A cost of a few microseconds explains this. For requests that take a few
-/// microseconds, half a service time is about as long.
+/// Default additional time of a stolen request, in units of service time. ZygOS (SOSP'17, Sect. 6.1) is within 50-60 %
+/// of the ideal for requests of 5 us, and within 15 % from 20 us on. A cost of a few microseconds explains this. For
+/// requests that take a few microseconds, half a service time is about as long.
 const DEFAULT_STEALING_COST: f64 = 0.5;
 
 impl FromStr for Policy {
@@ -90,14 +90,15 @@ impl FromStr for Policy {
             return Err(UnknownName::new("policy", policy_text, POLICY_SYNTAX).into());
         };
         Self::parse_parameters(name, parameters).map_err(|detail| PolicyError::InvalidParameters {
-            given: policy_text.to_owned(),
+            policy_text: policy_text.to_owned(),
             expected: policy_syntax.to_string() + &detail,
         })
     }
 }
 
 impl Policy {
-    /// Returns the policy `name` with these parameters. An error is the text that follows the syntax in the message.
+    /// Returns the policy `name` with these parameters. An error is the part of the message that follows the policy's
+    /// syntax.
     fn parse_parameters(name: &str, parameters: Option<&str>) -> Result<Self, String> {
         match (name, parameters) {
             ("cfcfs", None) => Ok(Self::CentralFcfs),
@@ -112,8 +113,8 @@ impl Policy {
             ("jbsrq-fifo", options) => Ok(Self::ClassBoundedQueue(parse_options(options)?)),
             ("rss", None) => Ok(Self::Rss),
             ("rss-rebalanced", Some(interval_text)) => {
-                let regroup_interval = parse_time(interval_text).filter(|every| *every >= MIN_REGROUP_INTERVAL);
-                Ok(Self::RssRebalancedEvery(regroup_interval.ok_or(" with T from 0.01 to 1000000 service times")?))
+                let rebalance_interval = parse_time(interval_text).filter(|every| *every >= MIN_REBALANCE_INTERVAL);
+                Ok(Self::RssRebalancedEvery(rebalance_interval.ok_or(" with T from 0.01 to 1000000 service times")?))
             }
             ("work-stealing", None) => Ok(Self::WorkStealingAtCost(DEFAULT_STEALING_COST)),
             ("work-stealing", Some(cost)) => {
@@ -142,7 +143,7 @@ fn parse_time(text: &str) -> Option<f64> {
 /// Longest time to which a policy's parameter can be set, in units of service time.
 const MAX_PARAMETER_TIME: f64 = 1e6;
 /// Shortest interval between two redistributions of buckets (units of service time). Shorter ones would take hours.
-const MIN_REGROUP_INTERVAL: f64 = 0.01;
+const MIN_REBALANCE_INTERVAL: f64 = 0.01;
 
 impl fmt::Display for Policy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -13,14 +13,14 @@ use crate::random::{exponential, log_normal};
 /// no classes.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ServiceTimeDistribution {
-    /// Every request takes 1 (`fixed`).
+    /// Every request takes 1 unit (`fixed`).
     Fixed,
     /// Service times have an exponential distribution with mean 1 (`exp`).
     Exponential,
     /// Service times have a lognormal distribution with mean 1 (`lognormal:SIGMA`). SIGMA is the standard deviation of
     /// the logarithm.
-    LogNormal(f64),
-    /// The given fractions of the requests take FACTOR and the others take 1 (`bimodal:FRACTION:FACTOR` or
+    LogNormalWithSigma(f64),
+    /// The given fractions of the requests take FACTOR units, and the others take 1 unit (`bimodal:FRACTION:FACTOR` or
     /// `trimodal:FRACTION:FACTOR:FRACTION:FACTOR`).
     Classes(Vec<LongClass>),
 }
@@ -30,26 +30,28 @@ pub enum ServiceTimeDistribution {
 pub struct LongClass {
     /// Fraction of all requests that belong to this class, from 0 to 1.
     pub fraction: f64,
-    /// Service time of the class in multiples of the shortest class's, at least 1.
+    /// Service time of the class as a multiple of the shortest class's service time, at least 1.
     pub factor: f64,
 }
 
 /// Reason why a text does not describe a distribution of service times.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ServiceTimeError {
-    /// No distribution has the given name.
+    /// No distribution has the requested name.
     #[error(transparent)]
     UnknownName(#[from] UnknownName),
     /// The parameters of a distribution are invalid.
-    #[error("service {given:?}: expected {expected}")]
-    InvalidParameters { given: String, expected: &'static str },
-    #[error("service {given:?}: fraction {fraction}: expected a number from 0 to 1")]
-    InvalidFraction { given: String, fraction: f64 },
-    #[error("service {given:?}: the fractions add up to {fraction_sum}: expected at most 1")]
-    FractionSumTooLarge { given: String, fraction_sum: f64 },
+    #[error("service {distribution_text:?}: expected {expected}")]
+    InvalidParameters { distribution_text: String, expected: &'static str },
+    #[error("service {distribution_text:?}: fraction {fraction}: expected a number from 0 to 1")]
+    InvalidFraction { distribution_text: String, fraction: f64 },
+    #[error("service {distribution_text:?}: the fractions add up to {fraction_sum}: expected at most 1")]
+    FractionSumTooLarge { distribution_text: String, fraction_sum: f64 },
     /// The service time of a long class is out of range, or is not a number.
-    #[error("service {given:?}: factor {factor}: expected a number from 1 to 1000000 (the unit is the shortest class)")]
-    InvalidFactor { given: String, factor: f64 },
+    #[error(
+        "service {distribution_text:?}: factor {factor}: expected a number from 1 to 1000000 (the unit is the shortest class)"
+    )]
+    InvalidFactor { distribution_text: String, factor: f64 },
 }
 
 const FIXED_SYNTAX: &str = "fixed";
@@ -73,11 +75,11 @@ impl FromStr for ServiceTimeDistribution {
             parameter_text.split(':').map(|number| number.parse().ok()).collect()
         });
         let parameter_error =
-            |expected| ServiceTimeError::InvalidParameters { given: service_text.to_owned(), expected };
+            |expected| ServiceTimeError::InvalidParameters { distribution_text: service_text.to_owned(), expected };
         match (name, numbers.as_deref()) {
             ("fixed", Some([])) => Ok(Self::Fixed),
             ("exp", Some([])) => Ok(Self::Exponential),
-            ("lognormal", Some(&[sigma])) if sigma > 0.0 && sigma <= MAX_SIGMA => Ok(Self::LogNormal(sigma)),
+            ("lognormal", Some(&[sigma])) if sigma > 0.0 && sigma <= MAX_SIGMA => Ok(Self::LogNormalWithSigma(sigma)),
             ("bimodal", Some(numbers)) if numbers.len() == 2 => Self::parse_classes(service_text, numbers),
             ("trimodal", Some(numbers)) if numbers.len() == 4 => Self::parse_classes(service_text, numbers),
             ("fixed", _) => Err(parameter_error(FIXED_SYNTAX)),
@@ -99,7 +101,7 @@ impl fmt::Display for ServiceTimeDistribution {
         match self {
             Self::Fixed => f.write_str(FIXED_SYNTAX),
             Self::Exponential => f.write_str(EXPONENTIAL_SYNTAX),
-            Self::LogNormal(sigma) => write!(f, "lognormal:{sigma}"),
+            Self::LogNormalWithSigma(sigma) => write!(f, "lognormal:{sigma}"),
             Self::Classes(classes) => {
                 f.write_str(if classes.len() == 1 { "bimodal" } else { "trimodal" })?;
                 classes.iter().try_for_each(|class| write!(f, ":{}:{}", class.fraction, class.factor))
@@ -110,35 +112,39 @@ impl fmt::Display for ServiceTimeDistribution {
 
 impl ServiceTimeDistribution {
     fn parse_classes(service_text: &str, numbers: &[f64]) -> Result<Self, ServiceTimeError> {
-        let to_owned_text = || service_text.to_owned();
+        let owned_service_text = || service_text.to_owned();
         let parse_class = |fraction_and_factor: &[f64]| {
             let [fraction, factor] = [fraction_and_factor[0], fraction_and_factor[1]];
             if !(0.0..=1.0).contains(&fraction) {
-                return Err(ServiceTimeError::InvalidFraction { given: to_owned_text(), fraction });
+                return Err(ServiceTimeError::InvalidFraction { distribution_text: owned_service_text(), fraction });
             }
             if !(1.0..=MAX_CLASS_SERVICE_TIME).contains(&factor) {
-                return Err(ServiceTimeError::InvalidFactor { given: to_owned_text(), factor });
+                return Err(ServiceTimeError::InvalidFactor { distribution_text: owned_service_text(), factor });
             }
             Ok(LongClass { fraction, factor })
         };
         let classes: Vec<LongClass> = numbers.chunks(2).map(parse_class).collect::<Result<_, _>>()?;
         let fraction_sum: f64 = classes.iter().map(|class| class.fraction).sum();
         if fraction_sum > 1.0 {
-            return Err(ServiceTimeError::FractionSumTooLarge { given: to_owned_text(), fraction_sum });
+            return Err(ServiceTimeError::FractionSumTooLarge {
+                distribution_text: owned_service_text(),
+                fraction_sum,
+            });
         }
         Ok(Self::Classes(classes))
     }
 
     pub fn mean(&self) -> f64 {
         match self {
-            Self::Fixed | Self::Exponential | Self::LogNormal(_) => 1.0,
+            Self::Fixed | Self::Exponential | Self::LogNormalWithSigma(_) => 1.0,
             Self::Classes(classes) => {
                 1.0 + classes.iter().map(|class| class.fraction * (class.factor - 1.0)).sum::<f64>()
             }
         }
     }
 
-    /// Returns the service time of each class in units, beginning with the shortest, or only the mean without classes.
+    /// Returns the service time of each class in units, beginning with the shortest. Without classes, returns only the
+    /// mean.
     pub fn class_times(&self) -> Vec<f64> {
         let long_classes: &[LongClass] = if let Self::Classes(classes) = self { classes } else { &[] };
         std::iter::once(1.0).chain(long_classes.iter().map(|class| class.factor)).collect()
@@ -148,7 +154,7 @@ impl ServiceTimeDistribution {
         match self {
             Self::Fixed => ServiceTimeSampler::Classes(ServiceTimeClassSampler::new(&[])),
             Self::Exponential => ServiceTimeSampler::Exponential,
-            Self::LogNormal(sigma) => ServiceTimeSampler::LogNormal(*sigma),
+            Self::LogNormalWithSigma(sigma) => ServiceTimeSampler::LogNormalWithSigma(*sigma),
             Self::Classes(classes) => ServiceTimeSampler::Classes(ServiceTimeClassSampler::new(classes)),
         }
     }
@@ -159,13 +165,14 @@ pub enum ServiceTimeSampler {
     /// Exponential distribution with mean 1.
     Exponential,
     /// Lognormal distribution with mean 1 and this sigma.
-    LogNormal(f64),
+    LogNormalWithSigma(f64),
     Classes(ServiceTimeClassSampler),
 }
 
 const MAX_CLASSES: usize = 3;
 
-/// Sampler of classes. A random 32-bit number selects the first class i for which it is below `thresholds[i]`.
+/// Sampler of a request's class. A random 32-bit number selects the first class i for which it is below
+/// `thresholds[i]`.
 #[derive(Debug, Clone)]
 pub struct ServiceTimeClassSampler {
     thresholds: [u64; MAX_CLASSES],
@@ -186,13 +193,13 @@ impl ServiceTimeClassSampler {
 }
 
 impl ServiceTimeSampler {
-    /// Draws a request, and returns its class and its service time.
+    /// Draws the class and the service time of a request.
     #[inline]
     pub fn sample(&self, rng: &mut impl Rng) -> (u8, Tick) {
         match self {
             Self::Exponential => (0, to_ticks(exponential(rng))),
             // The mean of a lognormal distribution is exp(mu + sigma^2 / 2), which this mu makes 1.
-            Self::LogNormal(sigma) => (0, to_ticks(log_normal(rng, -sigma * sigma / 2.0, *sigma))),
+            Self::LogNormalWithSigma(sigma) => (0, to_ticks(log_normal(rng, -sigma * sigma / 2.0, *sigma))),
             Self::Classes(class_sampler) => {
                 let random_number = u64::from(rng.next_u32());
                 let class_index = usize::from(random_number >= class_sampler.thresholds[0])

@@ -1,6 +1,6 @@
 //! Simulated time in whole ticks. The order of events therefore does not depend on rounding.
 
-/// Point in time or duration in ticks.
+/// Point in time or duration (ticks).
 pub type Tick = u64;
 
 /// Number of ticks per unit of service time. A tick is 6e-8 units, and a run may last 1e12 units.

@@ -11,8 +11,8 @@ use super::{Config, Priorities};
 use crate::random::exponential;
 
 /// Generator of requests with Poisson arrivals. Each quantity is drawn from its own random stream, so two policies or
-/// two loads get the same requests in the same order. Comparisons are therefore not affected by random differences
-/// (common random numbers).
+/// loads get the same requests in the same order (common random numbers). Comparisons are therefore not affected by
+/// random differences.
 #[derive(Debug)]
 pub struct Workload {
     mean_arrival_interval_ticks: f64,
@@ -57,7 +57,7 @@ impl Workload {
         Request {
             arrived_at: self.last_arrival_at,
             work,
-            hash,
+            request_hash: hash,
             flow_hash: self
                 .connection_sampler
                 .as_ref()
@@ -69,7 +69,8 @@ impl Workload {
     }
 }
 
-/// Sampler of the requests' connections. The i-th most frequent one has a share proportional to 1 / i^skew (Zipf).
+/// Sampler of the requests' connections. The i-th most frequent connection has a share proportional to 1 / i^skew
+/// (Zipf).
 #[derive(Debug)]
 struct ConnectionSampler {
     /// Table for Walker's alias method (1977). A draw selects an entry, and then either its connection or its alias.
@@ -78,7 +79,7 @@ struct ConnectionSampler {
 
 #[derive(Debug, Clone, Copy)]
 struct AliasEntry {
-    /// Threshold below which a random 32-bit number selects the entry's connection. Other numbers select the alias.
+    /// Threshold below which a random 32-bit number selects the entry's connection. A greater number selects the alias.
     threshold: u64,
     connection_hash: u32,
     alias_hash: u32,
@@ -90,15 +91,15 @@ impl ConnectionSampler {
         let total_weight: f64 = weights.iter().sum();
         let mut scaled_weights: Vec<f64> =
             weights.iter().map(|weight| weight / total_weight * f64::from(count)).collect();
-        let hashes: Vec<u32> = weights.iter().map(|_| rng.next_u32()).collect();
+        let connection_hashes: Vec<u32> = weights.iter().map(|_| rng.next_u32()).collect();
         let entry_without_alias =
             |hash: &u32| AliasEntry { threshold: 1 << 32, connection_hash: *hash, alias_hash: *hash };
-        let mut entries: Vec<AliasEntry> = hashes.iter().map(entry_without_alias).collect();
+        let mut entries: Vec<AliasEntry> = connection_hashes.iter().map(entry_without_alias).collect();
         let (mut small, mut large): (Vec<usize>, Vec<usize>) =
             (0..scaled_weights.len()).partition(|i| scaled_weights[*i] < 1.0);
         while let (Some(small_index), Some(large_index)) = (small.pop(), large.last().copied()) {
             entries[small_index].threshold = (scaled_weights[small_index] * f64::from(1u32 << 31) * 2.0) as u64;
-            entries[small_index].alias_hash = hashes[large_index];
+            entries[small_index].alias_hash = connection_hashes[large_index];
             scaled_weights[large_index] -= 1.0 - scaled_weights[small_index];
             if scaled_weights[large_index] < 1.0 {
                 large.pop();
@@ -124,12 +125,15 @@ mod tests {
     fn connections_have_zipf_shares() {
         let mut rng = seeded_rng(1, 0);
         let sampler = ConnectionSampler::new(4, 1.0, &mut rng);
-        let mut counts: HashMap<u32, u32> = HashMap::new();
-        (0..100_000).for_each(|_| *counts.entry(sampler.draw_connection_hash(&mut rng)).or_default() += 1);
-        let mut counts: Vec<u32> = counts.into_values().collect();
+        let mut count_by_connection: HashMap<u32, u32> = HashMap::new();
+        (0..100_000).for_each(|_| *count_by_connection.entry(sampler.draw_connection_hash(&mut rng)).or_default() += 1);
+        let mut counts: Vec<u32> = count_by_connection.into_values().collect();
         counts.sort_unstable();
         // The first connection has 1 / (1 + 1/2 + 1/3 + 1/4) = 0.48 of all requests.
-        let expected = [12_000, 16_000, 24_000, 48_000];
-        assert!(counts.iter().zip(expected).all(|(count, expected)| count.abs_diff(expected) < 600), "{counts:?}");
+        let expected_counts = [12_000, 16_000, 24_000, 48_000];
+        assert!(
+            counts.iter().zip(expected_counts).all(|(count, expected)| count.abs_diff(expected) < 600),
+            "{counts:?}"
+        );
     }
 }

@@ -13,17 +13,17 @@ use coreward_model::FourTuple;
 
 use super::{CoreServiceRate, FirstPacket, FlowEvent, Packet, PacketBatch, SkipCounts, Trace, TraceError};
 
-/// Maximum number of packets in a batch merged from the copies.
+/// Maximum number of packets in a batch that is merged from several copies.
 const MAX_BATCH_PACKETS: usize = 16_384;
 
-/// Trace that consists of another trace's packets between two times, shifted so that it starts at 0.
+/// Trace of another trace's packets between two times, which are shifted so that the slice starts at 0.
 pub struct TraceSlice {
     trace: Box<dyn Trace>,
     from_ns: u64,
     until_ns: u64,
-    /// First packet of each flow that began before the slice but has not yet sent within it, by flow number.
+    /// First packet of each flow that began before the slice but has not yet sent a packet within it, by flow number.
     unsent_first_packets: HashMap<u32, FirstPacket>,
-    /// Numbers of the flows that have sent within the slice and have not ended.
+    /// Numbers of the flows that have sent a packet within the slice and have not ended.
     open_flows: HashMap<u32, ()>,
     has_ended: bool,
 }
@@ -144,7 +144,7 @@ struct TraceCopy {
 
 impl TraceCopy {
     /// Returns the copy's next packet with its time in the overlay, or `None` at the end of the copy.
-    fn peek(&mut self) -> Result<Option<Packet>, TraceError> {
+    fn peek_packet(&mut self) -> Result<Option<Packet>, TraceError> {
         if self.next_packet_index == self.batch.packets.len() {
             self.trace.read(&mut self.batch)?;
             (self.next_packet_index, self.next_first_packet_index) = (0, 0);
@@ -163,7 +163,7 @@ pub struct TraceOverlay {
 }
 
 impl TraceOverlay {
-    /// Creates an overlay of the given traces. Each is given with its start time (ns) and its copy number.
+    /// Creates an overlay of the given traces, each with its start time (ns) and its copy number.
     pub fn new(traces: Vec<(Box<dyn Trace>, u64, u32)>) -> Self {
         let to_copy = |(trace, start_ns, copy_number)| TraceCopy {
             trace,
@@ -181,7 +181,7 @@ impl TraceOverlay {
     }
 
     fn schedule_next_packet(&mut self, copy_index: usize) -> Result<(), TraceError> {
-        if let Some(packet) = self.copies[copy_index].peek()? {
+        if let Some(packet) = self.copies[copy_index].peek_packet()? {
             self.next_packet_times.push(Reverse((packet.time_ns, copy_index)));
         }
         Ok(())
@@ -245,9 +245,9 @@ impl Trace for TraceOverlay {
     }
 }
 
-/// Returns the 4-tuple that a flow has in a copy, which is unchanged in copy 0. Addresses are mixed by a hash, because
-/// Toeplitz is linear. With a constant difference between copies, flows that share a bucket would share one in every
-/// copy.
+/// Returns the 4-tuple of a flow in the copy `copy_number` of a trace. Copy 0 has the original 4-tuples. A hash mixes
+/// the addresses, because Toeplitz is linear. With a constant difference between copies, flows that share a bucket
+/// would share one in every copy.
 fn tuple_in_copy(tuple: &FourTuple, copy_number: u32) -> FourTuple {
     let socket_in_copy = |socket: SocketAddr| SocketAddr::new(address_in_copy(socket.ip(), copy_number), socket.port());
     FourTuple::new(socket_in_copy(tuple.client()), socket_in_copy(tuple.vip())).expect("families stay as they are")
@@ -281,7 +281,7 @@ fn address_in_copy(address: IpAddr, copy_number: u32) -> IpAddr {
 mod tests {
     use super::*;
 
-    /// Trace in which flow 5 sends at 0, 10, .. 90 ns, and flow 6 at 35 and 65 ns.
+    /// Trace in which flow 5 sends packets at 0, 10, .. 90 ns, and flow 6 at 35 and 65 ns.
     struct SmallTrace(Vec<PacketBatch>);
 
     fn small_trace() -> Box<dyn Trace> {
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_of_a_copy_do_not_all_differ_by_the_same_constant() {
+    fn copied_addresses_differ_by_varying_amounts() {
         let addresses = ["10.0.0.1", "10.0.0.2", "10.0.0.3"].map(|text| text.parse::<Ipv4Addr>().unwrap());
         let address_differences: std::collections::HashSet<u32> = addresses
             .map(|address| match address_in_copy(address.into(), 3) {

@@ -8,14 +8,15 @@ const MAX_BATCH_PACKETS: usize = 16_384;
 
 pub struct ArrivalTrace {
     log: ArrivalLog,
-    /// Time (us) of each request, the number of its connection, and its own number on this connection.
+    /// Requests of the log, each with its time (us), the number of its connection, and its number on this connection.
     requests: Vec<(u64, u32, u32)>,
     next_request_index: usize,
     service_rate: CoreServiceRate,
 }
 
 impl ArrivalTrace {
-    /// Creates the trace of a log. Fails when the requests have different service times. The error then names `path`.
+    /// Creates the trace of an arrival log. Fails when the requests have different service times. The error then names
+    /// `path`.
     pub fn new(log: ArrivalLog, path: &str) -> Result<Self, TraceError> {
         let first_service_us = log.arrivals.first().map_or(1, |arrival| arrival.service_us);
         if let Some(arrival) = log.arrivals.iter().find(|arrival| arrival.service_us != first_service_us) {
@@ -51,7 +52,7 @@ impl Trace for ArrivalTrace {
                 (true, true) => FlowEvent::OPENS_AND_CLOSES,
             };
             if event.opens() {
-                let rate_pps = Some(1e6 / f64::from(arrival.interval_us.max(1)));
+                let rate_pps = Some(1e6 / f64::from(arrival.request_interval_us.max(1)));
                 batch.first_packets.push(FirstPacket { tuple: arrival.four_tuple(), rate_pps });
             }
             batch.packets.push(Packet { time_ns: due_us * 1_000, flow_number: *connection, wire_bytes: 0, event });

@@ -37,7 +37,7 @@ impl Default for BurstSettings {
 impl FromStr for BurstSettings {
     type Err = SettingError;
 
-    /// Parses a text such as `seed=1,connections=1000,seconds=5`. Settings that are not given keep their defaults.
+    /// Parses a text such as `seed=1,connections=1000,seconds=5`. Omitted settings have their default values.
     fn from_str(text: &str) -> Result<Self, SettingError> {
         let mut settings = Self::default();
         for setting in parse_settings("burst", text) {
@@ -53,7 +53,7 @@ impl FromStr for BurstSettings {
     }
 }
 
-/// Burst of connections that is drawn from one seed.
+/// Traffic with a burst of new connections, drawn from one seed.
 pub struct BurstTrace {
     active_flows: Vec<ActiveFlow>,
     slice_start_ns: u64,

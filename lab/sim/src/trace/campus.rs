@@ -29,7 +29,8 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use super::settings::{SettingError, parse_settings};
 use super::{FirstPacket, FlowEvent, Packet, PacketBatch, Trace, TraceError};
 
-/// Component of the mixture for packets per flow, with its weight and distribution (parameters of SciPy with `loc` 0).
+/// Component of the mixture for packets per flow, with its weight and distribution. Parameters are those of SciPy with
+/// `loc` 0.
 struct MixtureComponent {
     weight: f64,
     length_distribution: LengthDistribution,
@@ -73,7 +74,7 @@ const FLOW_LENGTH_MIXTURE: [MixtureComponent; 10] = [
 const MAX_FLOW_SECONDS: f64 = 300.0;
 /// Maximum rate of a flow (packets/s).
 const MAX_RATE_PPS: f64 = 4_000.0;
-/// Median of the flows' rates (packets/s), followed by the standard deviation of their logarithm.
+/// Median of the flows' rates (packets/s). The next constant is the standard deviation of the logarithm of the rates.
 const MEDIAN_RATE_PPS: f64 = 150.0;
 const RATE_SIGMA: f64 = 1.3;
 /// Maximum number of packets in a flow, which follows from the maximum duration and rate.
@@ -85,7 +86,7 @@ const SLICE_NS: u64 = 20_000_000;
 /// Duration of each time slice in the history (ns). Slices are longer there because a flow has only two events.
 const HISTORY_SLICE_NS: u64 = 100_000_000;
 
-/// Random stream of [`seeded_rng`] from which this generator draws.
+/// Random stream of [`seeded_rng`] for the campus traffic.
 const RNG_STREAM_CAMPUS_TRAFFIC: u64 = 20;
 
 /// Parameters of the campus generator.
@@ -97,7 +98,7 @@ pub struct CampusSettings {
     pub flows_per_s: f64,
     /// Duration of the trace after its history (s), from 1 to 3,600.
     pub seconds: u64,
-    /// Time for which the load balancer has run before the first packet (s), from 0 to 300.
+    /// Duration of the history, during which the load balancer runs before the first packet (s), from 0 to 300.
     pub history_s: u64,
 }
 
@@ -110,7 +111,7 @@ impl Default for CampusSettings {
 impl FromStr for CampusSettings {
     type Err = SettingError;
 
-    /// Parses a text such as `seed=1,flows=3000,seconds=10,history=300`. Missing settings have their defaults.
+    /// Parses a text such as `seed=1,flows=3000,seconds=10,history=300`. Omitted settings have their default values.
     fn from_str(text: &str) -> Result<Self, SettingError> {
         let mut settings = Self::default();
         for setting in parse_settings("campus", text) {
@@ -129,7 +130,7 @@ impl FromStr for CampusSettings {
 
 /// Flow that has packets left to send. Its times are in ns after the start of the history.
 pub(super) struct ActiveFlow {
-    next_packet_ns: f64,
+    next_packet_at_ns: f64,
     packet_interval_ns: f64,
     remaining_packets: u32,
     flow_number: u32,
@@ -140,7 +141,7 @@ pub(super) struct ActiveFlow {
 impl ActiveFlow {
     pub fn new(flow_number: u32, first_packet_ns: f64, rate_pps: f64, packet_count: u32, tuple: FourTuple) -> Self {
         Self {
-            next_packet_ns: first_packet_ns,
+            next_packet_at_ns: first_packet_ns,
             packet_interval_ns: 1e9 / rate_pps,
             remaining_packets: packet_count,
             flow_number,
@@ -155,7 +156,7 @@ impl ActiveFlow {
 
     /// Returns the time at which the flow ends, which is one interval after its last packet.
     fn end_ns(&self) -> f64 {
-        self.next_packet_ns + f64::from(self.remaining_packets) * self.packet_interval_ns
+        self.next_packet_at_ns + f64::from(self.remaining_packets) * self.packet_interval_ns
     }
 }
 
@@ -191,12 +192,12 @@ impl CampusTrace {
             free_flow_numbers: Vec::new(),
             next_flow_number: 0,
         };
-        trace.add_arrivals_until(0);
+        trace.add_flows_arriving_until(0);
         trace
     }
 
-    /// Draws the flows that arrive before `until_ns`, which is a time after the start of the history.
-    fn add_arrivals_until(&mut self, until_ns: u64) {
+    /// Draws the flows that arrive before `until_ns` (ns after the start of the history).
+    fn add_flows_arriving_until(&mut self, until_ns: u64) {
         let history_s = self.history_ns as f64 / 1e9;
         let until_s = until_ns as f64 / 1e9 - history_s;
         while self.next_arrival_s < until_s {
@@ -226,24 +227,24 @@ impl CampusTrace {
         }
     }
 
-    /// Reads the next slice of the history, which contains only the begins and ends of flows.
+    /// Reads the next slice of the history, which contains only the starts and ends of flows.
     fn read_history(&mut self, batch: &mut PacketBatch) {
         let until_ns = (self.slice_start_ns + HISTORY_SLICE_NS).min(self.history_ns);
-        self.add_arrivals_until(until_ns);
+        self.add_flows_arriving_until(until_ns);
         let mut first_packets = Vec::new();
         for flow in &mut self.active_flows {
             append_history_events(flow, until_ns as f64, &mut batch.packets, &mut first_packets);
         }
         self.finish_slice(batch, first_packets, until_ns);
         if until_ns == self.history_ns {
-            self.active_flows.iter_mut().for_each(|flow| skip_packets_before(flow, until_ns as f64));
+            self.active_flows.iter_mut().for_each(|flow| skip_history_packets(flow, until_ns as f64));
             self.active_flows.retain(|flow| flow.remaining_packets > 0);
         }
     }
 
     fn read_packets(&mut self, batch: &mut PacketBatch) {
         let until_ns = (self.slice_start_ns + SLICE_NS).min(self.end_ns);
-        self.add_arrivals_until(until_ns);
+        self.add_flows_arriving_until(until_ns);
         let mut first_packets = Vec::new();
         for flow in &mut self.active_flows {
             append_packets(flow, until_ns as f64, &mut batch.packets, &mut first_packets);
@@ -290,7 +291,7 @@ pub(super) fn sort_batch(batch: &mut PacketBatch, mut first_packets: Vec<KeyedFi
     batch.first_packets.extend(first_packets.into_iter().map(|(_, first_packet)| first_packet));
 }
 
-/// Appends the begin and the end of a flow to the batch, if they are in the history and before `until_ns`.
+/// Appends the start and the end of a flow to the batch, if they are in the history and before `until_ns`.
 fn append_history_events(
     flow: &mut ActiveFlow,
     until_ns: f64,
@@ -299,7 +300,7 @@ fn append_history_events(
 ) {
     let event = |time_ns, event| Packet { time_ns, flow_number: flow.flow_number, wire_bytes: 0, event };
     if flow.is_new {
-        let time_ns = flow.next_packet_ns as u64;
+        let time_ns = flow.next_packet_at_ns as u64;
         first_packets.push(((time_ns, flow.flow_number), flow.first_packet()));
         events.push(event(time_ns, FlowEvent::BEGINS_IN_HISTORY));
         flow.is_new = false;
@@ -310,11 +311,12 @@ fn append_history_events(
     }
 }
 
-/// Skips the packets that the flow has sent during the history, which ends at `now_ns`.
-fn skip_packets_before(flow: &mut ActiveFlow, now_ns: f64) {
-    let sent_packets =
-        ((now_ns - flow.next_packet_ns) / flow.packet_interval_ns).ceil().clamp(0.0, f64::from(flow.remaining_packets));
-    flow.next_packet_ns += sent_packets * flow.packet_interval_ns;
+/// Skips the packets that the flow has sent during the history, which ends at `history_end_ns`.
+fn skip_history_packets(flow: &mut ActiveFlow, history_end_ns: f64) {
+    let sent_packets = ((history_end_ns - flow.next_packet_at_ns) / flow.packet_interval_ns)
+        .ceil()
+        .clamp(0.0, f64::from(flow.remaining_packets));
+    flow.next_packet_at_ns += sent_packets * flow.packet_interval_ns;
     flow.remaining_packets -= sent_packets as u32;
 }
 
@@ -325,8 +327,8 @@ pub(super) fn append_packets(
     packets: &mut Vec<Packet>,
     first_packets: &mut Vec<KeyedFirstPacket>,
 ) {
-    while flow.remaining_packets > 0 && flow.next_packet_ns < until_ns {
-        let time_ns = flow.next_packet_ns as u64;
+    while flow.remaining_packets > 0 && flow.next_packet_at_ns < until_ns {
+        let time_ns = flow.next_packet_at_ns as u64;
         let event = match (flow.is_new, flow.remaining_packets == 1) {
             (false, false) => FlowEvent::NONE,
             (false, true) => FlowEvent::CLOSES,
@@ -338,7 +340,7 @@ pub(super) fn append_packets(
             flow.is_new = false;
         }
         packets.push(Packet { time_ns, flow_number: flow.flow_number, wire_bytes: MEAN_PACKET_BYTES, event });
-        flow.next_packet_ns += flow.packet_interval_ns;
+        flow.next_packet_at_ns += flow.packet_interval_ns;
         flow.remaining_packets -= 1;
     }
 }
@@ -347,7 +349,7 @@ pub(super) fn append_packets(
 pub(super) struct FlowGenerator {
     rng: Xoshiro256PlusPlus,
     rate_distribution: LogNormal<f64>,
-    /// Cumulative weight and distribution of each component of the mixture.
+    /// Components of the mixture, each with its cumulative weight and its distribution.
     mixture_components: Vec<(f64, FlowLengthSampler)>,
 }
 
@@ -383,12 +385,12 @@ impl FlowGenerator {
                 .mixture_components
                 .partition_point(|(cumulative_weight, _)| *cumulative_weight <= drawn_weight)
                 .min(self.mixture_components.len() - 1);
-            let length = match &self.mixture_components[component_index].1 {
+            let flow_length = match &self.mixture_components[component_index].1 {
                 FlowLengthSampler::UniformUpTo(high) => self.rng.random::<f64>() * high,
                 FlowLengthSampler::ScaledLognormal(scale, lognormal) => scale * lognormal.sample(&mut self.rng),
             };
-            if length <= MAX_FLOW_PACKETS {
-                return length.ceil().max(1.0);
+            if flow_length <= MAX_FLOW_PACKETS {
+                return flow_length.ceil().max(1.0);
             }
         }
     }
@@ -416,18 +418,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn flow_lengths_are_distributed_as_in_the_data() {
+    fn flow_lengths_follow_the_published_distribution() {
         let mut flow_generator = FlowGenerator::new(1);
         let lengths: Vec<f64> = (0..4_000_000).map(|_| flow_generator.draw_packet_count()).collect();
         let total_packets: f64 = lengths.iter().sum();
         let mean = total_packets / lengths.len() as f64;
-        let elephant_share = lengths.iter().filter(|length| **length > 57_000.0).sum::<f64>() / total_packets;
-        let single_packet_share = lengths.iter().filter(|length| **length == 1.0).count() as f64 / lengths.len() as f64;
+        let elephant_packet_fraction = lengths.iter().filter(|length| **length > 57_000.0).sum::<f64>() / total_packets;
+        let single_packet_flow_fraction =
+            lengths.iter().filter(|length| **length == 1.0).count() as f64 / lengths.len() as f64;
         // The 4 million draws have a deviation of about 4,000, so the standard error of the mean is 2 %.
         assert!((99.0..113.0).contains(&mean), "mean {mean}");
-        assert!((0.42..0.53).contains(&elephant_share), "{elephant_share} of the packets in flows over 57,000");
+        assert!(
+            (0.42..0.53).contains(&elephant_packet_fraction),
+            "{elephant_packet_fraction} of the packets in flows over 57,000"
+        );
         // 0.2668 + 0.2498 / 2 + 0.0789 / 3 + 0.0450 / 4 + 0.0174 / 5 + 0.0832 / 6, and a few of the lognormal ones.
-        assert!((single_packet_share - 0.4467).abs() < 0.002, "{single_packet_share}");
+        assert!((single_packet_flow_fraction - 0.4467).abs() < 0.002, "{single_packet_flow_fraction}");
     }
 
     #[test]
@@ -456,8 +462,8 @@ mod tests {
         assert!((packets_per_second[0] / packets_per_second[5] - 1.0).abs() < 0.05, "{packets_per_second:?}");
     }
 
-    /// Returns the numbers of packets, started flows, and flows that are open at the first packet, followed by the
-    /// highest flow number.
+    /// Returns the number of packets, the number of started flows, the number of flows that are open at the first
+    /// packet, and the highest flow number.
     fn read_and_check_trace(campus: CampusSettings) -> (u64, usize, usize, u32) {
         let mut trace = CampusTrace::new(&campus, 1);
         let (mut batch, mut last_ns, mut open_flows) = (PacketBatch::default(), 0, std::collections::HashSet::new());
@@ -516,7 +522,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_are_parsed_and_errors_name_invalid_ones() {
+    fn settings_are_parsed_and_invalid_settings_are_rejected() {
         assert_eq!("".parse(), Ok(CampusSettings::default()));
         assert_eq!(
             "seed=7,seconds=3,history=0".parse(),

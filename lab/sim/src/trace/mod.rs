@@ -25,7 +25,7 @@ use coreward_model::FourTuple;
 pub use settings::SettingError;
 pub use source::{SourceError, TraceSource};
 
-/// Packet of a trace, or the begin or end of a flow without a packet.
+/// Packet of a trace, or the start or end of a flow without a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Packet {
     /// Time after the start of the trace, including its history (ns). It never decreases from packet to packet.
@@ -68,19 +68,19 @@ impl FlowEvent {
     }
 }
 
-/// Description of a flow that starts in a trace, which belongs to the flow's first packet.
+/// Description of a flow that starts in a trace. It belongs to the flow's first packet.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FirstPacket {
-    /// Addresses and ports in the packets of the sender.
+    /// Addresses and ports in the packets that the client sends.
     pub tuple: FourTuple,
     /// Packets per second between the flow's first and last packet, or `None` if this is not known in advance.
     pub rate_pps: Option<f64>,
 }
 
-/// Consecutive packets of a trace.
+/// Batch of consecutive packets of a trace.
 #[derive(Debug, Clone, Default)]
 pub struct PacketBatch {
-    /// Packets in the order of time.
+    /// Packets in ascending order of time.
     pub packets: Vec<Packet>,
     /// Flows that the packets of this batch open, in the order of these packets.
     pub first_packets: Vec<FirstPacket>,
@@ -97,7 +97,7 @@ impl PacketBatch {
 /// Number of skipped packets for each reason.
 pub type SkipCounts = BTreeMap<&'static str, u64>;
 
-/// Service rate of the cores, as given by a trace.
+/// Service rate of the cores that a trace specifies.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CoreServiceRate {
     /// Number of packets (or requests) that a core serves per second.
@@ -110,20 +110,20 @@ pub trait Trace: Send {
     /// names the fault and its position.
     fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError>;
 
-    /// Returns how many packets have been skipped so far, for each reason.
+    /// Returns the number of packets that have been skipped so far, for each reason.
     fn skip_counts(&self) -> SkipCounts {
         SkipCounts::new()
     }
 
-    /// Returns how many packets so far had a slightly earlier time stamp than the one before. They count as
-    /// simultaneous.
+    /// Returns the number of packets so far whose time stamp was slightly earlier than that of the packet before. Both
+    /// packets count as simultaneous.
     fn reordered_packet_count(&self) -> u64 {
         0
     }
 
-    /// Returns the duration of the history that precedes the packets (ns). In it, flows begin and end, with known rates
-    /// but without packets. Flows that are open at the first packet were placed by the load balancer during the
-    /// history.
+    /// Returns the duration of the history, which precedes the packets (ns). In the history, flows start and end with
+    /// known rates but without packets. The load balancer has placed the flows that are open at the first packet during
+    /// the history.
     fn history_ns(&self) -> u64 {
         0
     }

@@ -25,7 +25,7 @@ pub struct Setting<'a> {
     value: &'a str,
 }
 
-/// Parses the settings in `text` and returns them in their order.
+/// Parses the settings in `text` and returns them in the order of the text.
 pub fn parse_settings<'a>(
     generator: &'static str,
     text: &'a str,

@@ -54,7 +54,7 @@ impl FromStr for TraceSource {
 }
 
 impl TraceSource {
-    /// Returns whether each seed draws its own traffic.
+    /// Returns whether each seed has its own traffic.
     pub fn varies_with_seed(&self) -> bool {
         matches!(
             self,
@@ -63,8 +63,8 @@ impl TraceSource {
         )
     }
 
-    /// Opens the traffic, drawn from `seed` if [`TraceSource::varies_with_seed`]. Fails when the file cannot be read or
-    /// has an unknown format.
+    /// Opens the traffic, which depends on `seed` if [`TraceSource::varies_with_seed`]. Fails when the file cannot be
+    /// read or has an unknown format.
     pub fn open(&self, seed: u64, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
         match self {
             TraceSource::Campus(campus) => Ok(Box::new(CampusTrace::new(campus, seed))),
@@ -108,7 +108,7 @@ impl TraceSource {
         Ok(Box::new(TraceOverlay::new(trace_copies)))
     }
 
-    /// Returns the time just after the last packet (ns after the start of the trace).
+    /// Returns the time just after the last packet (ns since the start of the trace).
     fn duration_ns(&self, seed: u64, options: ReadOptions) -> Result<u64, TraceError> {
         let mut trace = self.open(seed, options)?;
         if let Some(end_ns) = trace.end_ns() {

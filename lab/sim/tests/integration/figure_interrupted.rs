@@ -11,7 +11,7 @@ use clap::Parser as _;
 use coreward_sim::figure::embedded::EmbeddedScenario;
 use coreward_sim::figure::live::LiveFigure;
 
-/// Environment variable that passes the command-line arguments to the child process below.
+/// Environment variable that passes the command-line arguments to the child process ([`as_a_process`]).
 const ARGUMENTS_VARIABLE: &str = "COREWARD_FIGURE_TEST_ARGUMENTS";
 
 #[derive(clap::Parser)]
@@ -42,7 +42,7 @@ const ENDLESS_FIGURE: LiveFigure = LiveFigure {
 };
 static IS_INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
-/// Runs `coreward-lab figure` as a separate process, to which the other tests send signals. It is not itself a test.
+/// Runs `coreward-lab figure` in a child process, to which the other tests send signals. It is not itself a test.
 #[test]
 #[ignore = "is started by the other tests of this file"]
 fn as_a_process() {

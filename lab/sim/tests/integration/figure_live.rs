@@ -44,12 +44,12 @@ const LIVE_FIGURE: LiveFigure = LiveFigure {
     measure: |scenario, report_progress| {
         report_progress(0, 1);
         let values = &scenario.panel[0].x.as_ref().expect("it sweeps").values;
-        Ok(values.iter().flat_map(|x| [1, 2].map(|run| sample("stateless", *x, run))).collect())
+        Ok(values.iter().flat_map(|x| [1, 2].map(|run| build_sample("stateless", *x, run))).collect())
     },
     interrupt_measurement: None,
 };
 
-fn sample(series: &str, x: f64, run: u64) -> Sample {
+fn build_sample(series: &str, x: f64, run: u64) -> Sample {
     Sample { panel_title: "cost".into(), series_label: series.into(), x, run_number: run, y: x / 1000.0 + run as f64 }
 }
 
@@ -94,14 +94,14 @@ const FIGURE_WITH_SIMULATED_SERIES: LiveFigure = LiveFigure {
         let values = &scenario.panel[0].x.as_ref().expect("it sweeps").values;
         let runs = 1..=*scenario.seeds.get_ref();
         let samples = values.iter().flat_map(|x| runs.clone().map(|run| (*x, run)));
-        let sample_y = |run| if run == 1 { seconds } else { 0.0 };
+        let y_of_run = |run| if run == 1 { seconds } else { 0.0 };
         Ok(samples
             .map(|(x, run)| Sample {
                 panel_title: "over load".into(),
                 series_label: "jsq".into(),
                 x,
                 run_number: run,
-                y: sample_y(run),
+                y: y_of_run(run),
             })
             .collect())
     },
@@ -139,11 +139,11 @@ fn live_figures_are_listed_but_not_among_simulated_figures() {
 }
 
 #[test]
-fn sample_outside_the_panels_is_an_error() {
+fn sample_outside_the_panels_is_rejected() {
     let invalid_figures = [
-        LiveFigure { measure: |_, _| Ok(vec![sample("other", 1000.0, 1)]), ..LIVE_FIGURE },
-        LiveFigure { measure: |_, _| Ok(vec![sample("third", 1000.0, 1)]), ..LIVE_FIGURE },
-        LiveFigure { measure: |_, _| Ok(vec![sample("stateless", 1000.0, 3)]), ..LIVE_FIGURE },
+        LiveFigure { measure: |_, _| Ok(vec![build_sample("other", 1000.0, 1)]), ..LIVE_FIGURE },
+        LiveFigure { measure: |_, _| Ok(vec![build_sample("third", 1000.0, 1)]), ..LIVE_FIGURE },
+        LiveFigure { measure: |_, _| Ok(vec![build_sample("stateless", 1000.0, 3)]), ..LIVE_FIGURE },
     ];
     let scenario = LIVE_FIGURE.embedded_scenario.parse_scenario().unwrap();
     for live_figure in invalid_figures {

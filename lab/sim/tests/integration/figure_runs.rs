@@ -64,11 +64,11 @@ fn results_do_not_depend_on_the_number_of_threads() {
     for name in ["turbo-2b", "crossrss-2b"] {
         let embedded_scenario = library::find_figure(name, &library::simulated_figures()).unwrap();
         let scenario = shrunk_scenario(&embedded_scenario);
-        let files_with_threads = |threads| {
+        let render_with_thread_count = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             pool.install(|| render_files(&run_figure(&embedded_scenario, &scenario), &scenario))
         };
-        assert_eq!(files_with_threads(1), files_with_threads(3), "{name}");
+        assert_eq!(render_with_thread_count(1), render_with_thread_count(3), "{name}");
     }
 }
 

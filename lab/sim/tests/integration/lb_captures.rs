@@ -32,7 +32,7 @@ struct TraceContents {
 }
 
 impl TraceContents {
-    fn clients(&self) -> Vec<String> {
+    fn client_addresses(&self) -> Vec<String> {
         self.first_packets.iter().map(|first_packet| first_packet.tuple.client().to_string()).collect()
     }
 
@@ -87,9 +87,9 @@ fn ipv6_packet(headers: &[(u8, Vec<u8>)], protocol: u8, segment: &[u8]) -> Vec<u
     packet[8..24].copy_from_slice(&"2001:db8::7".parse::<std::net::Ipv6Addr>().unwrap().octets());
     packet[24..40].copy_from_slice(&"2001:db8::1".parse::<std::net::Ipv6Addr>().unwrap().octets());
     for (position, (_, bytes)) in headers.iter().enumerate() {
-        let start = packet.len();
+        let header_offset = packet.len();
         packet.extend(bytes);
-        packet[start] = headers.get(position + 1).map_or(protocol, |(kind, _)| *kind);
+        packet[header_offset] = headers.get(position + 1).map_or(protocol, |(kind, _)| *kind);
     }
     packet.extend(segment);
     packet
@@ -117,21 +117,22 @@ fn pcap_file(is_big_endian: bool, has_nanoseconds: bool, link_type: u32, frames:
     let mut file: Vec<u8> = [magic, 0x0004_0002, 0, 0, 262_144, link_type].into_iter().flat_map(to_bytes).collect();
     for (time_ns, frame) in frames {
         let (seconds, fraction) = (time_ns / SECOND_NS, time_ns % SECOND_NS / unit_ns);
-        let length = frame.len() as u32;
-        file.extend([seconds as u32, fraction as u32, length, length].into_iter().flat_map(to_bytes));
+        let frame_length = frame.len() as u32;
+        file.extend([seconds as u32, fraction as u32, frame_length, frame_length].into_iter().flat_map(to_bytes));
         file.extend(frame);
     }
     file
 }
 
-fn pcapng_block(kind: u32, body: &[u8]) -> Vec<u8> {
+fn pcapng_block(block_type: u32, body: &[u8]) -> Vec<u8> {
     let mut padded_body = body.to_vec();
     padded_body.resize(body.len().next_multiple_of(4), 0);
     let length = (padded_body.len() as u32 + 12).to_le_bytes();
-    [&kind.to_le_bytes()[..], &length, &padded_body, &length].concat()
+    [&block_type.to_le_bytes()[..], &length, &padded_body, &length].concat()
 }
 
-/// Returns a pcapng file. Interfaces are given as (link type, if_tsresol) and packets as (interface, ticks, frame).
+/// Returns a pcapng file. `interfaces` are pairs (link type, if_tsresol), and `packets` are triples (interface, ticks,
+/// frame).
 fn pcapng_file(interfaces: &[(u16, Option<u8>)], packets: &[(u32, u64, Vec<u8>)]) -> Vec<u8> {
     let mut file = pcapng_block(0x0a0d_0d0a, &[&0x1a2b_3c4du32.to_le_bytes()[..], &[1, 0, 0, 0], &[0xff; 8]].concat());
     for (link_type, resolution) in interfaces {
@@ -142,8 +143,8 @@ fn pcapng_file(interfaces: &[(u16, Option<u8>)], packets: &[(u32, u64, Vec<u8>)]
         file.extend(pcapng_block(1, &body));
     }
     for (interface, ticks, frame) in packets {
-        let length = frame.len() as u32;
-        let header_words = [*interface, (ticks >> 32) as u32, *ticks as u32, length, length];
+        let frame_length = frame.len() as u32;
+        let header_words = [*interface, (ticks >> 32) as u32, *ticks as u32, frame_length, frame_length];
         let mut body: Vec<u8> = header_words.into_iter().flat_map(u32::to_le_bytes).collect();
         body.extend(frame);
         file.extend(pcapng_block(6, &body));
@@ -161,7 +162,7 @@ fn three_frames(to_frame: impl Fn(&[u8]) -> Vec<u8>) -> Vec<(u64, Vec<u8>)> {
 }
 
 fn check_three_packets(contents: &TraceContents) {
-    assert_eq!(contents.clients(), ["10.1.0.7:1000", "10.1.0.7:2000"]);
+    assert_eq!(contents.client_addresses(), ["10.1.0.7:1000", "10.1.0.7:2000"]);
     assert_eq!(contents.first_packets[0].tuple.vip().to_string(), "10.200.0.1:80");
     let packets: Vec<_> =
         contents.packets.iter().map(|packet| (packet.time_ns, packet.flow_number, packet.event)).collect();
@@ -227,7 +228,7 @@ fn ipv6_with_extension_headers_is_read() {
         (4, ipv6_packet(&[], 58, &[0; 20])),
     ];
     let contents = read_trace(directory.write_file("a.pcap", &pcap_file(false, true, 229, &frames))).unwrap();
-    assert_eq!(contents.clients(), ["[2001:db8::7]:1000", "[2001:db8::7]:2000"]);
+    assert_eq!(contents.client_addresses(), ["[2001:db8::7]:1000", "[2001:db8::7]:2000"]);
     assert_eq!(contents.packets.iter().map(|packet| packet.flow_number).collect::<Vec<_>>(), [0, 1, 1]);
     assert_eq!(contents.skip_counts, SkipCounts::from([("fragment after the first", 1), ("neither TCP nor UDP", 1)]));
 }
@@ -249,14 +250,14 @@ fn skipped_packets_are_counted_by_reason() {
     let frames: Vec<_> = frames.into_iter().zip(0..).map(|(frame, time)| (time, frame)).collect();
     let contents = read_trace(directory.write_file("a.pcap", &pcap_file(true, true, 1, &frames))).unwrap();
     assert_eq!(contents.packets.len(), 2);
-    let expected = [
+    let expected_counts = [
         ("cut off before the ports", 1),
         ("fragment after the first", 1),
         ("malformed", 1),
         ("neither TCP nor UDP", 1),
         ("not IP", 1),
     ];
-    assert_eq!(contents.skip_counts, SkipCounts::from(expected));
+    assert_eq!(contents.skip_counts, SkipCounts::from(expected_counts));
 }
 
 #[test]
@@ -271,7 +272,7 @@ fn pcapng_with_several_interfaces_and_resolutions_is_read() {
     let file = pcapng_file(&[(1, None), (101, Some(9)), (101, Some(0x80 | 10))], &packets);
     let contents = read_trace(directory.write_file("a.pcapng", &file)).unwrap();
     assert_eq!(contents.packets.iter().map(|packet| packet.time_ns).collect::<Vec<_>>(), [0, 500, 976_562]);
-    assert_eq!(contents.clients().len(), 2);
+    assert_eq!(contents.client_addresses().len(), 2);
 
     let simple_packet_block = pcapng_block(3, &[&40u32.to_le_bytes()[..], &ipv4_packet(1, 0, 0)].concat());
     let contents = read_trace(directory.write_file("b.pcapng", &[file.clone(), simple_packet_block].concat())).unwrap();
@@ -287,7 +288,7 @@ fn pcapng_with_several_interfaces_and_resolutions_is_read() {
     assert!(error.contains("interface 0, which is not described"), "{error}");
 }
 
-fn gzip(bytes: &[u8]) -> Vec<u8> {
+fn compress_with_gzip(bytes: &[u8]) -> Vec<u8> {
     let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
     encoder.write_all(bytes).unwrap();
     encoder.finish().unwrap()
@@ -299,7 +300,7 @@ fn xz(bytes: &[u8]) -> Vec<u8> {
     encoder.finish().unwrap()
 }
 
-fn zstd(bytes: &[u8]) -> Vec<u8> {
+fn compress_with_zstd(bytes: &[u8]) -> Vec<u8> {
     ruzstd::encoding::compress_to_vec(bytes, ruzstd::encoding::CompressionLevel::Fastest)
 }
 
@@ -311,9 +312,9 @@ fn compressed_captures_are_read() {
     // These files have several members, like those that `cat` creates.
     let skippable_frame = [&0x184d_2a50u32.to_le_bytes()[..], &3u32.to_le_bytes(), &[1, 2, 3]].concat();
     let compressed_files = [
-        ("a.gz", [gzip(head), gzip(tail)].concat()),
+        ("a.gz", [compress_with_gzip(head), compress_with_gzip(tail)].concat()),
         ("a.xz", [xz(head), xz(tail)].concat()),
-        ("a.zst", [zstd(head), skippable_frame, zstd(tail)].concat()),
+        ("a.zst", [compress_with_zstd(head), skippable_frame, compress_with_zstd(tail)].concat()),
     ];
     for (name, bytes) in compressed_files {
         check_three_packets(&read_trace(directory.write_file(name, &bytes)).unwrap());
@@ -323,12 +324,12 @@ fn compressed_captures_are_read() {
 }
 
 #[test]
-fn truncated_or_damaged_captures_and_other_formats_are_rejected() {
+fn damaged_captures_and_unknown_formats_are_rejected() {
     let directory = TestDirectory::new();
     let capture = pcap_file(false, false, 1, &three_frames(untagged_ethernet_frame));
     let error = TraceContents::read_error(directory.write_file("a.pcap", &capture[..capture.len() - 1]));
-    let expected = "a.pcap: cut off in packet 3: 2 packets were read before, up to 0.000005 s after the first";
-    assert!(error.ends_with(expected), "{error}");
+    let expected_error = "a.pcap: cut off in packet 3: 2 packets were read before, up to 0.000005 s after the first";
+    assert!(error.ends_with(expected_error), "{error}");
     assert!(
         TraceContents::read_error(directory.write_file("a.pcap", &capture[..20]))
             .contains("cut off in packet 1: 0 packets")
@@ -344,18 +345,18 @@ fn truncated_or_damaged_captures_and_other_formats_are_rejected() {
 }
 
 #[test]
-fn small_steps_back_in_time_are_counted_and_large_ones_rejected() {
+fn small_reordering_is_counted_and_large_reordering_is_rejected() {
     let directory = TestDirectory::new();
     let capture_at_times = |times_ms: &[u64]| {
         let frame = |ms: &u64| (ms * 1_000_000, untagged_ethernet_frame(&ipv4_packet(1_000, 0, 0)));
         pcap_file(false, true, 1, &times_ms.iter().map(frame).collect::<Vec<_>>())
     };
     let contents = read_trace(directory.write_file("a.pcap", &capture_at_times(&[100, 120, 111, 130]))).unwrap();
-    let times: Vec<u64> = contents.packets.iter().map(|packet| packet.time_ns / 1_000_000).collect();
-    assert_eq!((times, contents.reordered_packet_count), (vec![0, 20, 20, 30], 1));
+    let times_ms: Vec<u64> = contents.packets.iter().map(|packet| packet.time_ns / 1_000_000).collect();
+    assert_eq!((times_ms, contents.reordered_packet_count), (vec![0, 20, 20, 30], 1));
     let error = TraceContents::read_error(directory.write_file("b.pcap", &capture_at_times(&[100, 120, 109])));
-    let expected = "packet 3 is of 0.109000000 s, 11.000 ms before packet 2 of 0.120000000 s";
-    assert!(error.contains(expected), "{error}");
+    let expected_error = "packet 3 is of 0.109000000 s, 11.000 ms before packet 2 of 0.120000000 s";
+    assert!(error.contains(expected_error), "{error}");
 }
 
 #[test]
@@ -363,13 +364,13 @@ fn capture_cut_off_before_the_ports_is_rejected() {
     let directory = TestDirectory::new();
     let frames = three_frames(|packet| untagged_ethernet_frame(packet)[..34].to_vec());
     let error = TraceContents::read_error(directory.write_file("a.pcap", &pcap_file(false, true, 1, &frames)));
-    let expected =
+    let expected_error =
         "packet 1 was captured up to byte 34 of 34: its ports are behind; expected a snap length of at least 38";
-    assert!(error.contains(expected), "{error}");
+    assert!(error.contains(expected_error), "{error}");
 }
 
 #[test]
-fn flows_end_by_idle_timeout_or_fin_and_numbers_are_reused() {
+fn flows_end_by_timeout_or_fin_and_free_their_numbers() {
     let directory = TestDirectory::new();
     let frame = |port: u16, flags: u8| untagged_ethernet_frame(&ipv4_packet(port, flags, 0));
     let frames = [
@@ -387,7 +388,7 @@ fn flows_end_by_idle_timeout_or_fin_and_numbers_are_reused() {
     let contents =
         read_trace_with_options(directory.write_file("a.pcap", &pcap_file(false, true, 1, &frames)), options).unwrap();
     let to_event = |packet: &Packet| (packet.time_ns / SECOND_NS, packet.flow_number, packet.event);
-    let expected = [
+    let expected_events = [
         (0, 0, FlowEvent::OPENS),
         (1, 1, FlowEvent::OPENS),
         (2, 1, FlowEvent::NONE),
@@ -398,8 +399,8 @@ fn flows_end_by_idle_timeout_or_fin_and_numbers_are_reused() {
         (11, 1, FlowEvent::NONE),
         (12, 0, FlowEvent::OPENS),
     ];
-    assert_eq!(contents.packets.iter().map(to_event).collect::<Vec<_>>(), expected);
-    assert_eq!(contents.clients(), ["10.1.0.7:1000", "10.1.0.7:2000", "10.1.0.7:2000", "10.1.0.7:3000"]);
+    assert_eq!(contents.packets.iter().map(to_event).collect::<Vec<_>>(), expected_events);
+    assert_eq!(contents.client_addresses(), ["10.1.0.7:1000", "10.1.0.7:2000", "10.1.0.7:2000", "10.1.0.7:3000"]);
 }
 
 #[test]
@@ -407,7 +408,7 @@ fn generated_trace_round_trips_through_a_capture() {
     let directory = TestDirectory::new();
     let source: TraceSource = "campus:seed=5,flows=300,seconds=3,history=0".parse().unwrap();
     let mut bytes = Vec::new();
-    writer::write(source.open(1, ReadOptions::default()).unwrap().as_mut(), 96, &mut bytes).unwrap();
+    writer::write_capture(source.open(1, ReadOptions::default()).unwrap().as_mut(), 96, &mut bytes).unwrap();
     let contents = read_trace(directory.write_file("campus.pcap", &bytes)).unwrap();
     let mut trace = source.open(1, ReadOptions::default()).unwrap();
     let (mut batch, mut packets, mut tuples) = (PacketBatch::default(), Vec::new(), Vec::new());
@@ -427,7 +428,7 @@ fn generated_trace_round_trips_through_a_capture() {
 }
 
 #[test]
-fn pause_of_any_length_is_simulated() {
+fn trace_with_a_pause_of_any_length_is_simulated() {
     let directory = TestDirectory::new();
     for pause_ms in [99_000, 99_900, 100_000, 100_100, 100_200, 101_000, 3_600_000, 90_000_000] {
         let times_ms = (0..50u64).map(|tick| tick * 100).chain((0..50).map(|tick| 5_000 + pause_ms + tick * 100));

@@ -12,8 +12,8 @@ fn single_request_config() -> Config {
 }
 
 #[test]
-fn one_server_with_one_core_is_an_m_m_1_queue() {
-    let config = Config { servers: 1, cores: 1, load: 0.7, seconds: 100.0, ..single_request_config() };
+fn one_core_has_the_mean_latency_of_m_m_1() {
+    let config = Config { servers: 1, cores_per_server: 1, load: 0.7, seconds: 100.0, ..single_request_config() };
     for combination in run_combinations(&config) {
         let (mean, theory) = (combination.mean.mean, 1.0 / 0.3);
         assert!((mean / theory - 1.0).abs() < 0.02, "{}: {mean} against {theory}", combination.dispatch);
@@ -26,14 +26,16 @@ fn one_server_behind_a_load_balancer_equals_the_server_alone() {
     let jsq: rpc::Policy = "jsq".parse().unwrap();
     let path_config = Config {
         servers: 1,
-        cores: 16,
-        latency,
+        cores_per_server: 16,
+        interface_latency: latency,
         load: 0.8,
         dispatch_policies: vec![jsq.clone()],
         ..single_request_config()
     };
     let path_combinations = run_combinations(&Config { seconds: 5.0, ..path_config });
-    let server_outcome = rpc::run(&rpc::Config { policy: jsq, latency, load: 0.8, ..rpc::Config::default() }).unwrap();
+    let server_outcome =
+        rpc::run(&rpc::Config { policy: jsq, interface_latency: latency, load: 0.8, ..rpc::Config::default() })
+            .unwrap();
     for (path, alone) in
         [(path_combinations[0].mean, server_outcome.all.mean), (path_combinations[0].p99, server_outcome.all.p99)]
     {
@@ -65,7 +67,7 @@ fn requests_per_connection_and_load_are_as_configured() {
 fn round_robin_beats_hashing_and_feedback_beats_round_robin() {
     let pool_config = Config {
         servers: 64,
-        cores: 1,
+        cores_per_server: 1,
         policies: ["hash", "rr", "awrr", "pow2"].map(str::to_owned).to_vec(),
         dispatch_policies: vec![rpc::Policy::Rss],
         report_interval_ms: 10.0,

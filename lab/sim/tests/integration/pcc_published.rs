@@ -19,7 +19,7 @@ fn run_methods(config: &Config) -> Vec<MethodOutcome> {
     run(config).unwrap().methods
 }
 
-/// Returns by how much the most loaded server exceeds the mean (%).
+/// Returns the excess of the most loaded server's number of connections over the mean (%).
 fn imbalance_excess_pct(outcome: &MethodOutcome) -> f64 {
     100.0 * (outcome.imbalance.median - 1.0)
 }
@@ -109,7 +109,7 @@ fn broken_connections_per_second_are_as_in_cheetah_figure_9() {
 }
 
 #[test]
-fn load_balancer_changes_break_connections_in_connection_tables() {
+fn lb_changes_break_connections_of_stateful_hashing() {
     let methods = ["hash", "beamer", "stateful-hash", "stateful-hash:consistent-hash", "cheetah:least"];
     let mut config = Config { servers: 50, load_balancers: 4, ..build_config(&methods, 2_000.0, 20.0) };
     let broken_pcts =
@@ -207,7 +207,7 @@ fn impossible_configurations_are_rejected() {
         run_error(Config { report_interval_ms: 5, ..valid_config() }),
         "reports every 5 ms: expected 10 to 60000"
     );
-    assert_eq!(run_error(Config { cores: 0, ..valid_config() }), "0 cores: expected 1 to 128");
+    assert_eq!(run_error(Config { cores_per_server: 0, ..valid_config() }), "0 cores: expected 1 to 128");
     assert_eq!(
         run_error(Config { buckets_per_server: 0, ..valid_config() }),
         "0 buckets per server: expected 1 to 1000"

@@ -14,7 +14,7 @@ impl ResponseSink for CollectedResponses {
     }
 }
 
-/// Visitor that lets the server serve the requests, and returns the responses and each core's busy time.
+/// Visitor that passes the requests to the server, and returns the responses and each core's busy time.
 struct RequestServingVisitor<'a>(&'a [Request]);
 
 impl ServerVisitor<CollectedResponses> for RequestServingVisitor<'_> {
@@ -24,7 +24,7 @@ impl ServerVisitor<CollectedResponses> for RequestServingVisitor<'_> {
         let mut responses = CollectedResponses::default();
         for request in self.0 {
             server.advance(request.arrived_at, &mut responses);
-            server.offer(*request);
+            server.add_request(*request);
         }
         server.advance(u64::MAX - 1, &mut responses);
         assert_eq!(server.outstanding_count(), 0);
@@ -34,8 +34,8 @@ impl ServerVisitor<CollectedResponses> for RequestServingVisitor<'_> {
     }
 }
 
-/// Policies that cost nothing, so that cores are busy only with the work of requests.
-const COST_FREE_POLICIES: [&str; 15] = [
+/// Policies without overhead, under which cores are busy only with the work of requests.
+const POLICIES_WITHOUT_OVERHEAD: [&str; 15] = [
     "cfcfs",
     "random",
     "rr",
@@ -53,32 +53,32 @@ const COST_FREE_POLICIES: [&str; 15] = [
     "dfcfs:2,2",
 ];
 
-/// A hundredth of the unit of time. Arrivals this close to each other test quanta and intervals.
+/// Step of the drawn times (ticks), which is 1/128 of the unit of time. Such close arrivals test quanta and intervals.
 const STEP_TICKS: u64 = 1 << 17;
 
 proptest! {
     #[test]
     fn every_request_is_answered_once_and_no_work_is_lost(
         drawn_requests in prop::collection::vec((0u64..4, 1u64..20, any::<u32>(), 0u8..2), 1..80),
-        latency in 0u64..3,
+        interface_latency_steps in 0u64..3,
     ) {
         let mut arrived_at = 0;
         let mut requests: Vec<Request> = Vec::new();
-        for (gap_steps, work_steps, hash, class) in drawn_requests {
+        for (gap_steps, work_steps, request_hash, class) in drawn_requests {
             arrived_at += gap_steps * STEP_TICKS;
             let connection = requests.len() as u32;
             let (work, service) = (work_steps * STEP_TICKS, class);
-            requests.push(Request { arrived_at, work, hash, flow_hash: hash, connection, class, service });
+            requests.push(Request { arrived_at, work, request_hash, flow_hash: request_hash, connection, class, service });
         }
         let table = IndirectionTable::balanced(1, 16, 4).unwrap();
-        for name in COST_FREE_POLICIES {
+        for name in POLICIES_WITHOUT_OVERHEAD {
             let policy: Policy = name.parse().unwrap();
-            let latency = latency * STEP_TICKS;
-            let spec = ServerSpec { policy: &policy, cores: 4, class_count: 2, latency, indirection_table: &table };
+            let interface_latency = interface_latency_steps * STEP_TICKS;
+            let spec = ServerSpec { policy: &policy, cores: 4, class_count: 2, interface_latency, indirection_table: &table };
             let priorities = policy.priorities();
             let requests: Vec<Request> =
                 requests.iter().map(|r| Request { service: priorities.service_of_class(r.class), ..*r }).collect();
-            let (responses, core_busy_times) = spec.build(RequestServingVisitor(&requests));
+            let (responses, core_busy_times) = spec.build_and_visit(RequestServingVisitor(&requests));
             prop_assert_eq!(responses.len(), requests.len(), "{}", name);
             prop_assert!(responses.is_sorted_by_key(|response| response.departed_at), "{}", name);
             let mut answered_connections: Vec<u32> =
@@ -86,7 +86,7 @@ proptest! {
             answered_connections.sort_unstable();
             prop_assert!((0..).zip(&answered_connections).all(|(index, connection)| index == *connection), "{}", name);
             for Response { departed_at, request } in &responses {
-                prop_assert!(*departed_at >= request.arrived_at + request.work + 2 * latency, "{}", name);
+                prop_assert!(*departed_at >= request.arrived_at + request.work + 2 * interface_latency, "{}", name);
             }
             let total_busy_time: u64 = core_busy_times.iter().sum();
             let total_work: u64 = requests.iter().map(|request| request.work).sum();
@@ -109,7 +109,7 @@ fn class_mean_latencies(policy: &str, service: &str, load: f64) -> [f64; 2] {
 }
 
 #[test]
-fn cores_that_cannot_change_services_behave_like_two_servers() {
+fn dedicated_cores_behave_like_two_separate_servers() {
     // All cores are reserved, 8 for each service. 90 % of the requests are short (1) and 10 % are long (9). Each class
     // therefore needs 0.5 of 8 cores.
     let class_means = class_mean_latencies("jbsrq:assignment=dedicated,reserved=8", "bimodal:0.1:9", 0.5);
@@ -125,7 +125,7 @@ fn cores_that_cannot_change_services_behave_like_two_servers() {
 }
 
 #[test]
-fn allocator_on_a_core_does_not_change_the_other_cores() {
+fn allocator_core_does_not_change_latency_at_worker_cores() {
     // All 16 worker cores are reserved, 8 for each service. Core 17 belongs to the allocator.
     let outcome_without_allocator_core =
         simulate_policy("jbsrq:assignment=dedicated,reserved=8", 16, "bimodal:0.1:9", 0.5);
@@ -196,11 +196,11 @@ fn invalid_configurations_are_rejected() {
         "load NaN: expected a number above 0"
     );
     assert!(
-        run_error(Config { latency: -1.0, ..config_with_policy("jsq") })
+        run_error(Config { interface_latency: -1.0, ..config_with_policy("jsq") })
             .starts_with("latency -1: expected a number from 0")
     );
     assert!(
-        run_error(Config { latency: 0.5, ..config_with_policy("cfcfs") })
+        run_error(Config { interface_latency: 0.5, ..config_with_policy("cfcfs") })
             .contains("expected less than 0.5, which is what cfcfs")
     );
     assert!(

@@ -17,7 +17,7 @@ struct CollectedDepartures(Vec<(u64, u32)>);
 
 impl ResponseSink for CollectedDepartures {
     fn handle_response(&mut self, response: &Response) {
-        self.0.push((response.departed_at, response.request.hash));
+        self.0.push((response.departed_at, response.request.request_hash));
     }
 }
 
@@ -27,7 +27,7 @@ fn simulate_departures(requests: &[Request], dispatcher: impl Dispatcher, cores:
     let mut responses = CollectedDepartures::default();
     for request in requests {
         server.advance(request.arrived_at, &mut responses);
-        Server::<CollectedDepartures>::offer(&mut server, *request);
+        Server::<CollectedDepartures>::add_request(&mut server, *request);
     }
     server.advance(u64::MAX - 1, &mut responses);
     assert_eq!(Server::<CollectedDepartures>::outstanding_count(&server), 0);
@@ -35,7 +35,8 @@ fn simulate_departures(requests: &[Request], dispatcher: impl Dispatcher, cores:
     responses.0
 }
 
-/// Function by which the reference chooses a core, from each core's outstanding requests and work in progress.
+/// Function by which the reference simulator chooses a core. Its input is the number of outstanding requests and the
+/// outstanding work of each core.
 type CoreChooser = fn(&[(u64, u64)], bound: u64) -> Option<usize>;
 
 #[derive(PartialEq, Eq, PartialOrd, Ord, Clone, Copy)]
@@ -49,7 +50,7 @@ enum ReferenceEvent {
 /// Reference simulator, which has one heap of events and searches all cores for every choice.
 struct ReferenceSimulator<'a> {
     requests: &'a [Request],
-    latency: u64,
+    interface_latency: u64,
     events: BinaryHeap<Reverse<(u64, ReferenceEvent)>>,
     core_loads: Vec<(u64, u64)>,
     nic_queue: VecDeque<usize>,
@@ -58,11 +59,11 @@ struct ReferenceSimulator<'a> {
 }
 
 impl<'a> ReferenceSimulator<'a> {
-    fn new(requests: &'a [Request], cores: usize, latency: u64) -> Self {
+    fn new(requests: &'a [Request], cores: usize, interface_latency: u64) -> Self {
         let arrivals = requests.iter().enumerate();
         Self {
             requests,
-            latency,
+            interface_latency,
             events: arrivals
                 .map(|(i, request)| Reverse((request.arrived_at, ReferenceEvent::RequestAtNic(i))))
                 .collect(),
@@ -73,7 +74,7 @@ impl<'a> ReferenceSimulator<'a> {
         }
     }
 
-    fn schedule(&mut self, time: u64, event: ReferenceEvent) {
+    fn schedule_event(&mut self, time: u64, event: ReferenceEvent) {
         self.events.push(Reverse((time, event)));
     }
 
@@ -83,20 +84,20 @@ impl<'a> ReferenceSimulator<'a> {
             ReferenceEvent::RequestAtCore(core, request) => {
                 self.core_queues[core].push_back(request);
                 if self.core_queues[core].len() == 1 {
-                    self.schedule(now + self.requests[request].work, ReferenceEvent::ServiceEnds(core, request));
+                    self.schedule_event(now + self.requests[request].work, ReferenceEvent::ServiceEnds(core, request));
                 }
             }
             ReferenceEvent::ServiceEnds(core, request) => {
                 assert_eq!(self.core_queues[core].pop_front(), Some(request));
                 if let Some(next) = self.core_queues[core].front().copied() {
-                    self.schedule(now + self.requests[next].work, ReferenceEvent::ServiceEnds(core, next));
+                    self.schedule_event(now + self.requests[next].work, ReferenceEvent::ServiceEnds(core, next));
                 }
-                self.schedule(now + self.latency, ReferenceEvent::ResponseAtNic(core, request));
+                self.schedule_event(now + self.interface_latency, ReferenceEvent::ResponseAtNic(core, request));
             }
             ReferenceEvent::ResponseAtNic(core, request) => {
                 self.core_loads[core].0 -= 1;
                 self.core_loads[core].1 -= self.requests[request].work;
-                self.departures.push((now, self.requests[request].hash));
+                self.departures.push((now, self.requests[request].request_hash));
             }
         }
     }
@@ -108,7 +109,7 @@ impl<'a> ReferenceSimulator<'a> {
             self.nic_queue.pop_front();
             self.core_loads[core].0 += 1;
             self.core_loads[core].1 += self.requests[request].work;
-            self.schedule(now + self.latency, ReferenceEvent::RequestAtCore(core, request));
+            self.schedule_event(now + self.interface_latency, ReferenceEvent::RequestAtCore(core, request));
         }
     }
 }
@@ -139,7 +140,8 @@ fn choose_lightest_queue(core_loads: &[(u64, u64)], _queue_bound: u64) -> Option
     (0..core_loads.len()).min_by_key(|core| core_loads[*core].1)
 }
 
-/// Returns requests of two services, in bursts with gaps between them. No two requests arrive at the same time.
+/// Returns a strategy for requests of two services, in bursts with gaps between them. No two requests arrive at the
+/// same time.
 fn requests() -> impl Strategy<Value = Vec<Request>> {
     prop::collection::vec((1u64..40, 1u64..200, any::<bool>()), 1..120).prop_map(|drawn_requests| {
         let mut arrived_at = 0;
@@ -148,7 +150,7 @@ fn requests() -> impl Strategy<Value = Vec<Request>> {
             Request {
                 arrived_at,
                 work,
-                hash: index as u32,
+                request_hash: index as u32,
                 flow_hash: 0,
                 connection: 0,
                 class: 0,
@@ -166,7 +168,7 @@ fn with_one_service(requests: &[Request]) -> Vec<Request> {
 
 proptest! {
     #[test]
-    fn fifo_cores_equal_the_reference(
+    fn fifo_core_departures_equal_the_reference_simulator(
         requests in requests(), cores in 1u16..9, latency in 0u64..50, queue_bound in 1u16..5,
     ) {
         let requests = with_one_service(&requests);
@@ -183,26 +185,27 @@ proptest! {
             expected_departures(0, choose_lightest_queue));
     }
 
-    /// Without priorities, JBSRQ is the same as JBSQ, and cores serve in order of arrival.
+    /// Checks that JBSRQ without priorities is the same as JBSQ, and that cores then serve in order of arrival.
     #[test]
-    fn ranked_queues_of_one_service_are_bounded_queues(
+    fn ranked_queues_with_one_service_equal_bounded_queues(
         requests in requests(),
         cores in 1u16..9,
         latency in 0u64..50,
         depth in 1u16..5,
     ) {
         let requests = with_one_service(&requests);
-        let depth = depth.try_into().unwrap();
-        let ranked_dispatcher = JoinBoundedShortestRankedQueue::new(cores, 1, Lambda::PAPER_VALUE, depth);
+        let queue_depth = depth.try_into().unwrap();
+        let ranked_dispatcher = JoinBoundedShortestRankedQueue::new(cores, 1, Lambda::PAPER_VALUE, queue_depth);
         let ranked_cores = DisciplineCores::new(cores, latency, PriorityCores::new(cores, 1, 10, 0));
-        let bounded_dispatcher = JoinShortestQueue::bounded(cores, depth);
+        let bounded_dispatcher = JoinShortestQueue::bounded(cores, queue_depth);
         prop_assert_eq!(
             simulate_departures(&requests, ranked_dispatcher, ranked_cores),
             simulate_departures(&requests, bounded_dispatcher, FifoCores::new(cores, latency))
         );
     }
 
-    /// However often service is interrupted, every request is answered once, and not before its work can be done.
+    /// Checks that every request is answered once, and not before its work can be done, however often service is
+    /// interrupted.
     #[test]
     fn yielding_and_stealing_lose_no_request(
         requests in requests(),
@@ -229,32 +232,39 @@ proptest! {
         }
     }
 
-    /// If stealing costs no time, no core idles while a request is queued. Equally long requests then depart at the
-    /// same times as from one ideal queue, though perhaps in another order.
+    /// Checks that no core is idle while a request is queued if stealing costs no time. Equally long requests then
+    /// depart at the same times as from one ideal queue, though perhaps in another order.
     #[test]
-    fn free_stealing_conserves_work(requests in requests(), cores in 1u16..5) {
+    fn stealing_without_cost_conserves_work(requests in requests(), cores in 1u16..5) {
         let equal_requests: Vec<Request> =
             requests.iter().map(|request| Request { work: 50, service: 0, ..*request }).collect();
         let stealing = DisciplineCores::new(cores, 0, StealingCores::new(cores, 0));
         let central_dispatcher = JoinShortestQueue::bounded(cores, std::num::NonZeroU16::MIN);
-        let times = |left: Vec<(u64, u32)>| left.into_iter().map(|(left, _)| left).collect::<Vec<_>>();
+        let departure_times = |left: Vec<(u64, u32)>| left.into_iter().map(|(left, _)| left).collect::<Vec<_>>();
         prop_assert_eq!(
-            times(simulate_departures(&equal_requests, RoundRobinDispatcher::new(cores), stealing)),
-            times(simulate_departures(&equal_requests, central_dispatcher, FifoCores::new(cores, 0)))
+            departure_times(simulate_departures(&equal_requests, RoundRobinDispatcher::new(cores), stealing)),
+            departure_times(simulate_departures(&equal_requests, central_dispatcher, FifoCores::new(cores, 0)))
         );
     }
 }
 
 #[test]
 fn busy_time_grows_continuously_during_service() {
-    let request =
-        |arrived_at, work| Request { arrived_at, work, hash: 0, flow_hash: 0, connection: 0, class: 0, service: 0 };
+    let request = |arrived_at, work| Request {
+        arrived_at,
+        work,
+        request_hash: 0,
+        flow_hash: 0,
+        connection: 0,
+        class: 0,
+        service: 0,
+    };
     fn check_busy_times<C: Cores>(cores: C, requests: &[Request]) {
         let mut server = NicServer::new(RoundRobinDispatcher::new(1), cores, 1);
         let mut departures = CollectedDepartures::default();
         for request in requests {
             server.advance(request.arrived_at, &mut departures);
-            Server::<CollectedDepartures>::offer(&mut server, *request);
+            Server::<CollectedDepartures>::add_request(&mut server, *request);
         }
         // The interface delays requests by 5, so the core works from 15 to 115 and then until 165.
         for (now, busy_time) in [(40, 25), (120, 105), (165, 150), (200, 150)] {

@@ -4,37 +4,45 @@
 use coreward_sim::par_map_ordered;
 use coreward_sim::rpc::{Config, Outcome, Policy, ServiceTimeDistribution, run};
 
-/// 99.95 % quantile of Student's t distribution with 9 degrees of freedom, for ten seeds and 99.9 % confidence. With
-/// this confidence, the two dozen comparisons below all hold with a probability of 97 %.
+/// 99.95 % quantile of Student's t distribution with 9 degrees of freedom, for ten seeds and 99.9 % confidence. The two
+/// dozen comparisons in these tests then all hold with a probability of 97 %.
 const STUDENT_T_QUANTILE_9_DF: f64 = 4.781;
 
 fn simulate_seeds(policy: &str, cores: u16, service: &str, latency: f64, load: f64) -> Vec<Outcome> {
     let policy: Policy = policy.parse().unwrap();
     let service: ServiceTimeDistribution = service.parse().unwrap();
-    let config = Config { policy, cores, service, latency, load, request_count: 800_000, ..Config::default() };
+    let config = Config {
+        policy,
+        cores,
+        service,
+        interface_latency: latency,
+        load,
+        request_count: 800_000,
+        ..Config::default()
+    };
     let seeds: Vec<u64> = (1..=10).collect();
     par_map_ordered(&seeds, |seed| run(&Config { seed: *seed, ..config.clone() }).unwrap())
 }
 
-/// Asserts that `theory` lies in the 99.9 % confidence interval of `measure`, and that the interval's half-width is
-/// below `max_relative_width` times the theory.
+/// Asserts that `theory` is in the 99.9 % confidence interval of `measure` over `outcomes`, and that half of the
+/// interval's width is below `max_relative_width` times `theory`.
 fn assert_agrees_with_theory(
     outcomes: &[Outcome],
     measure: impl Fn(&Outcome) -> f64,
     theory: f64,
     max_relative_width: f64,
 ) {
-    let values: Vec<f64> = outcomes.iter().map(measure).collect();
-    let count = values.len() as f64;
-    let mean = values.iter().sum::<f64>() / count;
-    let variance = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (count - 1.0);
-    let half_width = STUDENT_T_QUANTILE_9_DF * (variance / count).sqrt();
+    let measured_values: Vec<f64> = outcomes.iter().map(measure).collect();
+    let value_count = measured_values.len() as f64;
+    let mean = measured_values.iter().sum::<f64>() / value_count;
+    let variance = measured_values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (value_count - 1.0);
+    let half_width = STUDENT_T_QUANTILE_9_DF * (variance / value_count).sqrt();
     assert!((mean - theory).abs() <= half_width, "{theory} is not in {mean} +- {half_width}");
     assert!(half_width <= max_relative_width * theory, "{mean} +- {half_width} proves nothing");
 }
 
 #[test]
-fn m_m_1_has_exponential_sojourn_times() {
+fn m_m_1_sojourn_times_are_exponential() {
     let outcomes = simulate_seeds("jsq", 1, "exp", 0.0, 0.8);
     let mean = 1.0 / (1.0 - 0.8);
     assert_agrees_with_theory(&outcomes, |o| o.all.mean, mean, 0.03);
@@ -46,18 +54,18 @@ fn m_m_1_has_exponential_sojourn_times() {
 /// Returns the mean sojourn time in M/M/c by Erlang's C formula, with mean service time 1.
 fn m_m_c_mean_sojourn_time(cores: u16, load: f64) -> f64 {
     let offered_load = load * f64::from(cores);
-    let mut term = 1.0;
-    let mut sum = 0.0;
+    let mut series_term = 1.0;
+    let mut series_sum = 0.0;
     for n in 0..cores {
-        sum += term;
-        term *= offered_load / f64::from(n + 1);
+        series_sum += series_term;
+        series_term *= offered_load / f64::from(n + 1);
     }
-    let queued_term = term / (1.0 - load);
-    1.0 + queued_term / (sum + queued_term) / (f64::from(cores) * (1.0 - load))
+    let queued_term = series_term / (1.0 - load);
+    1.0 + queued_term / (series_sum + queued_term) / (f64::from(cores) * (1.0 - load))
 }
 
 #[test]
-fn one_queue_for_sixteen_cores_is_m_m_16() {
+fn one_queue_for_sixteen_cores_matches_m_m_16() {
     assert!((m_m_c_mean_sojourn_time(1, 0.8) - 5.0).abs() < 1e-9);
     for policy in ["cfcfs", "dfcfs:1,16", "work-stealing:0", "ps"] {
         assert_agrees_with_theory(
@@ -76,21 +84,21 @@ fn one_queue_for_sixteen_cores_is_m_m_16() {
 }
 
 #[test]
-fn random_dispatch_is_m_m_1_at_every_core() {
+fn random_dispatch_matches_m_m_1_at_every_core() {
     let interface_latency = 0.25;
-    let theory = 1.0 / 0.3 + 2.0 * interface_latency;
+    let theoretical_mean = 1.0 / 0.3 + 2.0 * interface_latency;
     for policy in ["random", "rss"] {
         assert_agrees_with_theory(
             &simulate_seeds(policy, 16, "exp", interface_latency, 0.7),
             |o| o.all.mean,
-            theory,
+            theoretical_mean,
             0.02,
         );
     }
 }
 
 #[test]
-fn fixed_service_times_give_m_d_1() {
+fn fixed_service_times_match_m_d_1() {
     assert_agrees_with_theory(
         &simulate_seeds("rr", 1, "fixed", 0.0, 0.8),
         |o| o.all.mean,
@@ -100,7 +108,7 @@ fn fixed_service_times_give_m_d_1() {
 }
 
 #[test]
-fn fifo_queue_is_m_g_1() {
+fn fifo_queue_matches_m_g_1() {
     // By Pollaczek and Khinchine, the mean wait is lambda E[S^2] / (2 (1 - rho)). Here E[S] = 1.4, E[S^2] = 0.9 + 2.5.
     let mean_wait = 0.7 / 1.4 * 3.4 / (2.0 * 0.3);
     let outcomes = simulate_seeds("jlq", 1, "bimodal:0.1:5", 0.0, 0.7);
@@ -120,11 +128,11 @@ fn m_g_1_processor_sharing_slows_every_class_alike() {
 fn idle_time_of_cfcfs_acts_like_longer_service_in_m_d_1() {
     let (interface_latency, load) = (0.25, 0.5);
     let (service_time, utilisation) = (1.0 + 2.0 * interface_latency, load * (1.0 + 2.0 * interface_latency));
-    let theory = service_time * (1.0 + utilisation / (2.0 * (1.0 - utilisation)));
+    let theoretical_mean = service_time * (1.0 + utilisation / (2.0 * (1.0 - utilisation)));
     assert_agrees_with_theory(
         &simulate_seeds("cfcfs", 1, "fixed", interface_latency, load),
         |o| o.all.mean,
-        theory,
+        theoretical_mean,
         0.02,
     );
 }

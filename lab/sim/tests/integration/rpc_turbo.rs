@@ -2,12 +2,13 @@
 
 use coreward_sim::rpc::{Config, PeakConfig, find_peak_load, run};
 
-/// Latency between NIC and cores in service times, which is 550 ns for requests of 2 us (Sect. VII-D).
+/// Latency between NIC and cores in service times, which is 550 ns for requests of 2 us (Turbo, HPCA'23, Sect. VII-D).
 const INTERFACE_LATENCY: f64 = 0.275;
 
 fn find_policy_peak_load(policy: &str, cores: u16, service: &str, latency: f64, slo: f64) -> f64 {
     let (policy, service) = (policy.parse().unwrap(), service.parse().unwrap());
-    let config = Config { policy, cores, service, latency, request_count: 200_000, ..Config::default() };
+    let config =
+        Config { policy, cores, service, interface_latency: latency, request_count: 200_000, ..Config::default() };
     find_peak_load(&PeakConfig { config, slo, seeds: 1..=3, steps: 9, ..PeakConfig::default() }).unwrap().peak_load
 }
 
@@ -16,9 +17,9 @@ fn jsq_peak_load_exceeds_that_of_other_policies_as_in_turbo_figure_2b() {
     // There are 16 cores. 10 % of requests take 5 times as long. The latency is 25 % of the mean service time of 1.4.
     let peak_load = |policy, slo| find_policy_peak_load(policy, 16, "bimodal:0.1:5", 0.35, slo);
     for (slo, published_ratios) in [(30.0, [1.5, 1.2, 1.1]), (10.0, [1.5, 2.0, 1.4])] {
-        let jsq = peak_load("jsq", slo);
+        let jsq_peak_load = peak_load("jsq", slo);
         for (policy, published_ratio) in ["cfcfs", "random", "rr"].into_iter().zip(published_ratios) {
-            let ratio = jsq / peak_load(policy, slo);
+            let ratio = jsq_peak_load / peak_load(policy, slo);
             assert!(
                 (ratio / published_ratio - 1.0).abs() < 0.1,
                 "SLO {slo}: jsq over {policy} {ratio:.3}, {published_ratio}"
@@ -31,13 +32,13 @@ fn jsq_peak_load_exceeds_that_of_other_policies_as_in_turbo_figure_2b() {
 fn rebalanced_rss_has_a_longer_tail_than_jsq_as_in_turbo_figure_11() {
     let policy_p99 = |policy: &str| {
         let policy = policy.parse().unwrap();
-        let requests = 1_000_000;
+        let request_count = 1_000_000;
         run(&Config {
             policy,
             cores: 12,
-            latency: INTERFACE_LATENCY,
+            interface_latency: INTERFACE_LATENCY,
             load: 0.8,
-            request_count: requests,
+            request_count,
             ..Config::default()
         })
         .unwrap()

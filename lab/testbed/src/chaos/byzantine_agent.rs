@@ -20,12 +20,12 @@ use tonic::transport::Endpoint;
 
 use crate::namespace::Namespace;
 
-/// Stream number of [`seeded_rng`] for the contents of false reports.
+/// Random stream of [`seeded_rng`] for the contents of false reports.
 const RNG_STREAM_FALSE_REPORTS: u64 = 0x6368_6103;
-/// Interval between false reports, a hundredth of the interval of an honest agent.
+/// Interval between false reports, which is a hundredth of an honest agent's interval.
 const FALSE_REPORT_INTERVAL: Duration = Duration::from_millis(1);
 const HONEST_REPORT_INTERVAL: Duration = Duration::from_millis(100);
-/// Interval between attempts to register as the server. The controller rejects them while the real agent still reports.
+/// Interval between attempts to register as the server. The controller rejects them as long as the real agent reports.
 const REGISTRATION_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum duration of a stream to a controller, after which the impostor closes it and registers again.
@@ -33,7 +33,7 @@ const MAX_STREAM_DURATION: Duration = Duration::from_secs(2);
 /// Number of silent or malformed connections that the flood keeps open at the same time.
 const FLOOD_CONNECTION_COUNT: usize = 64;
 
-/// Numbers of reports and connections that the impostors sent.
+/// Counters of the reports and connections that impostors have sent.
 #[derive(Debug, Default)]
 pub struct FalseReportCounters {
     pub sent_report_count: AtomicU64,
@@ -44,7 +44,8 @@ pub struct FalseReportCounters {
 pub enum FalseReportKind {
     /// All kinds of false reports in any server's name, together with a flood of connections.
     AllKinds,
-    /// False loads only. Reports of idle cores at an honest agent's interval attract new connections to the server.
+    /// False loads only. They claim idle cores at an honest agent's interval, which attracts new connections to the
+    /// server.
     IdleCores,
 }
 
@@ -82,7 +83,8 @@ impl ByzantineAgent {
         })
     }
 
-    /// Runs one stream to a controller. Impostors of the kind `AllKinds` also register as other or unknown servers.
+    /// Runs one stream to a controller. Impostors of the kind [`FalseReportKind::AllKinds`] also register as other or
+    /// unknown servers.
     async fn run_stream(
         &self,
         controller_address: SocketAddr,
@@ -92,7 +94,8 @@ impl ByzantineAgent {
         stop_flag: &AtomicBool,
     ) -> anyhow::Result<()> {
         if self.report_kind == FalseReportKind::IdleCores {
-            let reports = (1..).map(|sequence| v1::Report { rss: Some(rss(40, vec![0, 1])), ..idle_report(sequence) });
+            let reports =
+                (1..).map(|sequence| v1::Report { rss: Some(build_rss(40, vec![0, 1])), ..idle_report(sequence) });
             return send_reports(
                 self.server_name(),
                 controller_address,
@@ -118,7 +121,7 @@ impl ByzantineAgent {
         tokio::time::timeout(MAX_STREAM_DURATION, report_stream).await?
     }
 
-    /// Returns the server's own name in half of the cases, and otherwise that of another or of no server.
+    /// Returns the server's own name in half of the cases, and otherwise the name of another server or of none.
     fn random_registered_name(&self, rng: &mut Xoshiro256PlusPlus) -> String {
         match uniform_below(rng, 4) {
             0 => "nobody".to_owned(),
@@ -145,7 +148,7 @@ fn flood_with_connections(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, fal
     }
 }
 
-/// Sends a report at every interval on one stream, until the controller ends the stream or `stop_flag` is set.
+/// Sends a report once per interval on one stream, until the controller ends the stream or `stop_flag` is set.
 async fn send_reports(
     name: String,
     controller_address: SocketAddr,
@@ -192,7 +195,7 @@ fn idle_report(sequence: u64) -> v1::Report {
     }
 }
 
-fn rss(key_length: usize, queues: Vec<u32>) -> v1::Rss {
+fn build_rss(key_length: usize, queues: Vec<u32>) -> v1::Rss {
     v1::Rss { source: "false".to_owned(), key: vec![0xaa; key_length], indirection_table: queues, input_transform: 0 }
 }
 
@@ -212,8 +215,8 @@ fn random_report(sequence: u64, rng: &mut Xoshiro256PlusPlus) -> v1::Report {
         9 => report.sent_unix_ns = 0,
         10 => report.time_to_live_ms = 0,
         11 => report.time_to_live_ms = u32::MAX,
-        12 => report.rss = Some(rss(5, vec![0, 1, 2])),
-        13 => report.rss = Some(v1::Rss { input_transform: u32::MAX, ..rss(40, vec![u32::MAX; 2_048]) }),
+        12 => report.rss = Some(build_rss(5, vec![0, 1, 2])),
+        13 => report.rss = Some(v1::Rss { input_transform: u32::MAX, ..build_rss(40, vec![u32::MAX; 2_048]) }),
         14 => {
             report.open_connections = u32::MAX;
             report.configuration_generation = u64::MAX;

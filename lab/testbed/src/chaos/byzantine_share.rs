@@ -33,9 +33,10 @@ pub struct ByzantineShare {
 }
 
 impl ByzantineShare {
-    /// Opens connections while the impostor reports. Call it in the client's namespace. `servers` is the number of
-    /// servers in the fleet. Fails when a connection breaks, or after a signal.
-    pub fn measure(service: SocketAddr, impostor: u16, servers: u16) -> anyhow::Result<Self> {
+    /// Measures the server's share by opening connections while the impostor reports. Call it in the client's
+    /// namespace. `server_count` is the number of servers in the fleet. Fails when a connection breaks, or after a
+    /// signal.
+    pub fn measure(service: SocketAddr, impostor_number: u16, server_count: u16) -> anyhow::Result<Self> {
         let start = Instant::now();
         let mut counts_by_second = vec![[0, 0]; FALSE_REPORT_SECONDS];
         while let Some([impostor_connections, all_connections]) =
@@ -43,35 +44,35 @@ impl ByzantineShare {
         {
             interrupt::ensure_not_interrupted()?;
             *impostor_connections +=
-                u64::from(HttpConnection::open_to(service, None)?.query_worker()?.server_number == impostor);
+                u64::from(HttpConnection::open_to(service, None)?.query_worker()?.server_number == impostor_number);
             *all_connections += 1;
             std::thread::sleep(CONNECTION_INTERVAL);
         }
-        Ok(Self { fair_share: 1.0 / f64::from(servers), seconds: counts_by_second })
+        Ok(Self { fair_share: 1.0 / f64::from(server_count), seconds: counts_by_second })
     }
 
     /// Returns the server's share of the connections (0 to 1), and the number of all connections.
-    fn share_and_connection_count(seconds: &[[u64; 2]]) -> (f64, u64) {
+    fn connection_share_and_count(seconds: &[[u64; 2]]) -> (f64, u64) {
         let [impostor_connections, all_connections] =
             seconds.iter().fold([0, 0], |sum, second| [sum[0] + second[0], sum[1] + second[1]]);
         (impostor_connections as f64 / all_connections.max(1) as f64, all_connections.max(1))
     }
 
-    fn initial_share(&self) -> f64 {
-        Self::share_and_connection_count(&self.seconds[..INITIAL_MEASUREMENT_SECONDS]).0
+    fn initial_connection_share(&self) -> f64 {
+        Self::connection_share_and_count(&self.seconds[..INITIAL_MEASUREMENT_SECONDS]).0
     }
 
-    fn final_share_and_connection_count(&self) -> (f64, u64) {
-        Self::share_and_connection_count(&self.seconds[FALSE_REPORT_SECONDS - FINAL_MEASUREMENT_SECONDS..])
+    fn final_connection_share_and_count(&self) -> (f64, u64) {
+        Self::connection_share_and_count(&self.seconds[FALSE_REPORT_SECONDS - FINAL_MEASUREMENT_SECONDS..])
     }
 
-    fn max_share(&self) -> f64 {
+    fn max_connection_share(&self) -> f64 {
         MAX_FAIR_SHARE_MULTIPLE * self.fair_share
     }
 
     /// Returns whether the server got significantly more connections than the controller's limit allows.
     pub fn is_over_limit(&self) -> bool {
-        let (limit, (share, connections)) = (self.max_share(), self.final_share_and_connection_count());
+        let (limit, (share, connections)) = (self.max_connection_share(), self.final_connection_share_and_count());
         share
             > limit
                 + MAX_COUNT_DELAY_SECONDS / FINAL_MEASUREMENT_SECONDS as f64
@@ -81,9 +82,13 @@ impl ByzantineShare {
 
 impl fmt::Display for ByzantineShare {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let percentages =
-            [self.initial_share(), self.final_share_and_connection_count().0, self.fair_share, self.max_share()]
-                .map(|share| 100.0 * share);
+        let percentages = [
+            self.initial_connection_share(),
+            self.final_connection_share_and_count().0,
+            self.fair_share,
+            self.max_connection_share(),
+        ]
+        .map(|share| 100.0 * share);
         let [initial_percentage, final_percentage, fair_share, limit] = percentages;
         write!(
             f,

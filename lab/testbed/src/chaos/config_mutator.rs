@@ -27,18 +27,18 @@ const CHANGES_PER_DRAIN: u64 = 4;
 /// Number of changes between two comparisons of the controller's state with the acknowledged changes.
 const CHANGES_PER_STATE_CHECK: u64 = 10;
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
-/// Maximum time that the last changes may take to be acknowledged.
+/// Maximum time until the last changes are acknowledged.
 const LAST_CHANGES_TIMEOUT: Duration = Duration::from_secs(20);
 /// Timeout of a command (s). It is longer than the command's own timeout for a silent controller.
 const COMMAND_TIMEOUT_S: &str = "8";
 
-/// Numbers of attempted configuration changes, by outcome.
+/// Counts of attempted configuration changes, by outcome.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct WriteCounts {
     pub acknowledged: u64,
     /// Number of changes that failed or that the controller did not answer.
     pub unanswered: u64,
-    /// Number of unanswered changes that the controller turned out to have applied.
+    /// Number of unanswered changes that the controller has applied, as a later comparison showed.
     pub unanswered_in_force: u64,
     /// Number of invalid documents sent, all of which the controller must reject.
     pub invalid_documents: u64,
@@ -58,7 +58,7 @@ pub struct WriteCounts {
 pub struct ExpectedConfig {
     generation: u64,
     document_text: String,
-    /// Documents sent without an answer, any of which the controller may have applied.
+    /// Documents sent without an answer. The controller may have applied any of them.
     unanswered_documents: Vec<String>,
     expected_drains: ExpectedDrains,
 }
@@ -117,14 +117,15 @@ impl<'a> ConfigWriter<'a> {
         Ok(expected_config)
     }
 
-    /// Makes a random change, and whatever else is due after `attempted_changes` changes.
+    /// Makes a random change, followed by the drains, invalid changes, key rotations and state checks that are due
+    /// after `attempted_changes` changes.
     fn make_change(
         &self,
         expected_config: &mut ExpectedConfig,
         documents: &mut DocumentGenerator,
         attempted_changes: u64,
     ) -> anyhow::Result<()> {
-        documents.apply_random_change(&expected_config.expected_drains.possibly_drained());
+        documents.apply_random_change(&expected_config.expected_drains.possibly_drained_servers());
         if !self.apply_document(expected_config, documents)? {
             std::thread::sleep(RETRY_PAUSE);
         }
@@ -157,7 +158,8 @@ impl<'a> ConfigWriter<'a> {
         remaining_drain_count: usize,
     ) -> anyhow::Result<()> {
         let deadline = Instant::now() + LAST_CHANGES_TIMEOUT;
-        for server in expected_config.expected_drains.possibly_drained().into_iter().skip(remaining_drain_count) {
+        for server in expected_config.expected_drains.possibly_drained_servers().into_iter().skip(remaining_drain_count)
+        {
             while !self.request_drain(expected_config, server, false) {
                 ensure!(Instant::now() < deadline, "that s{server} is no longer drained is not acknowledged");
                 std::thread::sleep(RETRY_PAUSE);
@@ -201,10 +203,10 @@ impl<'a> ConfigWriter<'a> {
         }
     }
 
-    /// Drains another server if enough others remain, or else ends a drain.
+    /// Drains another server if enough others remain. Otherwise ends a drain.
     fn drain_or_undrain(&self, expected_config: &mut ExpectedConfig, documents: &mut DocumentGenerator) {
-        let drained_servers = expected_config.expected_drains.possibly_drained();
-        let next_drain = documents.next_drain(&drained_servers).map(|server| (server, true));
+        let drained_servers = expected_config.expected_drains.possibly_drained_servers();
+        let next_drain = documents.next_server_to_drain(&drained_servers).map(|server| (server, true));
         if let Some((server, is_drain)) = next_drain.or_else(|| drained_servers.first().map(|server| (*server, false)))
         {
             self.request_drain(expected_config, server, is_drain);
@@ -216,7 +218,7 @@ impl<'a> ConfigWriter<'a> {
     fn request_drain(&self, expected_config: &mut ExpectedConfig, server: u16, is_drain: bool) -> bool {
         let command = if is_drain { "drain" } else { "undrain" };
         let is_acknowledged = self.operator.run_coreward(&[command, &format!("s{server}")]).is_ok();
-        expected_config.expected_drains.record_request(server, is_drain, is_acknowledged);
+        expected_config.expected_drains.record_drain_request(server, is_drain, is_acknowledged);
         self.update_counts(|writes| {
             *if is_acknowledged { &mut writes.drains } else { &mut writes.drains_unanswered } += 1
         });
@@ -269,7 +271,7 @@ impl<'a> ConfigWriter<'a> {
         }
         // Earlier attempts can no longer be applied, because each one requires the generation that it replaces.
         expected_config.unanswered_documents =
-            attempts_after_document_in_force(std::mem::take(&mut expected_config.unanswered_documents), &text);
+            attempts_after_active_document(std::mem::take(&mut expected_config.unanswered_documents), &text);
         (expected_config.generation, expected_config.document_text) = (generation, text);
         true
     }
@@ -306,8 +308,8 @@ impl<'a> ConfigWriter<'a> {
     }
 }
 
-fn attempts_after_document_in_force(attempts: Vec<String>, text_in_force: &str) -> Vec<String> {
-    let position = attempts.iter().position(|text| text == text_in_force);
+fn attempts_after_active_document(attempts: Vec<String>, active_document_text: &str) -> Vec<String> {
+    let position = attempts.iter().position(|text| text == active_document_text);
     attempts.into_iter().skip(position.map_or(0, |position| position + 1)).collect()
 }
 
@@ -316,10 +318,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn attempts_before_the_document_in_force_are_discarded() {
+    fn attempts_before_the_active_document_are_discarded() {
         let attempts = ["a", "b", "c"].map(String::from).to_vec();
-        assert_eq!(attempts_after_document_in_force(attempts.clone(), "b"), ["c"]);
-        assert_eq!(attempts_after_document_in_force(attempts.clone(), "c"), [""; 0]);
-        assert_eq!(attempts_after_document_in_force(attempts.clone(), "x"), attempts);
+        assert_eq!(attempts_after_active_document(attempts.clone(), "b"), ["c"]);
+        assert_eq!(attempts_after_active_document(attempts.clone(), "c"), [""; 0]);
+        assert_eq!(attempts_after_active_document(attempts.clone(), "x"), attempts);
     }
 }

@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
-/// Mount option that sets the disk's size, many times what the store takes for a few servers.
+/// Mount option that sets the disk's size to 8 MiB, many times the size of the store for a few servers.
 const TMPFS_SIZE_OPTION: &str = "size=8m";
 
-/// Mounted in-memory file system that emulates a small disk. Dropping it unmounts the file system.
+/// Mounted tmpfs that emulates a small disk. Dropping this value unmounts the tmpfs.
 #[derive(Debug)]
 pub struct TmpfsDisk {
     mount_point: PathBuf,
@@ -29,7 +29,7 @@ impl TmpfsDisk {
         &self.mount_point
     }
 
-    /// Fills the disk to the last byte. Fails on any error other than a full disk.
+    /// Writes a file until the disk has no free byte. Fails on any error other than a full disk.
     pub fn fill(&self) -> anyhow::Result<()> {
         let mut filler_file = File::create(self.filler_path())?;
         let mut filler_bytes = vec![0xff; 64 << 10];
@@ -47,7 +47,7 @@ impl TmpfsDisk {
         Ok(())
     }
 
-    /// Removes the file that fills the disk. Fails when the disk was not full.
+    /// Removes the file that [`TmpfsDisk::fill`] wrote. Fails when the file does not exist.
     pub fn remove_filler(&self) -> anyhow::Result<()> {
         fs::remove_file(self.filler_path()).with_context(|| format!("nothing fills {}", self.mount_point.display()))
     }

@@ -10,24 +10,24 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use crate::addresses::{rack_controller_name, server_address};
 use crate::network_options::NetworkOptions;
 
-/// Stream number of [`seeded_rng`] for the configuration changes.
-const RNG_STREAM_CHANGES: u64 = 0x6368_6102;
+/// Number of the [`seeded_rng`] stream from which the configuration changes are drawn.
+const RNG_STREAM_CONFIG_CHANGES: u64 = 0x6368_6102;
 /// Minimum number of servers that must accept new connections in every document.
 const MIN_ACTIVE_SERVERS: usize = 2;
 const POLICY_NAMES: [&str; 6] = ["crossrss", "crossrss-plus", "rr", "hash", "least", "pow2"];
 
-/// State of a server's entry in the fleet document.
+/// Settings of one server in the fleet document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ServerEntry {
     is_draining: bool,
     weight: u32,
-    /// Whether the server's agent must connect to a controller directly, not through a rack controller.
-    needs_controller: bool,
+    /// Whether the server's agent must connect to a controller directly instead of through a rack controller.
+    bypasses_racks: bool,
 }
 
-const INITIAL_ENTRY: ServerEntry = ServerEntry { is_draining: false, weight: 1, needs_controller: false };
+const INITIAL_SERVER_ENTRY: ServerEntry = ServerEntry { is_draining: false, weight: 1, bypasses_racks: false };
 
-/// Generator of random fleet documents, which holds the state of the newest one.
+/// Generator of random fleet documents. It keeps the contents of the newest document.
 #[derive(Debug, Clone)]
 pub struct DocumentGenerator {
     rng: Xoshiro256PlusPlus,
@@ -42,8 +42,9 @@ pub struct DocumentGenerator {
 }
 
 impl DocumentGenerator {
-    /// Creates a generator whose document has all `servers` active. Each of `services` has a name, an address and
-    /// further lines. `server_rack_numbers` lists the rack controllers of each server, and is empty without racks.
+    /// Creates a generator whose first document has all `servers` active. Each of `services` has a name, an address
+    /// and further configuration lines. `server_rack_numbers` lists the rack controllers of each server, and is empty
+    /// without racks.
     pub fn new(
         seed: u64,
         network: NetworkOptions,
@@ -52,24 +53,26 @@ impl DocumentGenerator {
         server_rack_numbers: BTreeMap<u16, Vec<u16>>,
     ) -> Self {
         Self {
-            rng: seeded_rng(seed, RNG_STREAM_CHANGES),
+            rng: seeded_rng(seed, RNG_STREAM_CONFIG_CHANGES),
             service_policies: vec![POLICY_NAMES[0]; services.len()],
             services,
             network,
-            server_entries: servers.iter().map(|number| (*number, Some(INITIAL_ENTRY))).collect(),
+            server_entries: servers.iter().map(|number| (*number, Some(INITIAL_SERVER_ENTRY))).collect(),
             server_rack_numbers,
             report_interval_ms: 100,
             revision: 0,
         }
     }
 
-    /// Returns the document's text, with a revision number that makes it unique.
+    /// Returns the text of the newest document, with a revision number that makes it unique.
     pub fn document_text(&self) -> String {
         let mut text = format!("# {}\nreport_interval = \"{}ms\"\n", self.revision, self.report_interval_ms);
         let rack_numbers: BTreeSet<u16> = self.server_rack_numbers.values().flatten().copied().collect();
         let _ = writeln!(text, "racks = {:?}", rack_controller_names(&rack_numbers));
         for (number, entry) in &self.server_entries {
-            let Some(ServerEntry { is_draining: draining, weight, needs_controller }) = entry else { continue };
+            let Some(ServerEntry { is_draining: draining, weight, bypasses_racks: needs_controller }) = entry else {
+                continue;
+            };
             let (address, state) = (
                 self.network.family.host_address(server_address(*number)),
                 if *draining { "draining" } else { "active" },
@@ -98,17 +101,19 @@ impl DocumentGenerator {
 
     /// Returns the server to drain next, or `None` if too few others would accept new connections. `drained_servers`
     /// contains servers that are or may be drained.
-    pub fn next_drain(&mut self, drained_servers: &BTreeSet<u16>) -> Option<u16> {
+    pub fn next_server_to_drain(&mut self, drained_servers: &BTreeSet<u16>) -> Option<u16> {
         let undrained_servers: Vec<u16> =
             self.present_servers().into_iter().filter(|number| !drained_servers.contains(number)).collect();
         let number = *undrained_servers.get(self.random_below(undrained_servers.len().max(1) as u32) as usize)?;
-        self.can_be_removed(number, drained_servers).then_some(number)
+        self.can_remove_server(number, drained_servers).then_some(number)
     }
 
-    /// Returns whether enough other servers accept new connections after server `number` leaves.
-    fn can_be_removed(&self, number: u16, drained_servers: &BTreeSet<u16>) -> bool {
-        let takes_connections = |(other, entry): &(&u16, &Option<ServerEntry>)| {
-            **other != number && entry.is_some_and(|entry| !entry.is_draining) && !drained_servers.contains(other)
+    /// Returns whether at least [`MIN_ACTIVE_SERVERS`] servers other than `number` accept new connections.
+    fn can_remove_server(&self, number: u16, drained_servers: &BTreeSet<u16>) -> bool {
+        let takes_connections = |(other_number, entry): &(&u16, &Option<ServerEntry>)| {
+            **other_number != number
+                && entry.is_some_and(|entry| !entry.is_draining)
+                && !drained_servers.contains(other_number)
         };
         self.server_entries.iter().filter(takes_connections).count() >= MIN_ACTIVE_SERVERS
     }
@@ -133,13 +138,13 @@ impl DocumentGenerator {
     fn change_random_server(&mut self, drained_servers: &BTreeSet<u16>) {
         let server_numbers: Vec<u16> = self.server_entries.keys().copied().collect();
         let server_number = server_numbers[self.random_below(server_numbers.len() as u32) as usize];
-        let can_be_removed = self.can_be_removed(server_number, drained_servers);
+        let can_be_removed = self.can_remove_server(server_number, drained_servers);
         let entry = match self.random_below(5) {
             0 if can_be_removed => None,
-            1 if can_be_removed => Some(ServerEntry { is_draining: true, ..INITIAL_ENTRY }),
-            2 => Some(ServerEntry { weight: 1 + self.random_below(4), ..INITIAL_ENTRY }),
-            3 => Some(ServerEntry { needs_controller: true, ..INITIAL_ENTRY }),
-            _ => Some(INITIAL_ENTRY),
+            1 if can_be_removed => Some(ServerEntry { is_draining: true, ..INITIAL_SERVER_ENTRY }),
+            2 => Some(ServerEntry { weight: 1 + self.random_below(4), ..INITIAL_SERVER_ENTRY }),
+            3 => Some(ServerEntry { bypasses_racks: true, ..INITIAL_SERVER_ENTRY }),
+            _ => Some(INITIAL_SERVER_ENTRY),
         };
         self.server_entries.insert(server_number, entry);
     }
@@ -159,7 +164,7 @@ impl DocumentGenerator {
     pub fn restore_initial_document(&mut self) {
         self.revision += 1;
         self.service_policies.fill(POLICY_NAMES[0]);
-        self.server_entries.values_mut().for_each(|entry| *entry = Some(INITIAL_ENTRY));
+        self.server_entries.values_mut().for_each(|entry| *entry = Some(INITIAL_SERVER_ENTRY));
     }
 
     fn random_below(&mut self, upper_bound: u32) -> u32 {
@@ -191,35 +196,35 @@ mod tests {
     }
 
     #[test]
-    fn only_documents_made_invalid_are_rejected() {
+    fn random_documents_parse_and_invalid_ones_are_rejected() {
         let parse_document = |text: String| FleetConfig::parse(&Source::from_text("fleet.toml", &text));
         for family in [AddressFamily::Ipv4, AddressFamily::Ipv6] {
-            let mut documents = generator_with_one_service(1, family);
+            let mut generator = generator_with_one_service(1, family);
             for _ in 0..300 {
-                documents.apply_random_change(&BTreeSet::new());
-                parse_document(documents.document_text()).unwrap();
-                parse_document(documents.next_invalid_document()).unwrap_err();
+                generator.apply_random_change(&BTreeSet::new());
+                parse_document(generator.document_text()).unwrap();
+                parse_document(generator.next_invalid_document()).unwrap_err();
             }
         }
     }
 
     #[test]
-    fn enough_servers_take_connections_under_any_drains() {
-        let (mut documents, mut drained_servers) =
+    fn two_servers_always_accept_connections_despite_drains() {
+        let (mut generator, mut drained_servers) =
             (generator_with_one_service(2, AddressFamily::Ipv4), BTreeSet::new());
         for round in 0..1_000 {
-            documents.apply_random_change(&drained_servers);
+            generator.apply_random_change(&drained_servers);
             match round % 7 {
-                0 => drained_servers.extend(documents.next_drain(&drained_servers)),
+                0 => drained_servers.extend(generator.next_server_to_drain(&drained_servers)),
                 3 => drop(drained_servers.pop_first()),
                 _ => {}
             }
-            drained_servers.retain(|number| documents.present_servers().contains(number));
+            drained_servers.retain(|number| generator.present_servers().contains(number));
             let takes_connections = |(number, entry): &(&u16, &Option<ServerEntry>)| {
                 entry.is_some_and(|entry| !entry.is_draining) && !drained_servers.contains(number)
             };
             assert!(
-                documents.server_entries.iter().filter(takes_connections).count() >= MIN_ACTIVE_SERVERS,
+                generator.server_entries.iter().filter(takes_connections).count() >= MIN_ACTIVE_SERVERS,
                 "turn {round}: {drained_servers:?}"
             );
         }

@@ -8,23 +8,23 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// Maximum time until an unanswered command takes effect. A stopped controller may execute it after it resumes.
-const MAX_EXECUTION_DELAY: Duration = Duration::from_secs(3);
+/// Maximum time until a command that got no answer takes effect. A stopped controller may execute it after SIGCONT.
+const MAX_COMMAND_DELAY: Duration = Duration::from_secs(3);
 
-/// Expected drain state of each server, by number. Servers that are missing are not drained.
+/// Expected drain state of each server, by server number. A server without an entry is not drained.
 #[derive(Debug, Default)]
 pub struct ExpectedDrains(BTreeMap<u16, DrainState>);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DrainState {
     Drained,
-    /// The server may be drained or not, because a change at this time was not answered. That was a drain, an undrain,
-    /// or a document without the server.
+    /// It is unknown whether the server is drained, because the controller did not answer a request at this time. The
+    /// request was a drain, an undrain, or a document without the server.
     UncertainSince(Instant),
 }
 
 impl ExpectedDrains {
-    pub fn possibly_drained(&self) -> BTreeSet<u16> {
+    pub fn possibly_drained_servers(&self) -> BTreeSet<u16> {
         self.0.keys().copied().collect()
     }
 
@@ -33,7 +33,7 @@ impl ExpectedDrains {
     }
 
     /// Records a request to drain or undrain a server, and whether the controller acknowledged it.
-    pub fn record_request(&mut self, server: u16, is_drain: bool, is_acknowledged: bool) {
+    pub fn record_drain_request(&mut self, server: u16, is_drain: bool, is_acknowledged: bool) {
         match (is_acknowledged, is_drain) {
             (false, _) => drop(self.0.insert(server, DrainState::UncertainSince(Instant::now()))),
             (true, true) => drop(self.0.insert(server, DrainState::Drained)),
@@ -41,7 +41,7 @@ impl ExpectedDrains {
         }
     }
 
-    /// Records that a document with these servers was sent, and whether the controller acknowledged it.
+    /// Records that a fleet document with exactly `servers` was sent, and whether the controller acknowledged it.
     pub fn record_document(&mut self, servers: &BTreeSet<u16>, is_acknowledged: bool) {
         if is_acknowledged {
             self.0.retain(|server, _| servers.contains(server));
@@ -51,8 +51,8 @@ impl ExpectedDrains {
         }
     }
 
-    /// Describes all differences between the controller's status and the model. Resolves uncertain drains by the
-    /// status.
+    /// Returns descriptions of all differences between the controller's status and the expected drains. Replaces
+    /// states that were uncertain for long enough by those in the status.
     pub fn compare_with_status(&mut self, status: &Value) -> Vec<String> {
         let mut violations = Vec::new();
         for server in status["servers"].as_array().into_iter().flatten() {
@@ -60,8 +60,8 @@ impl ExpectedDrains {
             let Some(number) = server_number else { continue };
             let is_drained = server["drained"]["by"] == "command";
             match self.0.get(&number) {
-                Some(DrainState::UncertainSince(since)) if since.elapsed() < MAX_EXECUTION_DELAY => {}
-                Some(DrainState::UncertainSince(_)) => self.record_request(number, is_drained, true),
+                Some(DrainState::UncertainSince(since)) if since.elapsed() < MAX_COMMAND_DELAY => {}
+                Some(DrainState::UncertainSince(_)) => self.record_drain_request(number, is_drained, true),
                 Some(DrainState::Drained) if !is_drained => {
                     violations.push(format!("a drain is lost: that of s{number} was acknowledged"));
                     self.0.remove(&number);
@@ -89,9 +89,9 @@ mod tests {
     }
 
     #[test]
-    fn acknowledged_drains_and_no_others_are_expected() {
+    fn only_acknowledged_drains_are_expected() {
         let mut expected_drains = ExpectedDrains::default();
-        expected_drains.record_request(1, true, true);
+        expected_drains.record_drain_request(1, true, true);
         assert_eq!(
             expected_drains.compare_with_status(&status_with_drains(&[(1, "command"), (2, "document")])),
             [""; 0]
@@ -107,19 +107,19 @@ mod tests {
             1,
             "without a command"
         );
-        expected_drains.record_request(2, false, true);
+        expected_drains.record_drain_request(2, false, true);
         assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(2, "document")])), [""; 0]);
     }
 
     #[test]
-    fn unanswered_drain_may_be_in_force_or_not() {
+    fn server_may_be_drained_or_not_after_unanswered_drain() {
         let mut expected_drains = ExpectedDrains::default();
-        expected_drains.record_request(1, true, false);
+        expected_drains.record_drain_request(1, true, false);
         for drain_source in ["command", "document"] {
             assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(1, drain_source)])), [""; 0]);
         }
-        assert!(expected_drains.is_uncertain(1) && expected_drains.possibly_drained().contains(&1));
-        expected_drains.0.insert(1, DrainState::UncertainSince(Instant::now() - MAX_EXECUTION_DELAY));
+        assert!(expected_drains.is_uncertain(1) && expected_drains.possibly_drained_servers().contains(&1));
+        expected_drains.0.insert(1, DrainState::UncertainSince(Instant::now() - MAX_COMMAND_DELAY));
         assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(1, "command")])), [""; 0]);
         assert!(!expected_drains.is_uncertain(1));
         assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(1, "document")])).len(), 1);
@@ -128,10 +128,10 @@ mod tests {
     #[test]
     fn server_removed_from_the_document_is_no_longer_drained() {
         let mut expected_drains = ExpectedDrains::default();
-        (1..=2).for_each(|server| expected_drains.record_request(server, true, true));
+        (1..=2).for_each(|server| expected_drains.record_drain_request(server, true, true));
         expected_drains.record_document(&[1].into(), false);
         assert!(expected_drains.is_uncertain(2) && !expected_drains.is_uncertain(1));
         expected_drains.record_document(&[1].into(), true);
-        assert_eq!(expected_drains.possibly_drained(), [1].into());
+        assert_eq!(expected_drains.possibly_drained_servers(), [1].into());
     }
 }

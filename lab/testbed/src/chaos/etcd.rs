@@ -14,8 +14,8 @@ use crate::process::Process;
 use crate::topology::Testbed;
 
 /// Number of etcd members. A majority remains when one of them fails.
-pub const MEMBER_COUNT: u16 = 3;
-/// First port of the etcd members in the controllers' namespace, where no other program uses these ports.
+pub const ETCD_MEMBER_COUNT: u16 = 3;
+/// First of the consecutive ports of the etcd members. No other program in the controllers' namespace uses these ports.
 const FIRST_ETCD_PORT: u16 = 2379;
 const LEADER_ELECTION_TIMEOUT: Duration = Duration::from_secs(20);
 const MEMBER_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -33,10 +33,11 @@ impl<'a> EtcdCluster<'a> {
     /// Starts all members and waits for a leader. Fails when etcd (Debian package etcd-server) cannot be started, or
     /// when the members elect no leader in time.
     pub fn start(testbed: &'a Testbed) -> anyhow::Result<Self> {
-        let members = LocalMember::local_cluster(MEMBER_COUNT, IpAddr::V4(Ipv4Addr::LOCALHOST), FIRST_ETCD_PORT);
+        let members =
+            LocalMember::local_cluster_members(ETCD_MEMBER_COUNT, IpAddr::V4(Ipv4Addr::LOCALHOST), FIRST_ETCD_PORT);
         let directory = testbed.directory();
         let mut cluster = Self { testbed, members, member_processes: Vec::new(), data_directory: directory };
-        for number in 1..=MEMBER_COUNT {
+        for number in 1..=ETCD_MEMBER_COUNT {
             let process = cluster.spawn_member(number)?;
             cluster.member_processes.push(process);
         }
@@ -48,7 +49,7 @@ impl<'a> EtcdCluster<'a> {
         Ok(cluster)
     }
 
-    /// Returns the members' endpoints in the form that the controllers' configuration files use.
+    /// Returns the members' endpoints in the format of the controllers' configuration files.
     pub fn endpoints(&self) -> Vec<String> {
         self.members.iter().map(LocalMember::endpoint).collect()
     }
@@ -58,8 +59,8 @@ impl<'a> EtcdCluster<'a> {
         let mut command = Command::new("etcdctl");
         command.env("ETCDCTL_API", "3").args(["endpoint", "status", "--write-out", "json", "--command-timeout", "2s"]);
         command.args(["--endpoints", &self.endpoints().join(",")]);
-        let answer = self.testbed.run_command(self.testbed.controller(), command)?;
-        let member_statuses: Vec<Value> = serde_json::from_slice(&answer.stdout)?;
+        let output = self.testbed.run_command(self.testbed.controller(), command)?;
+        let member_statuses: Vec<Value> = serde_json::from_slice(&output.stdout)?;
         let is_leader = |member: &&Value| {
             let status = &member["Status"];
             status["leader"].as_u64().is_some_and(|leader| leader > 0 && status["header"]["member_id"] == leader)
@@ -81,7 +82,7 @@ impl<'a> EtcdCluster<'a> {
         self.member_processes[usize::from(number) - 1].wait(MEMBER_EXIT_TIMEOUT).map(drop)
     }
 
-    /// Restarts a killed member with its old data. Fails when it cannot be started.
+    /// Restarts a killed member with the data of its previous process. Fails when it cannot be started.
     pub fn restart_member(&mut self, number: u16) -> anyhow::Result<()> {
         self.member_processes[usize::from(number) - 1] = self.spawn_member(number)?;
         Ok(())

@@ -41,7 +41,7 @@ impl FaultKind {
         Self::ByzantineAgent,
     ];
 
-    /// Returns the name of the kind, as on the command line.
+    /// Returns the name of the kind, as the option `--faults` expects it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kill => "kill",
@@ -57,16 +57,17 @@ impl FaultKind {
     }
 }
 
-/// Fault and its target. A daemon has its name from [`crate::fleet`], and a machine the name of its switch port.
+/// Fault and its target. Daemons have the names that [`crate::fleet`] gives them. Machines have those of their switch
+/// ports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fault {
-    /// The process of the named daemon is killed.
+    /// Daemon process with this name is killed and restarted.
     KillDaemon(String),
-    /// The process of the named daemon is stopped.
+    /// Daemon process with this name is stopped (SIGSTOP) and resumed.
     StopDaemon(String),
-    /// The named daemon is upgraded.
+    /// Daemon with this name is terminated and replaced by a new process.
     UpgradeDaemon(String),
-    /// The switch drops packets from one machine to another.
+    /// Switch drops the packets from one machine to another.
     Partition {
         sender_port: String,
         /// Switch port of the machine that no longer receives the packets.
@@ -74,36 +75,36 @@ pub enum Fault {
         /// Whether packets in the other direction are dropped as well.
         is_bidirectional: bool,
     },
-    /// The link of the machine at the named switch port is down.
+    /// Link of the machine at the switch port with this name is down.
     LinkDown(String),
-    /// The disk that holds the controller's store is full.
+    /// Disk that contains the controller's store is full.
     DiskFull {
-        /// Whether every write fails. If false, writes that need no further space still succeed.
+        /// Whether every write fails. If false, writes that need no further disk space still succeed.
         fails_every_write: bool,
     },
-    /// A member of the etcd cluster fails.
+    /// Member of the etcd cluster fails.
     EtcdFailure {
         /// Whether the leading member fails, whatever `member_number` is.
-        is_leader: bool,
-        /// Number of the failing member, counted from 1, if `is_leader` is false.
+        hits_leader: bool,
+        /// Number of the failing member, counted from 1, if `hits_leader` is false.
         member_number: u16,
-        /// Whether the member is stopped and not killed.
+        /// Whether the fault stops the member (SIGSTOP) instead of killing it (SIGKILL).
         is_stopped: bool,
     },
-    /// The wall clock of the named daemon is wrong.
+    /// Wall clock of one daemon is wrong.
     ClockOffset {
         daemon: String,
-        /// Difference between the daemon's clock and the correct time (s).
+        /// Daemon's clock minus correct time (s).
         offset_s: i64,
     },
-    /// The agent of the server with this number sends false reports.
+    /// Impostor sends false reports in place of the agent of the server with this number.
     ByzantineAgent(u16),
 }
 
 /// Range of durations of faults that do not drop clients' packets (ms).
 const LOSSLESS_FAULT_DURATION_MS: Range<u32> = 300..6_000;
-/// Range of durations of faults that drop clients' packets (ms). TCP must retransmit these before the clients' timeout
-/// of 30 s.
+/// Range of durations of faults that drop clients' packets (ms). TCP must retransmit the dropped packets before the
+/// clients' timeout of 30 s.
 const LOSSY_FAULT_DURATION_MS: Range<u32> = 200..2_500;
 
 impl Fault {
@@ -136,9 +137,9 @@ impl Fault {
         }
     }
 
-    /// Returns whether two faults must not be active together. That is so if they affect the same daemon or if both
-    /// affect the network, because their effects could not be separated. A clock fault excludes only clock faults at
-    /// the same daemon.
+    /// Returns whether two faults must not be active at the same time. Faults conflict if they affect the same daemon
+    /// or if both affect the network, because their effects could not be separated. A clock fault conflicts only with
+    /// clock faults at the same daemon.
     pub fn conflicts_with(&self, other: &Self) -> bool {
         let affects_network = |fault: &Self| matches!(fault, Self::Partition { .. } | Self::LinkDown(_));
         if affects_network(self) || affects_network(other) {
@@ -153,7 +154,7 @@ impl Fault {
         }
     }
 
-    /// Returns the name of the daemon whose process the fault kills, stops or replaces, or `None` if it affects none.
+    /// Returns the name of the daemon whose process the fault kills, stops or replaces, or `None` if there is none.
     fn affected_daemon(&self) -> Option<String> {
         match self {
             Self::KillDaemon(daemon) | Self::StopDaemon(daemon) | Self::UpgradeDaemon(daemon) => Some(daemon.clone()),
@@ -187,7 +188,7 @@ impl fmt::Display for Fault {
             Self::LinkDown(port) => write!(f, "link of {port} down"),
             Self::DiskFull { fails_every_write: true } => write!(f, "every write of the controller fails: no room"),
             Self::DiskFull { fails_every_write: false } => write!(f, "disk of the store full"),
-            Self::EtcdFailure { is_leader, member_number, is_stopped } => {
+            Self::EtcdFailure { hits_leader: is_leader, member_number, is_stopped } => {
                 let signal_name = if *is_stopped { "SIGSTOP" } else { "SIGKILL" };
                 if *is_leader {
                     write!(f, "{signal_name} of etcd's leader")

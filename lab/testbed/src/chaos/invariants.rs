@@ -19,10 +19,11 @@ use crate::topology::Testbed;
 
 /// Address where every load balancer serves its metrics, in its own network namespace.
 pub const METRICS_ADDRESS: &str = "127.0.0.1:9440";
-/// Interval between checks of the tables at the load balancers.
-const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Number of table checks between two status checks, which cost a controller more time.
-const POLLS_PER_STATUS_CHECK: u32 = 5;
+/// Interval between two checks of the load balancers' forwarding tables.
+const TABLE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// Number of table checks per check of the controller's status. Status checks are rarer, because they cost the
+/// controller more time.
+const TABLE_CHECKS_PER_STATUS_CHECK: u32 = 5;
 const SCRAPE_TIMEOUT: Duration = Duration::from_millis(300);
 const STATUS_TIMEOUT_S: &str = "3";
 
@@ -37,7 +38,7 @@ pub struct Observations {
     pub longest_without_table_s: f64,
     /// End of the longest time without a new table (seconds since the start of the run).
     pub longest_without_table_at_s: f64,
-    /// Number of times that a load balancer's health checks marked a server down that was up before.
+    /// Number of times that the health checks of a load balancer changed a server's state from up to down.
     pub found_down: u64,
     pub violations: Vec<String>,
 }
@@ -61,13 +62,13 @@ struct ObservedState {
     counter_values: BTreeMap<(String, String), u64>,
     /// Servers that load balancers consider down, as the names of load balancer, service and server.
     down_servers: BTreeSet<[String; 3]>,
-    /// Sum of each load balancer's table generations and the time when it last changed, by load balancer number.
-    table_changes: BTreeMap<u16, (f64, Instant)>,
-    /// Cookie key that load balancers stamp with, its generation, and the phase of its rotation.
+    /// Sum of each load balancer's table generations and the time when this sum last changed, by load balancer number.
+    last_table_changes: BTreeMap<u16, (f64, Instant)>,
+    /// Current cookie key of the load balancers, its generation, and the phase of its rotation.
     cookie_keys: Option<[Value; 3]>,
 }
 
-/// Policies that make new tables whenever there is traffic, because these tables depend on the servers' loads.
+/// Policies with which the controller makes new tables as long as there is traffic, because the tables depend on loads.
 const LOAD_AWARE_POLICIES: [&str; 2] = ["crossrss", "crossrss-plus"];
 
 impl<'a> InvariantChecker<'a> {
@@ -88,30 +89,30 @@ impl<'a> InvariantChecker<'a> {
             }
             let check_start = Instant::now();
             for number in self.testbed.load_balancer_numbers() {
-                if let Ok(generation_sum) = self.sum_table_generations_in_force(number) {
+                if let Ok(generation_sum) = self.sum_used_table_generations(number) {
                     self.record_table_generations(number, generation_sum);
                 }
             }
-            if poll_index.is_multiple_of(POLLS_PER_STATUS_CHECK)
+            if poll_index.is_multiple_of(TABLE_CHECKS_PER_STATUS_CHECK)
                 && let Ok(status) = self.query_status()
             {
                 self.check_status(&status);
             }
-            std::thread::sleep(POLL_INTERVAL.saturating_sub(check_start.elapsed()));
+            std::thread::sleep(TABLE_CHECK_INTERVAL.saturating_sub(check_start.elapsed()));
         }
     }
 
-    /// Returns which load balancer has no new table since `recovery_start`, or `None` if all have one. `status` is the
-    /// controller's status. If no policy depends on loads, new tables come only with changes, so having the
-    /// controller's newest tables suffices.
-    pub fn no_new_table_reason(&self, status: &Value, recovery_start: Instant) -> Option<String> {
+    /// Describes the first load balancer without a new table since `recovery_start`, or returns `None` if all have one.
+    /// `status` is the controller's status. If no policy depends on loads, the controller makes new tables only after
+    /// changes. Then it suffices that a load balancer has the controller's newest tables.
+    pub fn missing_new_table_reason(&self, status: &Value, recovery_start: Instant) -> Option<String> {
         let services = array_or_empty(&status["services"]);
         let has_load_aware_policy =
             services.iter().any(|service| LOAD_AWARE_POLICIES.iter().any(|policy| service["policy"] == *policy));
         let controller_generation_sum: f64 =
             services.iter().filter_map(|service| service["table_generation"].as_f64()).sum();
         let state = self.lock_state();
-        let reason_without_table = |number: u16| match state.table_changes.get(&number) {
+        let missing_table_reason = |number: u16| match state.last_table_changes.get(&number) {
             Some((_, change_time)) if *change_time > recovery_start => None,
             Some((generation_sum, _)) if !has_load_aware_policy => {
                 (*generation_sum != controller_generation_sum).then(|| {
@@ -123,7 +124,7 @@ impl<'a> InvariantChecker<'a> {
             }
             _ => Some(format!("lb{number} has no new table")),
         };
-        self.testbed.load_balancer_numbers().into_iter().find_map(reason_without_table)
+        self.testbed.load_balancer_numbers().into_iter().find_map(missing_table_reason)
     }
 
     /// Runs `coreward status` and returns its JSON output. Fails when no controller answers in time.
@@ -136,7 +137,7 @@ impl<'a> InvariantChecker<'a> {
     }
 
     /// Returns the sum of the generations of all tables that load balancer `number` uses.
-    fn sum_table_generations_in_force(&self, number: u16) -> anyhow::Result<f64> {
+    fn sum_used_table_generations(&self, number: u16) -> anyhow::Result<f64> {
         let metrics_page = self.testbed.load_balancer(number)?.run_within(scrape_load_balancer_metrics)?;
         let generation_samples =
             metrics_page.lines().filter_map(|line| line.strip_prefix("coreward_table_generation{"));
@@ -146,7 +147,7 @@ impl<'a> InvariantChecker<'a> {
     fn record_table_generations(&self, number: u16, generation_sum: f64) {
         let (mut state, now) = (self.lock_state(), Instant::now());
         state.observations.scrapes += 1;
-        let previous_change = state.table_changes.get(&number).copied();
+        let previous_change = state.last_table_changes.get(&number).copied();
         match previous_change {
             // Any different sum means a new table. It may be smaller, because a new controller restarts its
             // generations.
@@ -157,9 +158,9 @@ impl<'a> InvariantChecker<'a> {
                     state.observations.longest_without_table_s = seconds_without_table;
                     state.observations.longest_without_table_at_s = (now - self.run_start).as_secs_f64();
                 }
-                state.table_changes.insert(number, (generation_sum, now));
+                state.last_table_changes.insert(number, (generation_sum, now));
             }
-            None => drop(state.table_changes.insert(number, (generation_sum, now))),
+            None => drop(state.last_table_changes.insert(number, (generation_sum, now))),
         }
     }
 
@@ -197,12 +198,12 @@ impl ObservedState {
     /// Checks that a server keeps its id for the whole run, because cookies may contain the id.
     fn check_server_id(&mut self, server: &Value) {
         let (Some(id), Some(name)) = (server["id"].as_u64(), server["name"].as_str()) else { return };
-        let other_id = self
+        let previous_id = self
             .server_names
             .iter()
             .find(|(known_id, owner)| **known_id != id && *owner == name)
             .map(|(other, _)| *other);
-        if let Some(previous_id) = other_id {
+        if let Some(previous_id) = previous_id {
             self.record_violation(format!("{name} has id {id}, after {previous_id}"));
         }
         let id_owner = self.server_names.entry(id).or_insert_with(|| name.to_owned()).clone();
@@ -248,9 +249,9 @@ impl ObservedState {
     }
 }
 
-/// Returns why the fleet has not converged, or `None` if it has. All servers in the document must report and be up, and
-/// all rack controllers must be connected. Each load balancer must know all servers and have sent its state after
-/// `recovery_start`.
+/// Returns the reason for which the fleet has not converged, or `None` if it has. All servers in the document must
+/// report and be up, and all rack controllers must be connected. Each load balancer must have resolved all servers and
+/// have sent its state after `recovery_start`.
 pub fn unconverged_reason(testbed: &Testbed, status: &Value, recovery_start: Instant) -> Option<String> {
     for server in array_or_empty(&status["servers"]) {
         if server["state"] != "gone" && server["reports"] != "fresh" {
@@ -260,7 +261,7 @@ pub fn unconverged_reason(testbed: &Testbed, status: &Value, recovery_start: Ins
             return Some(format!("{} is down: {}", server["name"], server["state_reason"]));
         }
     }
-    for number in 1..=testbed.options().racks {
+    for number in 1..=testbed.options().rack_controller_count {
         let name = rack_controller_name(number);
         if !array_or_empty(&status["racks"]).iter().any(|rack| rack["name"] == name) {
             return Some(format!("{name} is not there"));

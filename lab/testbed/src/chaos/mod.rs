@@ -34,7 +34,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 
-use crate::conformance::{SetOnDrop, write_busy_times, write_random_loads};
+use crate::conformance::{SetOnDrop, write_busy_times, write_random_busy_times};
 use crate::fleet::{Fleet, FleetOptions, LoadSource, core_load_file_path, read_log_tails};
 use crate::interrupt;
 use crate::network_options::NetworkOptions;
@@ -88,27 +88,28 @@ pub struct ChaosArgs {
 const LOAD_BALANCER_COUNT: u16 = 2;
 const SERVER_COUNT: u16 = 4;
 const CORE_COUNT: u16 = 2;
-/// Number of the server for which an impostor reports idle cores after the last round.
+/// Number of the server whose agent an impostor replaces after the last round. The impostor reports idle cores.
 const IMPERSONATED_SERVER: u16 = 1;
 /// Number of client addresses. The first one is for clients that let the kernel choose their port.
 const CLIENT_ADDRESS_COUNT: u16 = 4;
 /// Maximum time that the fleet may take to converge after a round of faults.
 const CONVERGENCE_TIMEOUT: Duration = Duration::from_secs(30);
-/// Configuration of the web service. Its health checks are frequent and have short timeouts, so that faults mark
-/// servers down.
+/// Configuration of the web service. Its health checks are frequent and have short timeouts, so that they mark servers
+/// down during faults.
 const WEB_SERVICE_CONFIG: &str =
     "[service.health]\ncheck = \"http\"\npath = \"/who\"\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
 const STREAM_SERVICE_CONFIG: &str =
     "consistency = \"stateful\"\n[service.health]\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
 const EVENT_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Fraction of the run during which the configuration changes. The rest of the run has faults only.
+/// Fraction of the run's duration during which the configuration changes. The rest of the run has faults only.
 const CONFIG_CHANGE_TIME_FRACTION: f64 = 0.7;
-/// Maximum growth of a daemon's memory (kB). It allows for work in progress and for memory that the allocator keeps.
+/// Maximum growth of a daemon's memory during a run (kB). It allows for work in progress and for memory that the
+/// allocator does not return.
 const MAX_MEMORY_GROWTH_KB: u64 = 32 << 10;
-/// Maximum growth in the number of files that a daemon has open.
+/// Maximum growth of a daemon's number of open files during a run.
 const MAX_OPEN_FILE_GROWTH: u64 = 16;
 
-/// Runs the test and prints its results. Fails when the setup fails or an invariant is violated.
+/// Runs the chaos test and prints its results. Fails when the setup fails or an invariant is violated.
 pub fn main(options: &ChaosArgs) -> anyhow::Result<()> {
     interrupt::catch_signals()?;
     let outcome = run("chaos", options)?;
@@ -117,8 +118,8 @@ pub fn main(options: &ChaosArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs the test in a new testbed named `instance`. Fails when the setup fails, or after a signal. Violated invariants
-/// are part of the outcome.
+/// Runs the chaos test in a new testbed named `instance`. Fails when the setup fails, or when a signal interrupts the
+/// run. Does not fail for violated invariants, which are part of the outcome.
 pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> {
     let testbed = create_testbed(instance, options)?;
     let server_numbers = testbed.server_numbers();
@@ -131,13 +132,13 @@ pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> 
         write_busy_times(&core_load_file_path(&testbed, *number), &vec![0; usize::from(CORE_COUNT)])?;
     }
     let server_racks = racks_by_server(&server_numbers, options.racks);
-    let documents = create_document_generator(&testbed, options, server_racks.clone());
+    let document_generator = create_document_generator(&testbed, options, server_racks.clone());
     let store_disk = TmpfsDisk::mount(&testbed.directory().join("store"))?;
     let preloaded_faults = PreloadedFaults::create(&testbed.directory())?;
     let etcd_cluster = (options.controllers > 1).then(|| EtcdCluster::start(&testbed)).transpose()?;
     let fleet_options = FleetOptions {
         load_source: LoadSource::PacedServer,
-        applied_document: Some(documents.document_text()),
+        applied_document: Some(document_generator.document_text()),
         store_file: Some(store_disk.path().join("controller.redb")),
         preloaded_faults: Some(preloaded_faults.clone()),
         controller_count: options.controllers,
@@ -150,25 +151,25 @@ pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> 
     let fleet = Fleet::start(&testbed, fleet_options)?;
     let env =
         TestEnv::new(&testbed, fleet, store_disk, preloaded_faults, etcd_cluster, options.upgrade_binary.clone())?;
-    ChaosRun::new(&testbed, env, options)?.run_to_outcome(documents)
+    ChaosRun::new(&testbed, env, options)?.run_to_outcome(document_generator)
 }
 
 fn create_testbed(instance: &str, options: &ChaosArgs) -> anyhow::Result<Testbed> {
     Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
-        servers: SERVER_COUNT,
-        cores: CORE_COUNT,
-        load_balancers: LOAD_BALANCER_COUNT,
-        racks: options.racks,
-        client_addresses: CLIENT_ADDRESS_COUNT,
+        server_count: SERVER_COUNT,
+        core_count: CORE_COUNT,
+        load_balancer_count: LOAD_BALANCER_COUNT,
+        rack_controller_count: options.racks,
+        client_address_count: CLIENT_ADDRESS_COUNT,
         ..options.network.testbed_options()
     })
 }
 
-/// Returns the rack controllers of each server, or no servers if there are no racks.
+/// Returns the numbers of each server's rack controllers, by server number. The map is empty if `rack_count` is 0.
 fn racks_by_server(server_numbers: &[u16], rack_count: u16) -> BTreeMap<u16, Vec<u16>> {
-    let racked_servers = server_numbers.iter().filter(|_| rack_count > 0);
-    racked_servers.map(|number| (*number, rack_numbers_of_server(*number, rack_count))).collect()
+    let servers_with_racks = server_numbers.iter().filter(|_| rack_count > 0);
+    servers_with_racks.map(|number| (*number, rack_numbers_of_server(*number, rack_count))).collect()
 }
 
 fn create_document_generator(
@@ -239,9 +240,9 @@ impl<'a> ChaosRun<'a> {
             Duration::from_secs_f64(config_change_seconds / self.options.config_changes.max(1) as f64);
         let (final_resource_usage, byzantine_share) = std::thread::scope(|scope| {
             let _stop_on_drop = (SetOnDrop(&writer_stop_flag), SetOnDrop(&run_stop_flag));
-            scope.spawn(|| write_random_loads(self.testbed, &run_stop_flag));
+            scope.spawn(|| write_random_busy_times(self.testbed, &run_stop_flag));
             scope.spawn(|| invariant_checker.run(&run_stop_flag));
-            traffic.spawn(scope, &run_stop_flag);
+            traffic.spawn_clients(scope, &run_stop_flag);
             let config_writer_thread = scope.spawn(|| {
                 writer.run(documents, self.options.config_changes, config_change_interval, &writer_stop_flag)
             });
@@ -279,7 +280,7 @@ impl<'a> ChaosRun<'a> {
             recoveries: std::mem::take(&mut self.recoveries),
             writes: writer.write_counts(),
             observations: invariant_checker.observations(),
-            traffic: traffic.finish()?,
+            traffic: traffic.wait_for_final_counts()?,
             usage_before: std::mem::take(&mut self.initial_resource_usage),
             usage_after: final_resource_usage,
             violations: std::mem::take(&mut self.violations),
@@ -296,7 +297,7 @@ impl<'a> ChaosRun<'a> {
         Ok(outcome)
     }
 
-    /// Runs rounds of faults until the time of the run is over.
+    /// Runs one round of faults after the other, until the duration of the run is over.
     fn run_rounds(
         &mut self,
         traffic: &TrafficClients<'_>,
@@ -379,7 +380,7 @@ impl<'a> ChaosRun<'a> {
         Ok(Some(byzantine_share))
     }
 
-    /// Waits until all daemons report again and all load balancers use new tables, and records how long that took.
+    /// Waits until all daemons report again and all load balancers use new tables. Records the duration of the wait.
     fn wait_until_converged(
         &mut self,
         kinds: &[&'static str],
@@ -392,7 +393,7 @@ impl<'a> ChaosRun<'a> {
             self.env.restart_ended_daemons()?;
             let unmet_condition = match invariant_checker.query_status() {
                 Ok(status) => invariants::unconverged_reason(self.testbed, &status, recovery_start)
-                    .or_else(|| invariant_checker.no_new_table_reason(&status, recovery_start)),
+                    .or_else(|| invariant_checker.missing_new_table_reason(&status, recovery_start)),
                 Err(error) => Some(format!("{error:#}")),
             };
             let Some(reason) = unmet_condition else { break };
@@ -416,8 +417,8 @@ impl<'a> ChaosRun<'a> {
         Ok(())
     }
 
-    /// Records a violation if the number of pinned objects differs from the start, or if a daemon's resource usage has
-    /// grown.
+    /// Records a violation if the number of pinned BPF objects differs from the start, or if a daemon's resource usage
+    /// has grown too much.
     fn check_resource_growth(&mut self, final_resource_usage: &BTreeMap<String, ResourceUsage>) {
         let pin_count = count_files(&self.testbed.pin_directory());
         if pin_count != self.initial_pin_count {
@@ -441,7 +442,7 @@ impl<'a> ChaosRun<'a> {
     }
 }
 
-/// Returns the rack controllers that a server's agent uses, which are its own one and the next one.
+/// Returns the numbers of the rack controllers that a server's agent uses, which are that of its rack and the next one.
 fn rack_numbers_of_server(server: u16, racks: u16) -> Vec<u16> {
     let (first, second) = (1 + (server - 1) % racks, 1 + server % racks);
     if first == second { vec![first] } else { vec![first, second] }

@@ -4,14 +4,14 @@ use std::process::Command;
 
 use crate::topology::Testbed;
 
-/// Packet filter rules with which the switch drops packets.
+/// Packet filter (nftables) of the switch, which drops the packets between chosen switch ports.
 #[derive(Debug)]
 pub struct NetworkFaults<'a> {
     testbed: &'a Testbed,
 }
 
 impl<'a> NetworkFaults<'a> {
-    /// Creates the packet filter's tables. Fails when nft (Debian package nftables) or the kernel rejects them.
+    /// Creates the nftables table on the switch. Fails when nft (Debian package nftables) or the kernel rejects it.
     pub fn new(testbed: &'a Testbed) -> anyhow::Result<Self> {
         let network_faults = Self { testbed };
         network_faults
@@ -19,8 +19,8 @@ impl<'a> NetworkFaults<'a> {
         Ok(network_faults)
     }
 
-    /// Drops all packets from port `sender_port` to port `receiver_port`. If `is_bidirectional`, it also drops those in
-    /// the other direction.
+    /// Makes the switch drop all packets from `sender_port` to `receiver_port`, and if `is_bidirectional` is true, also
+    /// those in the other direction.
     pub fn drop_packets(&self, sender_port: &str, receiver_port: &str, is_bidirectional: bool) -> anyhow::Result<()> {
         let drop_rule = |sender_port: &str, receiver_port: &str| {
             format!("add rule bridge chaos lost iifname \"{sender_port}\" oifname \"{receiver_port}\" drop;")
@@ -29,7 +29,7 @@ impl<'a> NetworkFaults<'a> {
         self.run_nft(&format!("{}{reverse_rule}", drop_rule(sender_port, receiver_port)))
     }
 
-    /// Removes the rules, so that all packets pass again.
+    /// Removes all rules, so that the switch forwards all packets again.
     pub fn stop_dropping_packets(&self) -> anyhow::Result<()> {
         self.run_nft("flush chain bridge chaos lost")
     }

@@ -20,11 +20,11 @@ pub struct ChaosOutcome {
     pub seconds: f64,
     pub seed: u64,
     pub faults: BTreeMap<String, u64>,
-    /// Numbers of false reports and of connections that impostors sent.
+    /// Numbers of false reports that impostors sent, and of connections that they opened.
     pub false_reports: FalseReportCounts,
     /// Share of new connections that a server got while an impostor reported idle cores, or `None` without impostors.
     pub byzantine_share: Option<ByzantineShare>,
-    /// How long the fleet took to recover after each round of faults.
+    /// Recovery of the fleet after each round of faults, with its duration.
     pub recoveries: Vec<Recovery>,
     pub writes: WriteCounts,
     pub observations: Observations,
@@ -37,7 +37,7 @@ pub struct ChaosOutcome {
     pub violations: Vec<String>,
 }
 
-/// Recovery of the fleet, from the end of a round's last fault until the fleet has converged.
+/// Recovery of the fleet after a round of faults, from the end of its last fault until the fleet has converged.
 #[derive(Debug, Clone, Serialize)]
 pub struct Recovery {
     /// End of the round's last fault (seconds since the start of the run).
@@ -45,11 +45,11 @@ pub struct Recovery {
     /// Names of the kinds of fault that the round injected.
     pub faults: Vec<String>,
     pub seconds: f64,
-    /// Description of the last condition that the fleet met before it had converged.
+    /// Description of the last condition of convergence that the fleet fulfilled, or `None` if it converged at once.
     pub waited_for: Option<String>,
 }
 
-/// Numbers of reports and connections that the impostors sent.
+/// Numbers of reports that the impostors sent, and of connections that they opened.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct FalseReportCounts {
     pub reports: u64,
@@ -71,7 +71,7 @@ impl ChaosOutcome {
     }
 }
 
-/// Parts of the text of an outcome.
+/// Methods that write the parts of an outcome's text.
 impl ChaosOutcome {
     fn fmt_faults(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { seconds, seed, faults, false_reports, .. } = self;
@@ -118,7 +118,7 @@ impl ChaosOutcome {
         writeln!(f, "  drains       {} acknowledged, {} not", writes.drains, writes.drains_unanswered)
     }
 
-    /// Writes the median recovery and the slowest one, if there was any.
+    /// Writes the durations of the median and the slowest recovery, if there was any recovery.
     fn fmt_recoveries(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut recoveries: Vec<&Recovery> = self.recoveries.iter().collect();
         recoveries.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));

@@ -8,16 +8,16 @@ use std::time::Duration;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::etcd::MEMBER_COUNT;
+use super::etcd::ETCD_MEMBER_COUNT;
 use super::fault::{Fault, FaultKind};
 use crate::addresses::{load_balancer_name, rack_controller_name};
 use crate::fleet::{FIRST_CONTROLLER_NAME, agent_name, controller_name};
 
-/// Stream number of [`seeded_rng`] for the faults.
+/// Number of the [`seeded_rng`] stream from which the faults are drawn.
 const RNG_STREAM_FAULTS: u64 = 0x6368_6101;
 const MAX_FAULTS_PER_ROUND: u32 = 3;
-/// Latest start of a fault after the start of its round (ms).
-const MAX_START_OFFSET_MS: u32 = 2_000;
+/// Maximum time from the start of a round to the start of a fault (ms).
+const MAX_FAULT_START_OFFSET_MS: u32 = 2_000;
 
 /// Fault with its planned start and end.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -29,7 +29,7 @@ pub struct PlannedFault {
     pub fault: Fault,
 }
 
-/// How many components of each kind the fleet has. Each of them can get faults.
+/// Number of components of each kind in the fleet. Faults can affect each component.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ComponentCounts {
     /// Number of controllers, which store their records in an etcd cluster if there are two or more.
@@ -50,7 +50,8 @@ pub struct FaultSchedule {
 }
 
 impl FaultSchedule {
-    /// Creates a schedule of faults of these `kinds`. The fleet's components must allow at least one of the kinds.
+    /// Creates a schedule of faults of these `kinds`. At least one of the kinds must be possible with the fleet's
+    /// components.
     pub fn new(seed: u64, kinds: &[FaultKind], component_counts: ComponentCounts) -> Self {
         Self {
             rng: seeded_rng(seed, RNG_STREAM_FAULTS),
@@ -60,7 +61,7 @@ impl FaultSchedule {
         }
     }
 
-    /// Returns the faults of the next round. It contains at least one fault, and no two faults that exclude each other.
+    /// Returns the faults of the next round, which are at least one, and none of which conflict with each other.
     pub fn next_round(&mut self) -> Vec<PlannedFault> {
         let fault_count = 1 + self.random_below(MAX_FAULTS_PER_ROUND);
         let mut planned_faults: Vec<PlannedFault> = Vec::new();
@@ -71,7 +72,7 @@ impl FaultSchedule {
                 self.unused_kinds.push(kind);
                 continue;
             }
-            let start_offset = Duration::from_millis(self.random_below(MAX_START_OFFSET_MS).into());
+            let start_offset = Duration::from_millis(self.random_below(MAX_FAULT_START_OFFSET_MS).into());
             let duration_range_ms = fault.duration_range_ms();
             let fault_duration = Duration::from_millis(
                 (duration_range_ms.start + self.random_below(duration_range_ms.end - duration_range_ms.start)).into(),
@@ -101,8 +102,8 @@ impl FaultSchedule {
             FaultKind::Link => Fault::LinkDown(self.random_switch_port()),
             FaultKind::Disk => Fault::DiskFull { fails_every_write: self.random_below(2) == 0 },
             FaultKind::Etcd => Fault::EtcdFailure {
-                is_leader: self.random_below(2) == 0,
-                member_number: 1 + self.random_below(MEMBER_COUNT.into()) as u16,
+                hits_leader: self.random_below(2) == 0,
+                member_number: 1 + self.random_below(ETCD_MEMBER_COUNT.into()) as u16,
                 is_stopped: self.random_below(2) == 0,
             },
             FaultKind::Clock => {
@@ -151,7 +152,7 @@ impl FaultSchedule {
         }
     }
 
-    /// Returns two different switch ports, where packets from the first to the second will be dropped.
+    /// Returns a sender's and a different receiver's switch port, between which a fault will drop packets.
     fn random_switch_port_pair(&mut self) -> (String, String) {
         let sender_port = self.random_switch_port();
         loop {

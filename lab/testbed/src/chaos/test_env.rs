@@ -38,10 +38,10 @@ pub struct TestEnv<'a> {
     preloaded_faults: PreloadedFaults,
     etcd_cluster: Option<EtcdCluster<'a>>,
     failed_etcd_member: Option<u16>,
-    /// Executable with which upgrades alternate, or `None` if upgrades restart the same executable.
+    /// Second executable for upgrades, which use the two alternately. `None` if upgrades restart the same executable.
     alternate_binary: Option<PathBuf>,
     /// Names of the daemons that currently run the alternate executable.
-    alternate_daemons: BTreeSet<String>,
+    alternate_binary_daemons: BTreeSet<String>,
     stopped_daemons: BTreeSet<String>,
     impostors: BTreeMap<u16, RunningImpostor>,
     false_report_counters: Arc<FalseReportCounters>,
@@ -63,7 +63,7 @@ impl<'a> TestEnv<'a> {
         disk: TmpfsDisk,
         preloaded_faults: PreloadedFaults,
         etcd: Option<EtcdCluster<'a>>,
-        alternate_command: Option<PathBuf>,
+        alternate_binary: Option<PathBuf>,
     ) -> anyhow::Result<Self> {
         Ok(Self {
             testbed,
@@ -73,8 +73,8 @@ impl<'a> TestEnv<'a> {
             preloaded_faults,
             etcd_cluster: etcd,
             failed_etcd_member: None,
-            alternate_binary: alternate_command,
-            alternate_daemons: BTreeSet::new(),
+            alternate_binary,
+            alternate_binary_daemons: BTreeSet::new(),
             stopped_daemons: BTreeSet::new(),
             impostors: BTreeMap::new(),
             false_report_counters: Arc::default(),
@@ -99,7 +99,7 @@ impl<'a> TestEnv<'a> {
                 self.preloaded_faults.set_disk_full(FIRST_CONTROLLER_NAME, true)
             }
             Fault::DiskFull { fails_every_write: false } => self.store_disk.fill(),
-            Fault::EtcdFailure { is_leader, member_number, is_stopped } => {
+            Fault::EtcdFailure { hits_leader: is_leader, member_number, is_stopped } => {
                 self.begin_etcd_fault(*is_leader, *member_number, *is_stopped)
             }
             Fault::ClockOffset { daemon, offset_s } => {
@@ -131,7 +131,7 @@ impl<'a> TestEnv<'a> {
         .with_context(|| format!("the end of: {fault}"))
     }
 
-    /// Restarts daemons that have ended unexpectedly. Fails when the kernel does not know a process.
+    /// Restarts daemons that have ended unexpectedly. Fails when the state of a process cannot be read.
     pub fn restart_ended_daemons(&mut self) -> anyhow::Result<()> {
         for daemon in self.fleet.daemon_names() {
             if self.stopped_daemons.contains(&daemon) {
@@ -183,9 +183,9 @@ impl<'a> TestEnv<'a> {
         let exit_status = self.fleet.daemon(daemon)?.terminate(DAEMON_EXIT_TIMEOUT)?;
         ensure!(exit_status.success(), "{daemon} ended with {exit_status}: {}", read_log_tails(self.testbed));
         if let Some(alternate_executable) = self.alternate_binary.clone() {
-            let ran_alternate_binary = self.alternate_daemons.remove(daemon);
+            let ran_alternate_binary = self.alternate_binary_daemons.remove(daemon);
             if !ran_alternate_binary {
-                self.alternate_daemons.insert(daemon.to_owned());
+                self.alternate_binary_daemons.insert(daemon.to_owned());
             }
             self.fleet.set_daemon_binary(
                 daemon,
@@ -196,9 +196,9 @@ impl<'a> TestEnv<'a> {
         Ok(())
     }
 
-    fn begin_etcd_fault(&mut self, is_leader: bool, number: u16, is_stopped: bool) -> anyhow::Result<()> {
+    fn begin_etcd_fault(&mut self, hits_leader: bool, number: u16, is_stopped: bool) -> anyhow::Result<()> {
         let etcd_cluster = self.etcd_cluster.as_mut().context("a fleet without etcd")?;
-        let member_number = if is_leader { etcd_cluster.leader_number()? } else { number };
+        let member_number = if hits_leader { etcd_cluster.leader_number()? } else { number };
         self.failed_etcd_member = Some(member_number);
         if is_stopped {
             etcd_cluster.send_signal(member_number, Signal::SIGSTOP)
@@ -221,7 +221,7 @@ impl<'a> TestEnv<'a> {
         for number in 1..=self.controller_names().len() {
             controller_addresses.push(controller_address_of(number as u16).parse()?);
         }
-        for rack in 1..=self.testbed.options().racks {
+        for rack in 1..=self.testbed.options().rack_controller_count {
             controller_addresses.push(rack_controller_listen_address(rack).parse()?);
         }
         let stolen_credentials = credential_files(self.testbed, Role::Agent, &format!("s{server}"));

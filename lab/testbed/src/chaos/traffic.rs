@@ -20,7 +20,7 @@ use crate::nginx::WORKER_IDENTITY_PATH;
 use crate::stream::client::{StreamClient, StreamWorkload};
 use crate::topology::Testbed;
 
-/// Returns the address of the stream service. The web service of nginx has the address [`Testbed::service`].
+/// Returns the address of the stream service. That of the web service (nginx) is [`Testbed::service_address`].
 pub fn stream_service_address(testbed: &Testbed) -> SocketAddr {
     SocketAddr::new(testbed.service_address().ip(), 9000)
 }
@@ -32,9 +32,9 @@ const DOWNLOAD_RATE: &str = "300k";
 /// Number of persistent connections. On each one a request is sent once per [`PERSISTENT_QUERY_INTERVAL`].
 const PERSISTENT_CONNECTION_COUNT: usize = 16;
 const PERSISTENT_QUERY_INTERVAL: Duration = Duration::from_millis(500);
-/// Interval between connections on which only one request is sent.
+/// Interval between the starts of short connections, on each of which only one request is sent.
 const SHORT_CONNECTION_INTERVAL: Duration = Duration::from_millis(30);
-/// Duration of each run of wrk (s). It is short because wrk reports only at its end.
+/// Duration of each run of wrk (s). It is short because wrk prints its results only at the end.
 const WRK_SECONDS: u64 = 10;
 /// Pause between requests on each of wrk's connections (ms), which limits the CPU time that wrk takes.
 const WRK_DELAY_MS: u32 = 20;
@@ -53,7 +53,8 @@ pub struct TrafficCounts {
     pub requests: ClientCounts,
     /// Short connections with one request each.
     pub short: ClientCounts,
-    /// Responses on connections that stay open for the whole run. All responses on one must come from the same worker.
+    /// Responses on connections that stay open for the whole run. All responses on a connection must come from the same
+    /// worker.
     pub kept: ClientCounts,
     /// Streams, which are connections that last up to minutes and whose bytes are checked.
     pub streams: ClientCounts,
@@ -93,12 +94,13 @@ pub struct TrafficClients<'a> {
 type ClientCountSelector = fn(&mut TrafficCounts) -> &mut ClientCounts;
 
 impl<'a> TrafficClients<'a> {
-    /// Starts the stream client, which opens connections for `seconds`. Fails when its process cannot be started.
+    /// Starts the stream client, which opens connections for `seconds` seconds. Fails when its process cannot be
+    /// started.
     pub fn start(testbed: &'a Testbed, seconds: u32, seed: u64) -> anyhow::Result<Self> {
         let delay_script_path = testbed.directory().join("delay.lua");
         fs::write(&delay_script_path, format!("function delay() return {WRK_DELAY_MS} end\n"))?;
         // Address 0 is for the other clients, which let the kernel choose their ports.
-        let client_addresses = 1..testbed.options().client_addresses;
+        let client_addresses = 1..testbed.options().client_address_count;
         let stream_workload = StreamWorkload { seed, ..StreamWorkload::steady(STREAMS_PER_SECOND, seconds) };
         let stream_client = testbed.start_stream_client_at_address(
             stream_service_address(testbed),
@@ -115,13 +117,13 @@ impl<'a> TrafficClients<'a> {
         })
     }
 
-    /// Returns the counts so far. Streams are missing, because only [`TrafficClients::finish`] counts them.
+    /// Returns the counts so far, without those of the streams, which are counted only at the end.
     pub fn counts(&self) -> TrafficCounts {
         self.counts.lock().expect("no client panics").clone()
     }
 
     /// Starts all clients except the stream client. They end soon after `stop_flag` is set.
-    pub fn spawn<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, stop_flag: &'scope AtomicBool) {
+    pub fn spawn_clients<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, stop_flag: &'scope AtomicBool) {
         let is_running = move || !stop_flag.load(Ordering::Relaxed);
         for _ in 0..DOWNLOADER_COUNT {
             scope.spawn(move || {
@@ -138,7 +140,7 @@ impl<'a> TrafficClients<'a> {
         });
         scope.spawn(move || {
             while is_running() {
-                let result = self.run_at_client(|| {
+                let result = self.run_in_client_namespace(|| {
                     HttpConnection::open_to(self.testbed.service_address(), None)?.query_worker().map(drop)
                 });
                 self.record_result(|counts| &mut counts.short, "short connection", result);
@@ -149,7 +151,7 @@ impl<'a> TrafficClients<'a> {
     }
 
     /// Waits for the end of all streams and returns the final counts. Fails when the stream client fails.
-    pub fn finish(mut self) -> anyhow::Result<TrafficCounts> {
+    pub fn wait_for_final_counts(mut self) -> anyhow::Result<TrafficCounts> {
         let mut traffic_counts = self.counts();
         if let Some(streams) = self.stream_client.take() {
             let report = streams.wait_and_report(STREAMS_END_TIMEOUT)?;
@@ -172,7 +174,7 @@ impl<'a> TrafficClients<'a> {
         Ok(traffic_counts)
     }
 
-    fn run_at_client<T: Send>(&self, action: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
+    fn run_in_client_namespace<T: Send>(&self, action: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
         self.testbed.client().run_within(action)
     }
 
@@ -228,7 +230,7 @@ impl<'a> TrafficClients<'a> {
             for connection_slot in &mut persistent_connections {
                 let query_start = Instant::now();
                 let query_result =
-                    self.run_at_client(|| check_same_worker(connection_slot, self.testbed.service_address()));
+                    self.run_in_client_namespace(|| check_same_worker(connection_slot, self.testbed.service_address()));
                 if query_result.is_err() {
                     *connection_slot = None;
                 }
@@ -242,7 +244,8 @@ impl<'a> TrafficClients<'a> {
     }
 }
 
-/// Sends a request on a connection, which it opens if necessary. Fails when another worker answers than before.
+/// Sends a request on a persistent connection, which it opens if necessary. Fails when another worker answers than
+/// before.
 fn check_same_worker(
     connection_slot: &mut Option<(HttpConnection, WorkerIdentity)>,
     service: SocketAddr,

@@ -2,7 +2,7 @@
 
 use anyhow::Context as _;
 
-/// Meter of the machine's busy CPU time as a share of all CPU time, summed over several measured periods.
+/// Meter of the share of the machine's CPU time that is busy, over all measured periods together.
 #[derive(Debug, Default)]
 pub struct CpuMeter {
     period_start_ticks: CpuTicks,

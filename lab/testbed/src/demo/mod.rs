@@ -44,7 +44,7 @@ use samples::SeedMeasures;
 use simulated::SimulatedVariances;
 use timeline::Timeline;
 
-/// Time between the start of the load generators and time 0 of the arrival log, in which they read the log.
+/// Time from the start of the load generators to time 0 of the arrival log, in which the generators read the log.
 const START_DELAY: Duration = Duration::from_millis(700);
 /// Pause between two seeds, so that the load of one seed does not affect the next one.
 const SEED_PAUSE: Duration = Duration::from_secs(1);
@@ -120,7 +120,7 @@ fn run_simulation_and_testbeds(
     for ((runs, generation_before), generation_after) in
         policy_runs.iter_mut().zip(first_generations).zip(query_table_generations(&policy_testbeds)?)
     {
-        runs.table_generations = generation_after - generation_before;
+        runs.table_count = generation_after - generation_before;
     }
     Ok(DemoResults {
         policy_runs,
@@ -136,12 +136,12 @@ fn run_simulation_and_testbeds(
 
 fn start_testbeds(
     options: &DemoOptions,
-    addresses_per_log: u16,
+    client_addresses_per_log: u16,
     progress: &ProgressBar,
 ) -> anyhow::Result<Vec<PolicyTestbed>> {
     let start_testbed = |policy: &'static str| {
         announce_step(progress, format!("starting testbed, controller, load balancer, agents: {policy}"));
-        let testbed = PolicyTestbed::start(policy, options, addresses_per_log)?;
+        let testbed = PolicyTestbed::start(policy, options, client_addresses_per_log)?;
         progress.inc(1);
         interrupt::ensure_not_interrupted()?;
         Ok(testbed)
@@ -154,8 +154,8 @@ fn simulate_logs(options: &DemoOptions, logs: &[ArrivalLogFile]) -> Vec<Simulate
     simulated::simulate_policies(options, &options.policies(), &arrival_logs, &Timeline::new(options.seconds))
 }
 
-/// Returns the per-core variance (%) of a placement that knows all future requests. No load balancer can do better. The
-/// variance is not 0, because requests are indivisible.
+/// Returns the per-core variance (%) of a simulated load balancer that knows all future requests. No real one can do
+/// better. The variance is not 0, because requests are indivisible.
 fn noise_floor_pct(options: &DemoOptions, log: &ArrivalLog) -> f64 {
     let warm_up_us = timeline::SETTLE_SECONDS * 1_000_000;
     let replay_settings = ReplaySettings {
@@ -205,7 +205,7 @@ fn run_seed(
     seed_measures
 }
 
-/// Shows the current step in the progress bar, or prints it as a line if there is no bar.
+/// Shows `message` about the current step in the progress bar, or prints it as a line if there is no bar.
 fn announce_step(progress: &ProgressBar, message: String) {
     if progress.is_hidden() {
         eprintln!("{message}");

@@ -51,9 +51,9 @@ pub struct DemoOptions {
 /// Condition on which the controller makes new tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum TableTrigger {
-    /// Once per report interval.
+    /// Controller makes tables once per report interval.
     Interval,
-    /// When their inputs change.
+    /// Controller makes tables when their inputs change.
     OnChange,
 }
 
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn default_options_are_the_compared_policies_and_five_seeds() {
+    fn default_options_select_compared_policies_and_five_seeds() {
         let options = parse("").unwrap();
         assert_eq!(options.policies(), COMPARED_POLICIES);
         assert_eq!((options.seeds, options.seconds), (vec![1, 2, 3, 4, 5], 38));
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn options_that_cannot_be_met_are_rejected() {
+    fn unsatisfiable_options_are_rejected() {
         for (line, expected_text) in [
             ("--policy crosrss", "crossrss-plus"),
             ("--seconds 17", "18..=3600"),

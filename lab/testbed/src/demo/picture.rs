@@ -15,7 +15,7 @@ const PICTURE_SIZE: (u32, u32) = (1200, 560);
 const TIME_PANEL_WIDTH: u32 = 740;
 const FONT: (&str, u32) = ("sans-serif", 14);
 const SMALL_FONT: (&str, u32) = ("sans-serif", 12);
-/// Height of a label's line, as a fraction of the panel's height.
+/// Height of one line of a label, as a fraction of the panel's height.
 const LABEL_LINE_HEIGHT: f64 = 0.032;
 /// Colours of the policies, chosen by Okabe and Ito to be distinguishable with colour-blindness.
 const POLICY_COLORS: [RGBColor; 6] = [
@@ -44,7 +44,7 @@ pub fn draw_picture(results: &DemoResults, path: &Path) -> anyhow::Result<()> {
         let (time_panel, medians_panel) =
             picture_area.titled(&title, ("sans-serif", 20))?.split_horizontally(TIME_PANEL_WIDTH);
         draw_variance_by_second(results, &time_panel)?;
-        draw_medians(results, &medians_panel)?;
+        draw_median_variances(results, &medians_panel)?;
         picture_area.present()
     })();
     draw_result.map_err(|error| anyhow!("cannot write {}: {error}", path.display()))
@@ -54,17 +54,17 @@ fn policy_color(index: usize) -> RGBColor {
     POLICY_COLORS[index % POLICY_COLORS.len()]
 }
 
-/// Returns the variances that the axes of both panels show. The scale is logarithmic, because policies differ by orders
-/// of magnitude.
+/// Returns the range of variances (%) that the axes of both panels show. The scale is logarithmic, because policies
+/// differ by orders of magnitude.
 fn variance_range(results: &DemoResults) -> std::ops::Range<f64> {
     let live_variances = results.policy_runs.iter().map(|runs| runs.core_variance_pct());
     let simulated_variances =
         results.simulated_variances.iter().map(|policy_variances| policy_variances.core_variance_pct);
-    let highest = live_variances.chain(simulated_variances).map(|summary| summary.highest).fold(1.0, f64::max);
-    (results.noise_floor_pct / 2.0).clamp(0.001, 0.5)..highest * 3.0
+    let highest_variance = live_variances.chain(simulated_variances).map(|summary| summary.highest).fold(1.0, f64::max);
+    (results.noise_floor_pct / 2.0).clamp(0.001, 0.5)..highest_variance * 3.0
 }
 
-/// Returns points (second, per-core variance), where the variance is the median over the seeds.
+/// Returns points (second, per-core variance) of one policy, where the variance is the median over the seeds.
 fn variance_by_second(runs: &PolicyRuns, seconds: u64) -> Vec<(f64, f64)> {
     let median_of_second = |second: u64| {
         let seed_variances =
@@ -108,8 +108,8 @@ fn draw_variance_by_second(results: &DemoResults, area: &SvgArea<'_>) -> DrawRes
     chart.draw_series(std::iter::once(Text::new(text, noise_floor_label_position, FONT))).map(drop)
 }
 
-/// Draws each policy's median as a bar, its range over the seeds as a line, and the simulator's range as a box.
-fn draw_medians(results: &DemoResults, area: &SvgArea<'_>) -> DrawResult {
+/// Draws each policy's median variance as a bar, its range over the seeds as a line, and the simulated range as a box.
+fn draw_median_variances(results: &DemoResults, area: &SvgArea<'_>) -> DrawResult {
     let (count, scale) = (results.policy_runs.len(), variance_range(results));
     let mut chart = ChartBuilder::on(area)
         .caption("per-core variance %: live by seed (bar, line), simulated by draw (box)", FONT)
@@ -156,7 +156,7 @@ mod tests {
     fn picture_names_every_policy() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("demo.svg");
-        draw_picture(&super::super::results::tests::results(), &path).unwrap();
+        draw_picture(&super::super::results::tests::example_results(), &path).unwrap();
         let picture_text = std::fs::read_to_string(path).unwrap();
         for expected_text in [
             "hash",

@@ -26,23 +26,23 @@ pub struct PolicyTestbed {
     load_generator: Option<Process>,
     fleet: Fleet,
     paced_servers: BTreeMap<u16, PacedServer>,
-    /// Number of the server that is outside of the pool and will join next.
+    /// Number of the one server that is outside of the pool, which will join the pool next.
     waiting_server: u16,
     busy_time_samples: Vec<BusyTimeSample>,
-    addresses_per_log: u16,
+    client_addresses_per_log: u16,
     testbed: Testbed,
 }
 
 impl PolicyTestbed {
     /// Starts the testbed and all its daemons, with one additional server that waits to join the pool. Fails when the
     /// testbed or a daemon does not start.
-    pub fn start(policy: &'static str, options: &DemoOptions, addresses_per_log: u16) -> anyhow::Result<Self> {
+    pub fn start(policy: &'static str, options: &DemoOptions, client_addresses_per_log: u16) -> anyhow::Result<Self> {
         let testbed = Testbed::create(TestbedOptions {
             instance: instance::unique_name(&instance_prefix(policy))?,
-            servers: options.servers + 1,
-            cores: options.cores,
+            server_count: options.servers + 1,
+            core_count: options.cores,
             // Each log has its own client addresses, because ports stay in TIME-WAIT for a minute.
-            client_addresses: addresses_per_log * options.seeds.len() as u16,
+            client_address_count: client_addresses_per_log * options.seeds.len() as u16,
             ..options.network.testbed_options()
         })?;
         let mut paced_servers = BTreeMap::new();
@@ -68,7 +68,7 @@ impl PolicyTestbed {
             paced_servers,
             waiting_server,
             busy_time_samples: Vec::new(),
-            addresses_per_log,
+            client_addresses_per_log,
             testbed,
         })
     }
@@ -89,7 +89,7 @@ impl PolicyTestbed {
 
     /// Starts the load generator with the arrival log at index `log_index`. Fails when it cannot be started.
     pub fn start_load_generator(&mut self, log_index: usize, log: &Path, start_ns: u64) -> anyhow::Result<()> {
-        let first_address = self.testbed.client_address(self.addresses_per_log * log_index as u16);
+        let first_address = self.testbed.client_address(self.client_addresses_per_log * log_index as u16);
         let mut command = Command::new(lab_binary()?);
         command.args(["testbed", "load", "--vip", &self.testbed.service_address().to_string(), "--log"]).arg(log);
         command.args(["--first-address", &first_address.to_string(), "--start-at", &start_ns.to_string()]);
@@ -99,11 +99,12 @@ impl PolicyTestbed {
         Ok(())
     }
 
-    /// Records the busy times of the servers that take new connections. Fails when a core load file cannot be read.
+    /// Records the current busy times of the servers that accept new connections. Fails when a core load file cannot be
+    /// read.
     pub fn record_busy_times(&mut self) -> anyhow::Result<()> {
         let active_server_sample = |(number, server): (&u16, &PacedServer)| {
             let is_active = self.fleet.server_pool().get(number) == Some(&AdminState::Active);
-            is_active.then(|| server.read_busy_ns().map(|busy_ns| (*number, busy_ns)))
+            is_active.then(|| server.read_core_busy_ns().map(|busy_ns| (*number, busy_ns)))
         };
         self.busy_time_samples
             .push(self.paced_servers.iter().filter_map(active_server_sample).collect::<anyhow::Result<_>>()?);
@@ -121,8 +122,8 @@ impl PolicyTestbed {
         self.fleet.set_pool(&self.testbed, pool)
     }
 
-    /// Returns the server that has been in the pool longest. It follows the waiting server, because servers join in a
-    /// cyclic order.
+    /// Returns the number of the server that has been in the pool longest. This is the number after that of the waiting
+    /// server, because servers join in a cyclic order.
     fn oldest_server_in_pool(&self) -> u16 {
         self.waiting_server % self.paced_servers.len() as u16 + 1
     }
@@ -144,7 +145,7 @@ impl PolicyTestbed {
     }
 }
 
-/// Returns the prefix of instance names for a policy, which keeps only the policy's ASCII letters and digits.
+/// Returns the prefix of the names of a policy's testbeds, which has only the ASCII letters and digits of `policy`.
 fn instance_prefix(policy: &str) -> String {
     "demo".chars().chain(policy.chars().filter(char::is_ascii_alphanumeric).take(20)).collect()
 }

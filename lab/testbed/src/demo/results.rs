@@ -10,20 +10,20 @@ use super::seed_summary::SeedSummary;
 use super::simulated::{SIMULATION_DRAW_COUNT, SimulatedVariances};
 use super::timeline::{SETTLE_SECONDS, Timeline};
 
-/// Share of the machine's CPU time that is busy (%) above which measured results are unreliable.
+/// Maximum busy share of the machine's CPU time (%) at which measured results are reliable.
 const MAX_MACHINE_BUSY_PCT: f64 = 50.0;
 
 #[derive(Debug, Clone)]
 pub struct PolicyRuns {
     pub policy: &'static str,
     pub seed_measures: Vec<SeedMeasures>,
-    /// Number of tables that the controller made during all runs.
-    pub table_generations: u64,
+    /// Number of forwarding tables that the controller made during the runs of all seeds.
+    pub table_count: u64,
 }
 
 impl PolicyRuns {
     pub fn new(policy: &'static str) -> Self {
-        Self { policy, seed_measures: Vec::new(), table_generations: 0 }
+        Self { policy, seed_measures: Vec::new(), table_count: 0 }
     }
 
     fn summarize_seeds(&self, value: impl Fn(&SeedMeasures) -> f64) -> SeedSummary {
@@ -82,7 +82,7 @@ impl PolicyRuns {
 pub struct DemoResults {
     /// Results of each policy, in the order in which the model lists the policies.
     pub policy_runs: Vec<PolicyRuns>,
-    /// Results of the simulator under the same policies, in the same order.
+    /// Simulated variances of the same policies, in the same order.
     pub simulated_variances: Vec<SimulatedVariances>,
     /// Per-core variance of the best possible placement (%), as the median over the seeds.
     pub noise_floor_pct: f64,
@@ -90,7 +90,7 @@ pub struct DemoResults {
     pub seconds: u64,
     pub server_count: u16,
     pub cores_per_server: u16,
-    /// Changes of the pool during each seed's run.
+    /// Times at which the pool changes during each seed's run.
     pub timeline: Timeline,
     /// Share of the machine's CPU time that was busy during the runs (%).
     pub machine_busy_pct: f64,
@@ -142,7 +142,8 @@ struct JsonConnections {
 }
 
 impl DemoResults {
-    /// Returns JSON with medians over the seeds and sums of connections and tables. Fails when a value is not a number.
+    /// Returns the results as JSON, with medians over the seeds and sums of connections and tables. Fails when a value
+    /// is not a number.
     pub fn json(&self) -> anyhow::Result<String> {
         let compare_variances = |live_summary: SeedSummary, simulated: SeedSummary| JsonComparison {
             simulated,
@@ -164,7 +165,7 @@ impl DemoResults {
                 opened: runs.opened_connection_count(),
                 broken: runs.broken_connection_count(),
             },
-            table_generations: runs.table_generations,
+            table_generations: runs.table_count,
         };
         let Self { noise_floor_pct, seconds, server_count: servers, cores_per_server: cores, .. } = *self;
         let policies_json = self.policy_runs.iter().zip(&self.simulated_variances).map(to_json_policy).collect();
@@ -177,8 +178,8 @@ impl DemoResults {
         })?)
     }
 
-    /// Returns the tables of the results with explanations. `output_directory` is the directory of the picture and the
-    /// logs.
+    /// Returns the results as text tables with explanations. `output_directory` is the directory of the picture and the
+    /// arrival logs.
     pub fn text(&self, output_directory: &Path) -> String {
         let mut lines = vec![self.live_table().to_string(), String::new()];
         lines.extend(self.method_notes());
@@ -297,7 +298,7 @@ impl DemoResults {
                 runs.latency_p99_ms().format_table_cell(1),
                 runs.opened_connection_count().to_string(),
                 runs.broken_connection_count().to_string(),
-                runs.table_generations.to_string(),
+                runs.table_count.to_string(),
             ]);
         }
         for column in table.column_iter_mut().skip(1) {
@@ -327,7 +328,7 @@ pub(super) mod tests {
     use crate::demo::samples::VarianceWindow;
     use crate::load::{Latency, LoadReport};
 
-    fn seed_measures(seed: u64, core_variance_pct: f64) -> SeedMeasures {
+    fn example_seed_measures(seed: u64, core_variance_pct: f64) -> SeedMeasures {
         SeedMeasures {
             seed,
             windows: (0..18)
@@ -349,12 +350,12 @@ pub(super) mod tests {
         }
     }
 
-    /// Returns results of two policies and three seeds.
-    pub fn results() -> DemoResults {
+    /// Returns invented results of two policies and three seeds.
+    pub fn example_results() -> DemoResults {
         let policy_runs = |policy, variances: [f64; 3]| PolicyRuns {
             policy,
-            seed_measures: (1..).zip(variances).map(|(seed, variance)| seed_measures(seed, variance)).collect(),
-            table_generations: 540,
+            seed_measures: (1..).zip(variances).map(|(seed, variance)| example_seed_measures(seed, variance)).collect(),
+            table_count: 540,
         };
         let seed_summary = |median, lowest, highest| SeedSummary { median, lowest, highest };
         let simulated_variances = |core_variance_pct| SimulatedVariances {
@@ -378,8 +379,8 @@ pub(super) mod tests {
 
     #[test]
     fn json_has_the_documented_keys_and_medians() {
-        let json: serde_json::Value = serde_json::from_str(&results().json().unwrap()).unwrap();
-        let expected = serde_json::json!({
+        let json: serde_json::Value = serde_json::from_str(&example_results().json().unwrap()).unwrap();
+        let expected_json = serde_json::json!({
             "policy": "hash", "server_variance_pct": 0.5, "core_variance_pct": 8.0,
             "latency_ms": {"p50": 5.1, "p99": 20.0}, "connections": {"opened": 300, "broken": 1},
             "table_generations": 540,
@@ -388,7 +389,7 @@ pub(super) mod tests {
                 "core_variance_pct": {"median": 9.0, "lowest": 7.0, "highest": 11.0, "live_is_within": true}
             }
         });
-        assert_eq!(json["policies"][0], expected);
+        assert_eq!(json["policies"][0], expected_json);
         assert_eq!(json["policies"][1]["simulated"]["core_variance_pct"]["live_is_within"], false);
         let keys: Vec<&String> = json.as_object().unwrap().keys().collect();
         assert_eq!(keys, ["cores", "noise_floor_pct", "policies", "seconds", "servers"]);
@@ -397,7 +398,7 @@ pub(super) mod tests {
 
     #[test]
     fn text_mentions_emulated_cores_and_broken_connections() {
-        let text = results().text(Path::new("out"));
+        let text = example_results().text(Path::new("out"));
         for expected_text in [
             "8.00 (7.00-12.00)",
             "Emulated: RSS",
@@ -410,6 +411,6 @@ pub(super) mod tests {
             assert!(text.contains(expected_text), "{expected_text:?} is missing in:\n{text}");
         }
         assert!(!text.contains("WARNING"));
-        assert!(DemoResults { machine_busy_pct: 51.0, ..results() }.text(Path::new("out")).contains("WARNING"));
+        assert!(DemoResults { machine_busy_pct: 51.0, ..example_results() }.text(Path::new("out")).contains("WARNING"));
     }
 }

@@ -8,17 +8,17 @@ use crate::load::LoadReport;
 
 use super::timeline::Timeline;
 
-/// Busy times of all cores since their start (ns) at one moment, by number of the server in the pool.
+/// Busy times of the cores of each server in the pool at one moment (ns since the start of the core), by server number.
 pub type BusyTimeSample = BTreeMap<u16, Vec<u64>>;
 
-/// Variances of the load in one second, among the servers that were in the pool during the whole second.
+/// Variances of the servers' and cores' work in one second, among the servers in the pool during the whole second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct VarianceWindow {
     /// Number of this second, counted from the start of the run.
     pub second: u64,
-    /// Variance of the work that each server did (%), or `None` if none did any.
+    /// Variance of the work among the servers (%), or `None` if no server did any work.
     pub server_variance_pct: Option<f64>,
-    /// Variance of the work that each core did (%), or `None` if none did any.
+    /// Variance of the work among the cores (%), or `None` if no core did any work.
     pub core_variance_pct: Option<f64>,
 }
 
@@ -27,15 +27,15 @@ pub struct VarianceWindow {
 pub struct SeedMeasures {
     pub seed: u64,
     pub windows: Vec<VarianceWindow>,
-    /// Variance of the servers' work (%), as the mean over the counted windows.
+    /// Variance of the work among the servers (%), as the mean over the counted windows.
     pub server_variance_pct: f64,
-    /// Variance of the cores' work (%), as the mean over the counted windows.
+    /// Variance of the work among the cores (%), as the mean over the counted windows.
     pub core_variance_pct: f64,
     pub load_report: LoadReport,
 }
 
 impl SeedMeasures {
-    /// Computes the results from samples, of which one was taken at the start of each second and one at the run's end.
+    /// Computes the results from `samples`. One sample was taken at the start of each second, and one at the run's end.
     pub fn new(seed: u64, samples: &[BusyTimeSample], timeline: &Timeline, load_report: LoadReport) -> Self {
         let variance_windows = windows_between_samples(samples);
         let MeanVariances { server_variance_pct, core_variance_pct } = MeanVariances::of(&variance_windows, timeline);
@@ -43,12 +43,12 @@ impl SeedMeasures {
     }
 }
 
-/// Variances during a run, as means over the windows that count.
+/// Variances during a run, as means over the counted windows of one second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MeanVariances {
-    /// Mean variance of the work that each server did (%).
+    /// Mean variance of the work among the servers (%).
     pub server_variance_pct: f64,
-    /// Mean variance of the work that each core did (%).
+    /// Mean variance of the work among the cores (%).
     pub core_variance_pct: f64,
 }
 
@@ -66,7 +66,7 @@ impl MeanVariances {
     }
 }
 
-/// Returns the variances in the windows between consecutive samples.
+/// Returns the variances of the work between each two consecutive samples.
 pub fn windows_between_samples(samples: &[BusyTimeSample]) -> Vec<VarianceWindow> {
     (0..)
         .zip(samples.windows(2))

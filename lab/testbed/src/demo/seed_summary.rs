@@ -3,7 +3,7 @@
 use coreward_model::statistics::median;
 use serde::Serialize;
 
-/// Median and range of a value, over the seeds or over the simulation's random draws.
+/// Median and range of a value, over the seeds or over the draws of the simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct SeedSummary {
     pub median: f64,

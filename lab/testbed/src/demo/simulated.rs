@@ -17,8 +17,9 @@ use super::samples::{BusyTimeSample, MeanVariances, windows_between_samples};
 use super::seed_summary::SeedSummary;
 use super::timeline::{PoolEvent, Timeline};
 
-/// Number of random draws in the simulation. If the simulator is right, a live median is outside the draws' range once
-/// in 10 times. The reason is that each of the 20 values is equally likely to be the lowest or the highest.
+/// Number of draws, which are simulations that differ only in their random numbers. If the simulator is correct, the
+/// median of the live run is outside the draws' range once in 10 times. The reason is that each of the 20 values is
+/// equally likely to be the lowest or the highest.
 pub const SIMULATION_DRAW_COUNT: usize = 19;
 
 #[derive(Debug, Clone, PartialEq)]
@@ -28,7 +29,7 @@ pub struct SimulatedVariances {
     pub server_variance_pct: SeedSummary,
 }
 
-/// Replays the arrival logs under each policy, on all CPUs. Returns the results in the order of `policies`.
+/// Simulates the arrival logs under each policy, on all CPUs. Returns the results in the order of `policies`.
 pub fn simulate_policies(
     options: &DemoOptions,
     policies: &[&'static str],
@@ -50,7 +51,8 @@ pub fn simulate_policies(
     draw_medians.chunks(SIMULATION_DRAW_COUNT).map(policy_variances).collect()
 }
 
-/// Replays all logs on the same fleet, as in the live run. Returns the variances' medians over the logs.
+/// Simulates one draw, in which all logs are replayed on the same fleet, as in the live run. Returns the medians of the
+/// variances over the logs.
 fn simulate_draw(
     options: &DemoOptions,
     policy: &str,
@@ -70,9 +72,9 @@ fn simulate_draw(
         };
         let pool_changes = planned_pool_changes(options.servers, log_index as u16, timeline);
         let mut policy = policy::policy_by_name(policy, draw).expect("the demo has run it");
-        let busy_ns = replay_for_busy_times(log, replay_settings, &pool_changes, policy.as_mut());
+        let core_busy_ns = replay_for_busy_times(log, replay_settings, &pool_changes, policy.as_mut());
         let samples: Vec<BusyTimeSample> = (0..)
-            .zip(&busy_ns)
+            .zip(&core_busy_ns)
             .map(|(second, busy_ns)| busy_time_sample(busy_ns, options.cores, &pool_changes, second))
             .collect();
         MeanVariances::of(&windows_between_samples(&samples), timeline)
@@ -102,8 +104,8 @@ fn planned_pool_changes(servers: u16, log_index: u16, timeline: &Timeline) -> Ve
     pool_changes
 }
 
-/// Returns the sample at the start of `second`, which excludes pool changes at that moment.
-fn busy_time_sample(busy_ns: &[u64], cores: u16, changes: &[PoolChange], second: u64) -> BusyTimeSample {
+/// Returns the busy times of the cores in the pool at the start of `second`, before pool changes at that moment.
+fn busy_time_sample(core_busy_ns: &[u64], cores: u16, changes: &[PoolChange], second: u64) -> BusyTimeSample {
     let is_made_before = |change: &&PoolChange| change.time_us == 0 || change.time_us < second * 1_000_000;
     let is_eligible = |server: u16| {
         changes
@@ -112,7 +114,8 @@ fn busy_time_sample(busy_ns: &[u64], cores: u16, changes: &[PoolChange], second:
             .rfind(|change| change.server_index == server)
             .is_none_or(|change| change.is_eligible)
     };
-    let eligible_servers = (0..).zip(busy_ns.chunks(usize::from(cores))).filter(|(server, _)| is_eligible(*server));
+    let eligible_servers =
+        (0..).zip(core_busy_ns.chunks(usize::from(cores))).filter(|(server, _)| is_eligible(*server));
     eligible_servers.map(|(server, busy_ns)| (server + 1, busy_ns.to_vec())).collect()
 }
 
@@ -155,15 +158,15 @@ mod tests {
             planned_pool_changes(4, 1, &timeline),
             [pool_change(0, 0, false), pool_change(6, 0, true), pool_change(12, 1, false)]
         );
-        let busy_ns: Vec<u64> = (0..10).collect();
+        let core_busy_ns: Vec<u64> = (0..10).collect();
         let servers_in_pool = |second| {
-            busy_time_sample(&busy_ns, 2, &planned_pool_changes(4, 0, &timeline), second)
+            busy_time_sample(&core_busy_ns, 2, &planned_pool_changes(4, 0, &timeline), second)
                 .into_keys()
                 .collect::<Vec<_>>()
         };
         assert_eq!([servers_in_pool(0), servers_in_pool(6)], [[1, 2, 3, 4], [1, 2, 3, 4]]);
         assert_eq!((servers_in_pool(7), servers_in_pool(13)), (vec![1, 2, 3, 4, 5], vec![2, 3, 4, 5]));
-        assert_eq!(busy_time_sample(&busy_ns, 2, &planned_pool_changes(4, 0, &timeline), 7)[&5], [8, 9]);
+        assert_eq!(busy_time_sample(&core_busy_ns, 2, &planned_pool_changes(4, 0, &timeline), 7)[&5], [8, 9]);
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Changes of the pool during a seed's run, and the seconds that count in the results.
 
-/// Number of seconds that do not count after the start and after every change of the pool.
+/// Number of seconds after the start and after every change of the pool in which variances are not counted.
 pub const SETTLE_SECONDS: u64 = 5;
-/// Minimum duration of a run (s). In a shorter one, no second would count between two changes.
+/// Minimum duration of a run (s). In a shorter run, no second between two changes of the pool would be counted.
 pub const MIN_RUN_SECONDS: u64 = 3 * (SETTLE_SECONDS + 1);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,7 +14,7 @@ pub enum PoolEvent {
 }
 
 impl PoolEvent {
-    /// Returns what the server does, as a verb.
+    /// Returns the verb for what the server does, such as "joins".
     pub fn action(self) -> &'static str {
         match self {
             Self::Join => "joins",
@@ -49,7 +49,7 @@ impl Timeline {
         self.pool_changes().into_iter().find(|(change_second, _)| *change_second == second).map(|(_, event)| event)
     }
 
-    /// Returns whether the variance in the second that begins at `second` counts.
+    /// Returns whether the variance in the second that begins at `second` is counted in the means.
     pub fn is_counted(&self, second: u64) -> bool {
         let is_unsettled_after = |change: u64| (change..change + SETTLE_SECONDS).contains(&second);
         !is_unsettled_after(0) && !self.pool_changes().into_iter().any(|(change, _)| is_unsettled_after(change))

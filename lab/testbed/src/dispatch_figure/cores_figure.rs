@@ -37,12 +37,12 @@ const STOP_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 struct CoresRun {
     short_requests: Measurement,
-    /// Share of all cores' time that the batch got (%).
+    /// Share of all cores' time that the batch service used (%).
     batch_cpu_pct: f64,
 }
 
 /// Measures every series of `scenario`, which has short requests, bursts, and a batch of long requests. Fails without
-/// root, when a start fails, when requests are lost, when the machine is too busy, or when interrupted.
+/// root, when a program cannot be started, when requests are lost, when the machine is too busy, or when interrupted.
 pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
     if let Some(privilege_error) = missing_privilege() {
         bail!(privilege_error);
@@ -108,27 +108,28 @@ fn measure_run(testbed: &Testbed, config: &Config, unit_us: f64, seconds: f64) -
     orchestrator.stop()?;
     let (sent_count, lost_count) = measurement.sent_and_lost_counts();
     ensure!(lost_count == 0, "{policy} at a load of {load}: {lost_count} of {sent_count} requests were lost");
-    let short_p99 = measurement.value(Metric::ShortP99)?;
+    let short_request_p99 = measurement.value(Metric::ShortP99)?;
     eprintln!(
-        "run {seed}, {policy}, load {load}: p99 {short_p99:.2} ({sent_count}), batch {batch_pct:.1} % of the cores"
+        "run {seed}, {policy}, load {load}: p99 {short_request_p99:.2} ({sent_count}), batch {batch_pct:.1} % of the cores"
     );
     Ok(CoresRun { short_requests: measurement, batch_cpu_pct: batch_pct })
 }
 
-/// Runs `send`. Returns its measurement, and the share of the cores' time that the batch got meanwhile (%).
+/// Calls `send` while the batch runs. Returns the measurement of `send`, and the share of all cores' time that the
+/// batch used meanwhile (%).
 fn measure_batch(
     orchestrator: &Orchestrator,
     cores: u16,
     send: impl FnOnce() -> anyhow::Result<Measurement>,
 ) -> anyhow::Result<(Measurement, f64)> {
-    let (begin_ns, busy_before_ns) = (now_ns(), orchestrator.busy_ns(BATCH_SERVICE_INDEX)?);
+    let (begin_ns, busy_before_ns) = (now_ns(), orchestrator.service_busy_ns(BATCH_SERVICE_INDEX)?);
     let measurement = send()?;
-    let (end_ns, busy_after_ns) = (now_ns(), orchestrator.busy_ns(BATCH_SERVICE_INDEX)?);
+    let (end_ns, busy_after_ns) = (now_ns(), orchestrator.service_busy_ns(BATCH_SERVICE_INDEX)?);
     let total_core_ns = (end_ns - begin_ns) as f64 * f64::from(cores);
     Ok((measurement, (busy_after_ns - busy_before_ns) as f64 / total_core_ns * 100.0))
 }
 
-/// Sends a burst at every interval until `stop_flag` is set. Each burst has its own seed.
+/// Sends a burst of requests every [`BURST_INTERVAL_NS`] until `stop_flag` is set. Each burst has its own seed.
 fn send_bursts(testbed: &Testbed, burst_load: &RequestLoad, stop_flag: &AtomicBool) -> anyhow::Result<()> {
     let mut next_burst_ns = now_ns() + BURST_INTERVAL_NS;
     for burst_number in 1.. {

@@ -17,7 +17,7 @@ use crate::fleet::coreward_binary;
 use crate::process::{DEFAULT_TIMEOUT, Process};
 use crate::topology::Testbed;
 
-/// Running `coreward dispatch` for one service on one server. Dropping it detaches the dispatch program.
+/// Running `coreward dispatch` process for one service on one server. Dropping it detaches its BPF program.
 #[derive(Debug)]
 pub struct Dispatcher<'a> {
     testbed: &'a Testbed,
@@ -26,8 +26,8 @@ pub struct Dispatcher<'a> {
     dispatch_daemon: Process,
 }
 
-/// Returns the dispatch configuration for a key-value server, which is the simulator's policy in the terms of
-/// docs/dispatch.md. Requests of class K have the type WORKK. `unit_us` is the unit of service times (us). Fails when
+/// Returns the configuration (docs/dispatch.md) with which `coreward dispatch` applies the simulator's `policy` to a
+/// key-value service. Requests of class K have the type WORKK. `unit_us` is the unit of service times (us). Fails when
 /// `coreward dispatch` has no such policy.
 pub fn key_value_service_config(
     policy: &Policy,
@@ -56,13 +56,13 @@ pub fn key_value_service_config(
 }
 
 impl<'a> Dispatcher<'a> {
-    /// Starts `coreward dispatch` on a server and waits until it has found all `workers`. `service` contains the
-    /// configuration of the only service, without its heading. Fails with the command's log when it does not start, or
-    /// does not find all workers in time.
-    pub fn start(testbed: &'a Testbed, server: u16, service: &str, workers: u16) -> anyhow::Result<Self> {
+    /// Starts `coreward dispatch` on a server and waits until it has found `worker_count` workers. `service_config`
+    /// contains the configuration of the only service, without the heading `[[service]]`. Fails with the command's log
+    /// when it does not start, or does not find all workers in time.
+    pub fn start(testbed: &'a Testbed, server: u16, service_config: &str, worker_count: u16) -> anyhow::Result<Self> {
         let pin_directory = testbed.pin_directory().join(format!("dispatch-s{server}"));
         let config_path = testbed.directory().join(format!("dispatch-s{server}.toml"));
-        fs::write(&config_path, format!("pin_directory = {pin_directory:?}\n\n[[service]]\n{service}"))?;
+        fs::write(&config_path, format!("pin_directory = {pin_directory:?}\n\n[[service]]\n{service_config}"))?;
         let log_path = testbed.directory().join(format!("dispatch-s{server}.log"));
         let log = File::create(&log_path)?;
         let mut command = Command::new(coreward_binary()?);
@@ -73,14 +73,14 @@ impl<'a> Dispatcher<'a> {
         let deadline = Instant::now() + *DEFAULT_TIMEOUT;
         loop {
             let known_worker_count = dispatcher.query_workers().map(|workers| workers.len()).unwrap_or(0);
-            if known_worker_count == usize::from(workers) {
+            if known_worker_count == usize::from(worker_count) {
                 return Ok(dispatcher);
             }
             let exit_status = dispatcher.dispatch_daemon.try_wait()?;
             if exit_status.is_some() || Instant::now() > deadline {
                 let log_text = fs::read_to_string(&log_path).unwrap_or_default();
                 bail!(
-                    "coreward dispatch on server {server} knows {known_worker_count} of {workers} workers:\n{}",
+                    "coreward dispatch on server {server} knows {known_worker_count} of {worker_count} workers:\n{}",
                     log_text.trim()
                 );
             }
@@ -104,13 +104,13 @@ impl<'a> Dispatcher<'a> {
         self.query_status()?["workers"].as_array().cloned().context("a status without workers")
     }
 
-    /// Returns the number of requests dispatched so far. Fails when the status is not available.
+    /// Returns the number of requests that were dispatched so far. Fails when the status cannot be queried.
     pub fn query_dispatched_count(&self) -> anyhow::Result<u64> {
         self.query_workers()?.iter().map(|worker| worker["dispatched"].as_u64().context("dispatched")).sum()
     }
 
-    /// Stops the daemon and detaches the dispatch program, so that the kernel selects workers again. Fails when either
-    /// step fails.
+    /// Stops the daemon and detaches its BPF program, so that the kernel selects workers again. Fails when either step
+    /// fails.
     pub fn stop(mut self) -> anyhow::Result<()> {
         let exit_status = self.dispatch_daemon.terminate(*DEFAULT_TIMEOUT)?;
         ensure!(exit_status.success(), "coreward dispatch ended with {exit_status}");

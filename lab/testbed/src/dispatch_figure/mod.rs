@@ -27,8 +27,8 @@ pub fn interrupt_measurement() {
     interrupt::request_interruption();
 }
 
-/// Returns a command that runs with real-time priority, because it represents another machine or CPUs that this one
-/// lacks.
+/// Returns a command that runs `program` with real-time priority, because the program represents another machine, or
+/// CPUs that this machine lacks.
 fn real_time_command(program: PathBuf) -> Command {
     let mut command = Command::new("chrt");
     command.args(["--fifo", "1"]).arg(program);

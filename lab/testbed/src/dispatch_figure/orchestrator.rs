@@ -21,11 +21,12 @@ use crate::fleet::{coreward_binary, lab_binary};
 use crate::process::{DEFAULT_TIMEOUT, Process};
 use crate::topology::Testbed;
 
-/// Length of each value (bytes). A core answers with one datagram, into which 46 values of this length fit with their
-/// keys.
+/// Length of each value in the database (bytes). A core answers with one datagram, which can hold 46 values of this
+/// length with their keys.
 const VALUE_BYTES: u16 = 10;
 
-/// Running `coreward orchestrate` for the services of one server, with that server. Both are killed when dropped.
+/// Running `coreward orchestrate` process, and the server process whose cores get requests from it. Dropping it kills
+/// both processes.
 #[derive(Debug)]
 pub struct Orchestrator {
     server: Process,
@@ -33,13 +34,13 @@ pub struct Orchestrator {
     core_load_file_path: PathBuf,
 }
 
-/// Kind of requests to the server in a figure.
+/// Kind of requests that the server of a figure gets.
 #[derive(Debug, Clone, Copy)]
 pub enum Workload<'a> {
-    /// Requests only take time.
+    /// Requests only occupy a core for their service time.
     ServiceTimeOnly,
-    /// Requests only take time. In addition, a second service is a batch that always has requests of this service time
-    /// (in units).
+    /// Requests only occupy a core. In addition, a second service is a batch that always has requests of this service
+    /// time (in units).
     ServiceTimeWithBatch(f64),
     /// Requests read and write a RocksDB database.
     RocksDb(&'a RequestMix),
@@ -88,9 +89,9 @@ pub fn orchestrate_config(
 }
 
 impl Orchestrator {
-    /// Starts orchestrator and server on server 1 for the simulated service of `config`, and waits until all cores are
-    /// connected. `unit_us` is the unit of service times (us). Idle cores and the waiting daemon sleep for the
-    /// simulated latency of the interface. Fails when one of the two does not start.
+    /// Starts orchestrator and server process on server 1 for the simulated service of `config`, and waits until all
+    /// cores are connected. `unit_us` is the unit of service times (us). Idle cores and the waiting daemon sleep for
+    /// the simulated latency of the interface. Fails when one of the two processes does not start.
     pub fn start(
         testbed: &Testbed,
         config: &Config,
@@ -105,7 +106,7 @@ impl Orchestrator {
             // Remove the files of an earlier orchestrator, if any.
             let _ = fs::remove_file(old_file);
         }
-        let latency_us = units_to_us(config.latency, unit_us);
+        let latency_us = units_to_us(config.interface_latency, unit_us);
         fs::write(&config_path, orchestrate_config(config, options, workload, &memory_path, latency_us)?)?;
         let log = File::create(file_path("orchestrate.log"))?;
         let namespace = testbed.server(1)?;
@@ -116,7 +117,7 @@ impl Orchestrator {
         daemon.wait_for_file("coreward orchestrate", &memory_path)?;
 
         let mut command = real_time_command(lab_binary()?);
-        command.args(["testbed", "orchestrated-server"]).args(server_options(config, options, unit_us));
+        command.args(["testbed", "orchestrated-server"]).args(server_arguments(config, options, unit_us));
         match workload {
             Workload::ServiceTimeOnly => (),
             Workload::ServiceTimeWithBatch(time) => {
@@ -131,16 +132,17 @@ impl Orchestrator {
         Ok(Self { server, daemon, core_load_file_path })
     }
 
-    /// Returns the time for which all cores have served a service (ns). Fails when the file cannot be read.
-    pub fn busy_ns(&self, service: usize) -> anyhow::Result<u64> {
+    /// Returns the total time that all cores have spent on a service (ns). Fails when the core load file cannot be
+    /// read.
+    pub fn service_busy_ns(&self, service_index: usize) -> anyhow::Result<u64> {
         read_core_load_file(&self.core_load_file_path)?
-            .get(service)
+            .get(service_index)
             .copied()
             .context("a core load file without the service")
     }
 
-    /// Stops orchestrator and server. Returns the number of requests that the cores completed. Fails when requests were
-    /// dropped, rejected or lost, when a worker stalled, or when one of the two does not end.
+    /// Stops orchestrator and server process. Returns the number of requests that the cores completed. Fails when
+    /// requests were dropped, rejected or lost, when a worker stalled, or when one of the two processes does not end.
     pub fn stop(mut self) -> anyhow::Result<u64> {
         for (name, process) in
             [("the server of the cores", &mut self.server), ("coreward orchestrate", &mut self.daemon)]
@@ -159,12 +161,12 @@ impl Orchestrator {
     }
 }
 
-fn units_to_us(time: f64, unit_us: f64) -> u64 {
-    (time * unit_us).round().max(1.0) as u64
+fn units_to_us(time_in_units: f64, unit_us: f64) -> u64 {
+    (time_in_units * unit_us).round().max(1.0) as u64
 }
 
 /// Returns the arguments of `coreward-lab testbed orchestrated-server` for a simulated server.
-fn server_options(config: &Config, options: &JbsrqOptions, unit_us: f64) -> Vec<String> {
+fn server_arguments(config: &Config, options: &JbsrqOptions, unit_us: f64) -> Vec<String> {
     let cores: Vec<String> = (0..options.worker_count(config.cores)).map(|core| core.to_string()).collect();
     vec![
         "--paced".to_owned(),
@@ -172,9 +174,9 @@ fn server_options(config: &Config, options: &JbsrqOptions, unit_us: f64) -> Vec<
         format!("--value-bytes={VALUE_BYTES}"),
         format!("--cores={}", cores.join(",")),
         format!("--quantum-us={}", units_to_us(options.quantum, unit_us)),
-        format!("--sleep-us={}", units_to_us(config.latency, unit_us)),
+        format!("--sleep-us={}", units_to_us(config.interface_latency, unit_us)),
         format!("--switch-us={}", (options.switch_cost * unit_us).round()),
-        format!("--assignment={}", options.assignment),
+        format!("--assignment={}", options.core_assignment_mode),
         format!("--reserved={}", options.reserved_cores),
         format!("--epoch-us={}", units_to_us(options.monitor_interval, unit_us)),
     ]

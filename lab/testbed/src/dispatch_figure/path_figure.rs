@@ -21,10 +21,10 @@ use crate::topology::{Testbed, TestbedOptions, missing_privilege};
 /// Size of the receive buffer of each worker's socket (bytes).
 const RECEIVE_BUFFER_BYTES: &str = "16000000";
 
-/// Measures every series of `scenario`, which `coreward-lab sim path` could simulate with one request per connection,
-/// because the load balancer places each datagram separately. Fails without root, with unsupported metrics, or when a
-/// start fails. Also fails when requests are lost or bypass the dispatchers, when the machine is too busy, or when
-/// interrupted.
+/// Measures every series of `scenario`, which has the parameters of `coreward-lab sim path`. It has one request per
+/// connection, because the load balancer places each datagram separately. Fails without root, with unsupported metrics,
+/// or when a program cannot be started. Also fails when requests are lost or bypass the dispatchers, when the machine
+/// is too busy, or when interrupted.
 pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
     if let Some(privilege_error) = missing_privilege() {
         anyhow::bail!(privilege_error);
@@ -40,8 +40,9 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
     let mut measurements_by_key: HashMap<String, Measurement> = HashMap::new();
     progress(0, configs.len());
     let Some(first_config) = configs.first() else { return Ok(Vec::new()) };
-    let has_same_fleet =
-        |config: &&&path::Config| (config.servers, config.cores) == (first_config.servers, first_config.cores);
+    let has_same_fleet = |config: &&&path::Config| {
+        (config.servers, config.cores_per_server) == (first_config.servers, first_config.cores_per_server)
+    };
     ensure!(
         configs.iter().all(|config| has_same_fleet(&config)),
         "servers and cores: expected the same for all series"
@@ -50,7 +51,7 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
     for group in configs.chunk_by(|a, b| (&a.seeds, &a.policies) == (&b.seeds, &b.policies)) {
         let _fleet = env.start_fleet(&group[0].policies)?;
         for config in group {
-            measurements_by_key.insert(measurement_key(config), env.measure(config, seconds)?);
+            measurements_by_key.insert(measurement_key(config), env.measure_config(config, seconds)?);
             progress(measurements_by_key.len(), configs.len());
         }
     }
@@ -64,7 +65,7 @@ fn path_config(job: &Job) -> Option<&path::Config> {
     if let Job::Path(config) = job { Some(config) } else { None }
 }
 
-/// Client, load balancer and servers. The fields are dropped in this order.
+/// Client, load balancer and servers. The fields are dropped in this order, so that servers end before the testbed.
 struct TestEnv {
     _key_value_servers: Vec<KeyValueServer>,
     testbed: Testbed,
@@ -73,8 +74,13 @@ struct TestEnv {
 impl TestEnv {
     fn start(config: &path::Config) -> anyhow::Result<Self> {
         let instance = instance::unique_name("pathfigure")?;
-        let (servers, cores) = (config.servers, config.cores);
-        let testbed = Testbed::create(TestbedOptions { instance, servers, cores, ..TestbedOptions::default() })?;
+        let (servers, cores) = (config.servers, config.cores_per_server);
+        let testbed = Testbed::create(TestbedOptions {
+            instance,
+            server_count: servers,
+            core_count: cores,
+            ..TestbedOptions::default()
+        })?;
         let worker_count = cores.to_string();
         let options = ["--workers", &worker_count, "--paced", "--receive-buffer", RECEIVE_BUFFER_BYTES];
         let server_numbers = testbed.server_numbers().into_iter();
@@ -104,8 +110,8 @@ impl TestEnv {
         )
     }
 
-    fn measure(&self, config: &path::Config, seconds: f64) -> anyhow::Result<Measurement> {
-        let path::Config { service, unit_us, load, cores, servers, .. } = config;
+    fn measure_config(&self, config: &path::Config, seconds: f64) -> anyhow::Result<Measurement> {
+        let path::Config { service, unit_us, load, cores_per_server: cores, servers, .. } = config;
         ensure!(config.requests_per_connection == 1.0, "requests_per_connection: expected 1");
         let [policy] = &config.dispatch_policies[..] else {
             anyhow::bail!("dispatch policies of one run: expected one")
@@ -131,8 +137,10 @@ impl TestEnv {
             "{policy_names}: {dispatched_count} of {sent_count} requests were dispatched by coreward dispatch"
         );
         ensure!(lost_count == 0, "{policy_names}: {lost_count} of {sent_count} requests were lost");
-        let p99 = measurement.value(coreward_sim::figure::axes::Metric::P99)?;
-        eprintln!("run {seed}, {policy_names}: p99 {p99:.2} ({sent_count}; by server {dispatched_by_server:?})");
+        let p99_latency = measurement.value(coreward_sim::figure::axes::Metric::P99)?;
+        eprintln!(
+            "run {seed}, {policy_names}: p99 {p99_latency:.2} ({sent_count}; by server {dispatched_by_server:?})"
+        );
         Ok(measurement)
     }
 }

@@ -9,21 +9,22 @@ use coreward_sim::figure::live::Sample;
 use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::rpc;
 
-/// Returns the runs that the scenario's series need, as in the simulator. Fails when its parameters are invalid.
+/// Returns the runs that the scenario's series need, as in the simulator. Fails when the scenario's parameters are
+/// invalid.
 pub fn plan_runs(scenario: &Scenario) -> anyhow::Result<RunPlan> {
     scenario.plan_runs().map_err(|failure| anyhow::anyhow!("{}", failure.cause))
 }
 
-/// Returns the samples for all points of a plan. `value` returns the y value of a point.
+/// Returns the samples for all points of a plan. `point_value` returns the y value of a point.
 pub fn compute_samples(
     scenario: &Scenario,
     plan: &RunPlan,
-    value: impl Fn(&PlotPoint, &Job) -> anyhow::Result<f64>,
+    point_value: impl Fn(&PlotPoint, &Job) -> anyhow::Result<f64>,
 ) -> anyhow::Result<Vec<Sample>> {
     let compute_sample = |plot_point: &PlotPoint| {
         let (panel, series) = (&scenario.panel[plot_point.panel_index], &scenario.series[plot_point.series_index]);
         let (panel_title, label) = (panel.title.get_ref().clone(), series.label.get_ref().clone());
-        let y = value(plot_point, &plan.jobs[plot_point.job_index])
+        let y = point_value(plot_point, &plan.jobs[plot_point.job_index])
             .with_context(|| format!("panel {panel_title:?}, series {label:?}"))?;
         let x_scale = panel.x.as_ref().map_or(1.0, |sweep| sweep.scale);
         Ok(Sample { panel_title, series_label: label, x: plot_point.x / x_scale, run_number: plot_point.seed, y })
@@ -31,12 +32,12 @@ pub fn compute_samples(
     plan.plot_points.iter().map(compute_sample).collect()
 }
 
-/// Returns the key under which a configuration's measurement is stored.
+/// Returns the key under which the measurement of `config` is stored in a map.
 pub fn measurement_key(config: &impl std::fmt::Debug) -> String {
     format!("{config:?}")
 }
 
-/// Returns the measurement of a configuration. Fails when it is missing.
+/// Returns the measurement of `config`. Fails when `measurements` lacks it.
 pub fn find_measurement<'a, T>(
     measurements: &'a HashMap<String, T>,
     config: &impl std::fmt::Debug,
@@ -49,9 +50,9 @@ pub fn differ_only_in_load(a: &rpc::Config, b: &rpc::Config) -> bool {
     without_load(a) == without_load(b)
 }
 
-/// Returns the highest load at which a curve of (load, p99) is within `slo`, as `coreward-lab sim capacity` defines it.
-/// The crossing is interpolated on the logarithm of the p99. Returns 0 when the first point exceeds `slo`, and the last
-/// load when no point does. Fails without points.
+/// Returns the highest load at which the p99 is within `slo`, as `coreward-lab sim capacity` defines it. The points of
+/// `curve` are (load, p99). The crossing is interpolated on the logarithm of the p99. Returns 0 when the first point
+/// exceeds `slo`, and the last load when no point does. Fails without points.
 pub fn max_load_within_slo(mut curve: Vec<(f64, f64)>, slo: f64) -> anyhow::Result<f64> {
     curve.sort_by(|a, b| a.0.total_cmp(&b.0));
     let (Some(first), Some(last)) = (curve.first(), curve.last()) else { bail!("a peak without a curve") };

@@ -22,28 +22,28 @@ use crate::topology::Testbed;
 /// shares within a few percent, as if each request were hashed.
 const FLOW_COUNT: u16 = 8192;
 /// First source port of the requests, the same in every run.
-const FIRST_PORT: u16 = 20_000;
-/// Number of keys in a key-value store.
+const FIRST_SOURCE_PORT: u16 = 20_000;
+/// Number of keys in the key-value store at its start.
 pub const KEY_COUNT: u32 = 10_000;
 const WARM_UP_S: f64 = 0.3;
-const TIMEOUT_S: f64 = 2.0;
-/// Maximum 99th percentile of how late the generator sends requests (us). If it is higher, the machine was too busy,
-/// and the measurement is invalid and repeated. A tenth of this limit is normal.
+const RESPONSE_TIMEOUT_S: f64 = 2.0;
+/// Maximum 99th percentile of the delay with which the generator sends requests (us). If the percentile is higher, the
+/// machine was too busy, and the measurement is repeated. A tenth of this limit is normal.
 const MAX_LATENESS_US: f64 = 500.0;
 /// Environment variable that replaces [`MAX_LATENESS_US`], for tests that count requests on a busy machine.
 const MAX_LATENESS_VARIABLE: &str = "COREWARD_MAX_LATENESS_US";
-/// Maximum number of attempts. The pauses between them grow to a total of four minutes, because a figure that takes
-/// many minutes should survive a few busy ones.
-const MAX_ATTEMPTS: u32 = 12;
+/// Maximum number of attempts to measure while the machine is not busy. The pauses between them grow to a total of four
+/// minutes, because a figure that takes many minutes should survive a few busy ones.
+const MAX_MEASUREMENT_ATTEMPTS: u32 = 12;
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
 const MAX_RETRY_PAUSE: Duration = Duration::from_secs(30);
 
 /// Load that the client sends in one run.
 #[derive(Debug, Clone)]
 pub struct RequestLoad {
-    /// Distribution of the service times, in units.
+    /// Distribution of the service times, as multiples of `unit_us`.
     pub service: ServiceTimeDistribution,
-    /// Requests to a key-value store with the classes of `service`, or `None` if requests only take time.
+    /// Requests to a key-value store with the classes of `service`, or `None` if requests only occupy cores.
     pub mix: Option<RequestMix>,
     /// Unit of service times (us).
     pub unit_us: f64,
@@ -74,8 +74,8 @@ pub fn raise_open_file_limit() -> anyhow::Result<()> {
 }
 
 impl RequestLoad {
-    /// Sends all requests and waits for the responses. Repeats this while the machine is busy. Fails when the generator
-    /// fails, the machine stays busy, or no request was answered.
+    /// Sends all requests and waits for the responses. Repeats the measurement while the machine is busy. Fails when
+    /// the generator fails, the machine stays busy, or no request was answered.
     pub fn send(&self, testbed: &Testbed) -> anyhow::Result<Measurement> {
         let (workload, multiplier) = match &self.mix {
             None => (("--service", self.service.to_string()), self.unit_us),
@@ -83,35 +83,36 @@ impl RequestLoad {
             Some(mix) => (("--mix", mix.to_string()), self.unit_us / mix.unit_us().context("a mix without times")?),
         };
         let options = [workload, ("--multiplier", multiplier.to_string()), ("--keys", KEY_COUNT.to_string())];
-        let report = measure_undisturbed(testbed, SERVICE_ADDRESS, self.rate_rps, self.seconds, self.seed, &options)?;
+        let report =
+            measure_while_machine_idle(testbed, SERVICE_ADDRESS, self.rate_rps, self.seconds, self.seed, &options)?;
         Ok(Measurement { report, unit_us: self.unit_us })
     }
 }
 
 /// Runs `coreward-lab load TARGET` on the testbed's client at a rate for a duration, with additional options. Repeats
-/// this while the machine is busy. Fails when the generator fails, or the machine stays busy.
-pub fn measure_undisturbed(
+/// the measurement while the machine is busy. Fails when the generator fails, or the machine stays busy.
+pub fn measure_while_machine_idle(
     testbed: &Testbed,
     target: SocketAddrV4,
-    rate: f64,
+    rate_rps: f64,
     seconds: f64,
     seed: u64,
     options: &[(&str, String)],
 ) -> anyhow::Result<Report> {
     let common_options = [
-        ("--rate", rate.to_string()),
+        ("--rate", rate_rps.to_string()),
         ("--seconds", seconds.to_string()),
         ("--warm-up", WARM_UP_S.to_string()),
-        ("--timeout", TIMEOUT_S.to_string()),
+        ("--timeout", RESPONSE_TIMEOUT_S.to_string()),
         ("--flows", FLOW_COUNT.to_string()),
-        ("--first-port", FIRST_PORT.to_string()),
+        ("--first-port", FIRST_SOURCE_PORT.to_string()),
         ("--seed", seed.to_string()),
     ];
     let options: Vec<&str> =
         common_options.iter().chain(options).flat_map(|(name, value)| [*name, value.as_str()]).collect();
-    let time_limit = Duration::from_secs_f64(WARM_UP_S + seconds + TIMEOUT_S) + *DEFAULT_TIMEOUT;
+    let time_limit = Duration::from_secs_f64(WARM_UP_S + seconds + RESPONSE_TIMEOUT_S) + *DEFAULT_TIMEOUT;
     let max_lateness_us = max_lateness_us()?;
-    for attempt in 0..MAX_ATTEMPTS {
+    for attempt in 0..MAX_MEASUREMENT_ATTEMPTS {
         if attempt > 0 {
             let pause = (RETRY_PAUSE * attempt * attempt).min(MAX_RETRY_PAUSE);
             crate::interrupt::sleep_until(now_ns() + pause.as_nanos() as u64)?;
@@ -125,7 +126,7 @@ pub fn measure_undisturbed(
         eprintln!("disturbed: requests were sent {lateness_us:.0} us late (p99); once more");
     }
     anyhow::bail!(
-        "the machine is too busy: {MAX_ATTEMPTS} times requests were sent more than {max_lateness_us} us late (p99)"
+        "the machine is too busy: {MAX_MEASUREMENT_ATTEMPTS} times requests were sent more than {max_lateness_us} us late (p99)"
     )
 }
 
@@ -138,12 +139,12 @@ fn run_load_generator(
     testbed: &Testbed,
     target: SocketAddrV4,
     options: &[&str],
-    limit: Duration,
+    time_limit: Duration,
 ) -> anyhow::Result<Report> {
     let mut command = real_time_command(lab_binary()?);
     command.args(["load", &target.to_string(), "--format", "json"]).args(options);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
-    testbed.spawn(testbed.client(), command)?.wait_for_json(limit)
+    testbed.spawn(testbed.client(), command)?.wait_for_json(time_limit)
 }
 
 impl Measurement {

@@ -22,9 +22,9 @@ use crate::topology::{Testbed, missing_privilege};
 /// Size of the receive buffer of each worker's socket (bytes), which is enough for the longest run.
 const RECEIVE_BUFFER_BYTES: &str = "16000000";
 
-/// Measures every series of `scenario`, which the simulator could simulate. Fails without root, when the scenario has
-/// unsupported metrics, or when a start fails. It also fails when requests are lost or bypass the dispatcher, when the
-/// machine is too busy, or when interrupted.
+/// Measures every series of `scenario` with real processes instead of the simulator. Fails without root, when the
+/// scenario has unsupported metrics, or when a program cannot be started. Also fails when requests are lost or bypass
+/// the dispatcher, when the machine is too busy, or when interrupted.
 pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
     if let Some(privilege_error) = missing_privilege() {
         anyhow::bail!(privilege_error);
@@ -43,10 +43,14 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
     let mut env = None;
     progress(0, configs.len());
     for group in configs.chunk_by(|a, b| differ_only_in_load(a, b)) {
-        TestEnv::reuse_or_start(&mut env, group[0])?.measure_all(group, &parameters, &mut |config, measurement| {
-            measurements_by_key.insert(measurement_key(config), measurement);
-            progress(measurements_by_key.len(), configs.len());
-        })?;
+        TestEnv::reuse_or_start(&mut env, group[0])?.measure_series(
+            group,
+            &parameters,
+            &mut |config, measurement| {
+                measurements_by_key.insert(measurement_key(config), measurement);
+                progress(measurements_by_key.len(), configs.len());
+            },
+        )?;
     }
     points::compute_samples(scenario, &plan, |plot_point, job| match job {
         Job::Rpc(config) => find_measurement(&measurements_by_key, config)?.value(plot_point.query.metric),
@@ -74,11 +78,11 @@ struct MeasurementParameters {
     /// Unit of service times (us).
     unit_us: f64,
     seconds: f64,
-    /// Requests to a key-value store, or `None` if requests only take time.
+    /// Requests to a key-value store, or `None` if requests only occupy cores.
     mix: Option<RequestMix>,
 }
 
-/// Running coreward command that distributes requests to the server's cores.
+/// Running `coreward dispatch` or `coreward orchestrate`, which distributes requests to the server's cores.
 enum RequestDistributor<'a> {
     Dispatcher(Dispatcher<'a>),
     Orchestrator(Orchestrator),
@@ -114,10 +118,10 @@ impl<'a> RequestDistributor<'a> {
     }
 }
 
-/// Client and server of the measurements. The fields are dropped in this order.
+/// Client and server of the measurements. The fields are dropped in this order, so that the server ends first.
 pub(super) struct TestEnv {
-    workers: u16,
-    /// Key-value server, or `None` because `coreward orchestrate` starts its own server.
+    worker_count: u16,
+    /// Key-value server, or `None` if [`Orchestrator`] starts its own server.
     server: Option<KeyValueServer>,
     pub(super) testbed: Testbed,
 }
@@ -129,8 +133,8 @@ impl TestEnv {
         config: &rpc::Config,
     ) -> anyhow::Result<&'a Self> {
         let (worker_count, has_server) = (config.cores, !matches!(config.policy, Policy::RankedQueue(_)));
-        let is_suited = |env: &Self| env.workers == worker_count && env.server.is_some() == has_server;
-        if !current_env.as_ref().is_some_and(is_suited) {
+        let is_suitable = |env: &Self| env.worker_count == worker_count && env.server.is_some() == has_server;
+        if !current_env.as_ref().is_some_and(is_suitable) {
             // Drop the old environment first, because its dispatcher must be gone.
             *current_env = None;
             *current_env = Some(Self::start(worker_count, has_server)?);
@@ -143,29 +147,29 @@ impl TestEnv {
         let worker_count = workers.to_string();
         let options = ["--workers", &worker_count, "--paced", "--receive-buffer", RECEIVE_BUFFER_BYTES];
         let server = has_server.then(|| testbed.start_key_value_server(1, &options)).transpose()?;
-        Ok(Self { workers, server, testbed })
+        Ok(Self { worker_count: workers, server, testbed })
     }
 
     /// Measures all loads of one series. Fails when requests bypass the distributor.
-    fn measure_all(
+    fn measure_series(
         &self,
         series: &[&rpc::Config],
         parameters: &MeasurementParameters,
-        record: &mut dyn FnMut(&rpc::Config, Measurement),
+        record_measurement: &mut dyn FnMut(&rpc::Config, Measurement),
     ) -> anyhow::Result<()> {
         let distributor = RequestDistributor::start(self, series[0], parameters)?;
         let mut sent_count = 0;
         for config in series {
-            let measurement = self.measure(config, parameters)?;
+            let measurement = self.measure_config(config, parameters)?;
             sent_count += measurement.sent_and_lost_counts().0;
-            record(config, measurement);
+            record_measurement(config, measurement);
         }
         let (handled_count, policy) = (distributor.stop()?, &series[0].policy);
         ensure!(handled_count >= sent_count, "{policy}: {handled_count} of {sent_count} requests passed coreward");
         Ok(())
     }
 
-    fn measure(&self, config: &rpc::Config, parameters: &MeasurementParameters) -> anyhow::Result<Measurement> {
+    fn measure_config(&self, config: &rpc::Config, parameters: &MeasurementParameters) -> anyhow::Result<Measurement> {
         let &MeasurementParameters { unit_us, seconds, ref mix } = parameters;
         let rpc::Config { policy, service, load, cores, seed, .. } = config;
         let rate_rps = load * f64::from(*cores) / (service.mean() * unit_us / 1e6);

@@ -17,9 +17,9 @@ pub struct CounterReading {
     dispatch_status: Value,
     client_counters: KernelCounters,
     server_counters: KernelCounters,
-    purged_datagrams: u64,
+    purged_datagram_count: u64,
     /// Number of datagrams that workers read but did not answer.
-    refused_datagrams: u64,
+    refused_datagram_count: u64,
 }
 
 impl CounterReading {
@@ -28,12 +28,12 @@ impl CounterReading {
             dispatch_status: env.query_dispatch_status()?,
             client_counters: counters::read_kernel_counters(env.testbed().client())?,
             server_counters: counters::read_kernel_counters(env.testbed().server(1)?)?,
-            purged_datagrams: env.read_purged_datagram_count()?,
-            refused_datagrams: env.key_value_server().read_counters()?.iter().map(|worker| worker.refused).sum(),
+            purged_datagram_count: env.read_purged_datagram_count()?,
+            refused_datagram_count: env.key_value_server().read_counters()?.iter().map(|worker| worker.refused).sum(),
         })
     }
 
-    /// Describes all signs that requests are still pending, or that a worker gets no requests.
+    /// Describes all signs in the counters that requests are still pending, or that a worker gets no requests.
     pub fn signs_of_pending_requests(&self) -> Vec<String> {
         let mut signs = Vec::new();
         let (outstanding_count, queued_count) = (self.sum_over_workers("outstanding"), self.sum_over_workers("queued"));
@@ -53,7 +53,7 @@ impl CounterReading {
         signs
     }
 
-    /// Returns the sum of the counter named `counter_name` over all workers of the dispatch.
+    /// Returns the sum of the counter `counter_name` of `coreward dispatch` over all workers.
     fn sum_over_workers(&self, counter_name: &str) -> u64 {
         let workers = self.dispatch_status["workers"].as_array().into_iter().flatten();
         workers.filter_map(|worker| worker[counter_name].as_u64()).sum()
@@ -92,7 +92,7 @@ pub struct SoakSegment {
     pub killed_in_service: i64,
     /// Number of responses that workers sent.
     pub responses: u64,
-    /// Request counters of the dispatch, or `None` if the dispatch restarted, which resets them.
+    /// Request counters of `coreward dispatch`, or `None` if a fault restarted it, which resets them.
     pub ledger: Option<RequestLedger>,
     pub load_requests: u64,
     /// Number of requests from the load generator that got no response.
@@ -100,53 +100,54 @@ pub struct SoakSegment {
     pub violations: Vec<String>,
 }
 
-/// Counters of the dispatch that account for every request in a segment.
+/// Counters of `coreward dispatch` that account for every request in a segment.
 #[derive(Debug, Serialize)]
 pub struct RequestLedger {
     /// Number of requests that the dispatch sent to workers.
     pub dispatched: u64,
     /// Number of requests that got a response.
     pub completed: u64,
-    /// Number of requests whose response the dispatch no longer waits for.
+    /// Number of requests whose response `coreward dispatch` no longer waits for.
     pub abandoned: u64,
-    /// Number of datagrams from the service's port that match no request.
+    /// Number of datagrams from the service's port that answer no pending request.
     pub unmatched: u64,
-    /// Number of responses that arrived after the dispatch had abandoned their request.
+    /// Number of responses that arrived after their request had been counted as abandoned.
     pub late: i64,
 }
 
 impl SoakSegment {
-    /// Creates the results of a segment. `reading_before` and `reading_after` are readings at least a second after a
-    /// segment's last request, when no request is pending. `reading_at_once` is an earlier reading after the segment's
-    /// last request.
+    /// Computes the results of a segment. `reading_before` and `reading_after` are readings at least a second after the
+    /// last request of the previous and of this segment, when no request is pending. `settled_reading` is an earlier
+    /// one after this segment's last request.
     pub fn new(
         number: u32,
         reading_before: &CounterReading,
-        reading_at_once: &CounterReading,
+        settled_reading: &CounterReading,
         reading_after: &CounterReading,
         fault_counts: &FaultCounts,
-        load: &Report,
+        load_report: &Report,
     ) -> Self {
-        let server_growth = |name: &str| reading_after.server_counter(name) - reading_before.server_counter(name);
-        let (read, responses) = (server_growth("UdpInDatagrams"), server_growth("UdpOutDatagrams"));
-        let refused_datagrams = reading_after.refused_datagrams - reading_before.refused_datagrams;
-        let is_ledger_restarted = fault_counts.detachments + fault_counts.restarts > 0;
+        let server_counter_growth =
+            |name: &str| reading_after.server_counter(name) - reading_before.server_counter(name);
+        let (read, responses) = (server_counter_growth("UdpInDatagrams"), server_counter_growth("UdpOutDatagrams"));
+        let refused_datagrams = reading_after.refused_datagram_count - reading_before.refused_datagram_count;
+        let is_ledger_reset = fault_counts.detachments + fault_counts.restarts > 0;
         let mut segment = Self {
             number,
             faults: fault_counts.clone(),
             sent: reading_after.client_counter("UdpOutDatagrams") - reading_before.client_counter("UdpOutDatagrams"),
             read,
-            dropped: server_growth("UdpRcvbufErrors") + server_growth("UdpMemErrors"),
-            without_listener: server_growth("UdpNoPorts"),
-            purged: reading_after.purged_datagrams - reading_before.purged_datagrams,
+            dropped: server_counter_growth("UdpRcvbufErrors") + server_counter_growth("UdpMemErrors"),
+            without_listener: server_counter_growth("UdpNoPorts"),
+            purged: reading_after.purged_datagram_count - reading_before.purged_datagram_count,
             killed_in_service: read as i64 - responses as i64 - refused_datagrams as i64,
             responses,
-            ledger: (!is_ledger_restarted).then(|| RequestLedger::new(reading_before, reading_after, fault_counts)),
-            load_requests: load.requests,
-            load_lost: load.lost,
+            ledger: (!is_ledger_reset).then(|| RequestLedger::new(reading_before, reading_after, fault_counts)),
+            load_requests: load_report.requests,
+            load_lost: load_report.lost,
             violations: Vec::new(),
         };
-        reading_at_once
+        settled_reading
             .signs_of_pending_requests()
             .into_iter()
             .for_each(|violation| segment.record_violation(&violation));
@@ -175,17 +176,18 @@ impl SoakSegment {
         self.violations.push(format!("segment {}: {description}", self.number));
     }
 
-    /// Checks that every datagram is accounted for, and that datagrams were lost only where a fault loses them.
+    /// Checks that every sent datagram is part of one of the counts, and that only faults caused losses.
     fn check_datagrams(&mut self) {
-        let accounted_datagrams = self.read + self.dropped + self.without_listener + self.purged;
+        let accounted_datagram_count = self.read + self.dropped + self.without_listener + self.purged;
         let (sent_datagrams, fault_counts) = (self.sent, self.faults.clone());
         let (dropped_datagrams, without_listener, purged_datagrams) =
             (self.dropped, self.without_listener, self.purged);
-        let killed_workers = fault_counts.kills + fault_counts.restarts * WORKER_COUNT;
+        let killed_worker_count = fault_counts.kills + fault_counts.restarts * WORKER_COUNT;
         // One more datagram per killed worker may be missing, because it arrived while the socket was being closed.
-        let is_accounted_for = (accounted_datagrams..=accounted_datagrams + killed_workers).contains(&sent_datagrams);
+        let is_accounted_for =
+            (accounted_datagram_count..=accounted_datagram_count + killed_worker_count).contains(&sent_datagrams);
         self.record_violation_unless(is_accounted_for, || {
-            format!("{sent_datagrams} datagrams were sent, {accounted_datagrams} are accounted for")
+            format!("{sent_datagrams} datagrams were sent, {accounted_datagram_count} are accounted for")
         });
         self.record_violation_unless(dropped_datagrams == 0 || fault_counts.floods > 0, || {
             format!("{dropped_datagrams} datagrams dropped without a flood")
@@ -193,17 +195,17 @@ impl SoakSegment {
         self.record_violation_unless(without_listener == 0 || fault_counts.restarts > 0, || {
             format!("{without_listener} reached no worker without a restart")
         });
-        self.record_violation_unless(purged_datagrams == 0 || killed_workers > 0, || {
+        self.record_violation_unless(purged_datagrams == 0 || killed_worker_count > 0, || {
             format!("{purged_datagrams} were purged without a kill")
         });
         // A worker counts a request after reading it and again after answering it. A kill may come before either count.
         let killed_in_service = self.killed_in_service;
-        let possible_range = -(killed_workers as i64)..=killed_workers as i64;
+        let possible_range = -(killed_worker_count as i64)..=killed_worker_count as i64;
         self.record_violation_unless(possible_range.contains(&killed_in_service), || {
             format!("{killed_in_service} requests were read and not answered")
         });
         let (lost_requests, explained_losses) =
-            (self.load_lost, dropped_datagrams + without_listener + purged_datagrams + killed_workers);
+            (self.load_lost, dropped_datagrams + without_listener + purged_datagrams + killed_worker_count);
         self.record_violation_unless(lost_requests <= explained_losses, || {
             format!("{lost_requests} requests of the load are lost, {explained_losses} with a reason")
         });
@@ -211,22 +213,22 @@ impl SoakSegment {
 
     fn check_ledger(&mut self, reading_before: &CounterReading, reading_after: &CounterReading) {
         let Some(ledger) = &self.ledger else { return };
-        let (dispatched_count, answers) = (ledger.dispatched, ledger.completed + ledger.unmatched);
-        let (arrived_datagrams, fault_counts) = (self.read + self.dropped + self.purged, self.faults.clone());
-        let sent_responses = self.responses + fault_counts.spoofed + fault_counts.answered_by_others;
+        let (dispatched_count, response_count) = (ledger.dispatched, ledger.completed + ledger.unmatched);
+        let (arrived_datagram_count, fault_counts) = (self.read + self.dropped + self.purged, self.faults.clone());
+        let sent_response_count = self.responses + fault_counts.spoofed + fault_counts.answered_by_others;
         let (abandoned_count, late_count) = (ledger.abandoned, ledger.late);
-        let uncounted_requests = ["untracked", "no_worker"]
+        let uncounted_request_counts = ["untracked", "no_worker"]
             .map(|name| reading_after.dispatch_counter(name) - reading_before.dispatch_counter(name));
-        let agrees_with_workers =
-            (arrived_datagrams..=arrived_datagrams + fault_counts.kills).contains(&dispatched_count);
-        self.record_violation_unless(agrees_with_workers, || {
-            format!("{dispatched_count} dispatched, the workers' sockets were given {arrived_datagrams}")
+        let ledger_agrees_with_workers =
+            (arrived_datagram_count..=arrived_datagram_count + fault_counts.kills).contains(&dispatched_count);
+        self.record_violation_unless(ledger_agrees_with_workers, || {
+            format!("{dispatched_count} dispatched, the workers' sockets were given {arrived_datagram_count}")
         });
-        self.record_violation_unless(answers == sent_responses, || {
-            format!("{answers} completed or unmatched, {sent_responses} responses were sent")
+        self.record_violation_unless(response_count == sent_response_count, || {
+            format!("{response_count} completed or unmatched, {sent_response_count} responses were sent")
         });
-        self.record_violation_unless(uncounted_requests == [0, 0], || {
-            format!("{uncounted_requests:?} untracked, without a worker")
+        self.record_violation_unless(uncounted_request_counts == [0, 0], || {
+            format!("{uncounted_request_counts:?} untracked, without a worker")
         });
         self.record_violation_unless(abandoned_count >= self.dropped + self.purged, || {
             format!("{abandoned_count} abandoned")
@@ -237,13 +239,14 @@ impl SoakSegment {
 
 impl RequestLedger {
     fn new(reading_before: &CounterReading, reading_after: &CounterReading, fault_counts: &FaultCounts) -> Self {
-        let worker_growth = |name: &str| reading_after.sum_over_workers(name) - reading_before.sum_over_workers(name);
+        let worker_counter_growth =
+            |name: &str| reading_after.sum_over_workers(name) - reading_before.sum_over_workers(name);
         let unmatched_growth =
             reading_after.dispatch_counter("unmatched") - reading_before.dispatch_counter("unmatched");
         Self {
-            dispatched: worker_growth("dispatched"),
-            completed: worker_growth("completed"),
-            abandoned: worker_growth("abandoned"),
+            dispatched: worker_counter_growth("dispatched"),
+            completed: worker_counter_growth("completed"),
+            abandoned: worker_counter_growth("abandoned"),
             unmatched: unmatched_growth,
             late: unmatched_growth as i64 - fault_counts.spoofed as i64,
         }

@@ -9,7 +9,7 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use serde::Serialize;
 use std::net::SocketAddrV4;
 
-use super::spoof::{FIRST_UNANSWERED_ID, ResponseSpoofer, UnansweredClient};
+use super::spoof::{FIRST_UNANSWERED_REQUEST_ID, ResponseSpoofer, UnansweredClient};
 use super::test_env::{FIRST_LOAD_PORT, LOAD_FLOW_COUNT, TestEnv, WORKER_COUNT};
 use crate::interrupt;
 
@@ -17,7 +17,7 @@ use crate::interrupt;
 const FAULT_PAUSE_RANGE_MS: std::ops::Range<u32> = 100..600;
 /// Range of the time for which a worker is stopped (ms).
 const STOP_DURATION_RANGE_MS: std::ops::Range<u32> = 1_000..3_000;
-/// Number of datagrams in a flood. It is several times what the workers' receive buffers hold.
+/// Number of datagrams in a flood, which is several times the number that fits into the workers' receive buffers.
 const FLOOD_DATAGRAM_COUNT: u32 = 3_000;
 /// Number of flood datagrams that are sent without a pause. It stays below a CPU's backlog of 1,000 packets
 /// (net.core.netdev_max_backlog), so that the flood is dropped only at the receive buffers.
@@ -33,9 +33,9 @@ pub struct FaultCounts {
     pub stops: u64,
     /// Number of times that all workers were killed at once.
     pub restarts: u64,
-    /// Number of times that the dispatch was detached and attached again.
+    /// Number of times that `coreward dispatch` was detached and attached again.
     pub detachments: u64,
-    /// Number of times that the daemon was killed and started again.
+    /// Number of times that the daemon `coreward dispatch` was killed and started again.
     pub upgrades: u64,
     pub floods: u64,
     /// Number of requests that no worker answers. Floods consist of such requests.
@@ -47,7 +47,7 @@ pub struct FaultCounts {
 }
 
 impl FaultCounts {
-    /// Adds the numbers of another segment.
+    /// Adds the fault counts of another segment to these counts.
     pub fn add(&mut self, other: &Self) {
         let Self { kills, stops, restarts, detachments, upgrades, .. } = other;
         self.kills += kills;
@@ -66,7 +66,7 @@ impl FaultCounts {
 pub struct FaultInjector<'a> {
     env: &'a mut TestEnv,
     rng: &'a mut Xoshiro256PlusPlus,
-    /// Whether faults may restart the dispatch, which resets its counters.
+    /// Whether faults may detach the BPF program of `coreward dispatch`, which resets its counters.
     may_restart_dispatch: bool,
     unanswered_client: UnansweredClient,
     spoofer: ResponseSpoofer,
@@ -78,13 +78,17 @@ pub struct FaultInjector<'a> {
 impl<'a> FaultInjector<'a> {
     /// Creates an injector. If `may_restart_dispatch` is true, it may detach the dispatch and kill all workers at once.
     /// Fails when sockets cannot be opened.
-    pub fn new(env: &'a mut TestEnv, rng: &'a mut Xoshiro256PlusPlus, may_restart: bool) -> anyhow::Result<Self> {
+    pub fn new(
+        env: &'a mut TestEnv,
+        rng: &'a mut Xoshiro256PlusPlus,
+        may_restart_dispatch: bool,
+    ) -> anyhow::Result<Self> {
         let unanswered_client = UnansweredClient::open(env.testbed().client())?;
         let spoofer = ResponseSpoofer::open(env.testbed().server(1)?)?;
         Ok(Self {
             env,
             rng,
-            may_restart_dispatch: may_restart,
+            may_restart_dispatch,
             unanswered_client,
             spoofer,
             stopped_workers: Vec::new(),
@@ -97,7 +101,7 @@ impl<'a> FaultInjector<'a> {
     }
 
     /// Injects random faults until `end`. Fails when a fault cannot be injected, or after a signal.
-    pub fn inject_until(&mut self, end: Instant) -> anyhow::Result<()> {
+    pub fn inject_faults_until(&mut self, end: Instant) -> anyhow::Result<()> {
         loop {
             let pause = self.random_duration(FAULT_PAUSE_RANGE_MS).min(end.saturating_duration_since(Instant::now()));
             std::thread::sleep(pause);
@@ -115,7 +119,7 @@ impl<'a> FaultInjector<'a> {
     }
 
     /// Resumes all stopped workers. Returns the numbers of injected faults.
-    pub fn finish(mut self) -> anyhow::Result<FaultCounts> {
+    pub fn resume_workers_and_count(mut self) -> anyhow::Result<FaultCounts> {
         std::mem::take(&mut self.stopped_workers)
             .into_iter()
             .for_each(|(pid, _)| self.send_signal(pid, Signal::SIGCONT));
@@ -179,16 +183,16 @@ impl<'a> FaultInjector<'a> {
 
     fn stop_worker(&mut self) {
         let Some(pid) = self.random_worker_pid() else { return };
-        let resume_at = Instant::now() + self.random_duration(STOP_DURATION_RANGE_MS);
+        let resume_time = Instant::now() + self.random_duration(STOP_DURATION_RANGE_MS);
         // Stop at most two workers at a time, because the other half can serve the load.
         if self.stopped_workers.len() < 2 && self.stopped_workers.iter().all(|(stopped_pid, _)| *stopped_pid != pid) {
             self.send_signal(pid, Signal::SIGSTOP);
-            self.stopped_workers.push((pid, resume_at));
+            self.stopped_workers.push((pid, resume_time));
             self.fault_counts.stops += 1;
         }
     }
 
-    /// Sends requests that no worker answers. Another process answers every second one.
+    /// Sends requests that no worker answers. Another process answers every second of these requests.
     fn send_unanswered_requests(&mut self) {
         let request_count = 1 + uniform_below(self.rng, 20);
         let request_ids: Vec<u32> = (0..request_count).filter_map(|_| self.unanswered_client.send_request()).collect();
@@ -204,7 +208,7 @@ impl<'a> FaultInjector<'a> {
         let client_address = self.env.testbed().client_ipv4_address(0);
         for _ in 0..1 + uniform_below(self.rng, 50) {
             let client_port = FIRST_LOAD_PORT + uniform_below(self.rng, LOAD_FLOW_COUNT.into()) as u16;
-            let id = FIRST_UNANSWERED_ID | uniform_below(self.rng, FIRST_UNANSWERED_ID);
+            let id = FIRST_UNANSWERED_REQUEST_ID | uniform_below(self.rng, FIRST_UNANSWERED_REQUEST_ID);
             self.spoofer.send_response(SocketAddrV4::new(client_address, client_port), id)?;
             self.fault_counts.spoofed += 1;
         }

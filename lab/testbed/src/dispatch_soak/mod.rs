@@ -24,7 +24,7 @@ use counter_audit::{CounterReading, SoakSegment};
 use fault_injector::{FaultCounts, FaultInjector};
 use test_env::TestEnv;
 
-/// Stream number of [`seeded_rng`] for the faults.
+/// Number of the [`seeded_rng`] stream from which the faults are drawn.
 const RNG_STREAM_FAULTS: u64 = 0x6469_7301;
 const SEGMENT_DURATION: Duration = Duration::from_secs(50);
 /// Minimum time between the last request and the comparison of the counters, so that late responses have arrived.
@@ -69,8 +69,8 @@ pub fn main(options: DispatchSoakArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs the test in a new testbed named `instance`. Fails when the setup fails, or after a signal. Violated invariants
-/// are part of the outcome.
+/// Runs the soak test in a new testbed named `instance`. Fails when the setup fails, or when a signal interrupts the
+/// run. Does not fail for violated invariants, which are part of the outcome.
 pub fn run(instance: &str, options: DispatchSoakArgs) -> anyhow::Result<DispatchSoakOutcome> {
     let mut env = TestEnv::start(instance)?;
     let mut rng = seeded_rng(options.seed, RNG_STREAM_FAULTS);
@@ -108,8 +108,8 @@ fn run_segment(
     let counters_before = CounterReading::read_all(fault_injector.env())?;
     let load_process = fault_injector.env().start_load(duration, options.seed.wrapping_add(number.into()))?;
     let faults_end = Instant::now() + duration;
-    fault_injector.inject_until(faults_end).with_context(|| format!("segment {number}"))?;
-    let fault_counts = fault_injector.finish()?;
+    fault_injector.inject_faults_until(faults_end).with_context(|| format!("segment {number}"))?;
+    let fault_counts = fault_injector.resume_workers_and_count()?;
     let settle_deadline = Instant::now() + Duration::from_millis(options.settle_ms.into());
     std::thread::sleep(MIN_SETTLE_TIME);
     let mut settled_counters = CounterReading::read_all(env)?;

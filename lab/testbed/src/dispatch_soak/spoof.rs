@@ -8,8 +8,8 @@ use socket2::{Domain, Protocol, Socket, Type};
 use crate::addresses::SERVICE_ADDRESS;
 use crate::namespace::Namespace;
 
-/// First id of datagrams that are not part of the load. The ids of the load count from 0.
-pub const FIRST_UNANSWERED_ID: u32 = 1 << 31;
+/// First request id of datagrams that the load generator does not send. Its own request ids count from 0.
+pub const FIRST_UNANSWERED_REQUEST_ID: u32 = 1 << 31;
 
 /// Client whose requests the key-value server never answers. Each request has a different id.
 #[derive(Debug)]
@@ -26,13 +26,13 @@ impl UnansweredClient {
             socket.connect(SERVICE_ADDRESS)?;
             Ok(socket)
         })?;
-        Ok(Self { socket, next_id: FIRST_UNANSWERED_ID })
+        Ok(Self { socket, next_id: FIRST_UNANSWERED_REQUEST_ID })
     }
 
     /// Sends a request and returns its id, or `None` if the kernel rejected it.
     pub fn send_request(&mut self) -> Option<u32> {
         let id = self.next_id;
-        self.next_id = id.checked_add(1).unwrap_or(FIRST_UNANSWERED_ID);
+        self.next_id = id.checked_add(1).unwrap_or(FIRST_UNANSWERED_REQUEST_ID);
         let mut datagram = [0; 12];
         // The server does not answer, because request type 0 is invalid.
         datagram[4..8].copy_from_slice(&id.to_le_bytes());

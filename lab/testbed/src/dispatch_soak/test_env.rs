@@ -30,15 +30,15 @@ pub const WORKER_COUNT: u64 = 4;
 /// First source port of the load, to which spoofed responses are sent.
 pub const FIRST_LOAD_PORT: u16 = 20_000;
 pub const LOAD_FLOW_COUNT: u16 = 64;
-/// Number of requests per second that the load generator sends. With [`SERVICE_TIME_ARGUMENT`] each, it is a third of
-/// all workers' capacity. Even without one worker, queues stay short.
+/// Number of requests per second that the load generator sends. With the service time [`SERVICE_TIME_ARGUMENT`], this
+/// is a third of all workers' capacity. Even without one worker, queues stay short.
 const LOAD_RATE_RPS: &str = "1200";
 const SERVICE_TIME_ARGUMENT: &str = "GET=1000";
-/// Size of each receive buffer (bytes). A flood can fill it, but it holds the requests that arrive while a worker is
-/// stopped.
+/// Size of each worker's receive buffer (bytes). A flood can fill the buffer, but the requests that arrive while a
+/// worker is stopped fit into it.
 const RECEIVE_BUFFER_BYTES: &str = "65536";
-/// Timeout of the load's requests (s). It is longer than a worker is stopped, so that only unanswered requests count as
-/// lost.
+/// Timeout of the load generator's requests (s). It exceeds the time for which a worker is stopped, so that only
+/// requests that no worker answers count as lost.
 const LOAD_TIMEOUT_S: &str = "6";
 
 #[derive(Debug)]
@@ -52,7 +52,7 @@ pub struct TestEnv {
 }
 
 impl TestEnv {
-    /// Starts the server and its drop counter. Fails when a process cannot be started.
+    /// Starts the key-value server, its drop counter, and `coreward dispatch`. Fails when a process cannot be started.
     pub fn start(instance: &str) -> anyhow::Result<Self> {
         let testbed = Testbed::create_without_load_balancing(instance)?;
         let worker_count = WORKER_COUNT.to_string();
@@ -96,9 +96,9 @@ impl TestEnv {
         Ok(command)
     }
 
-    /// Starts `coreward dispatch` and waits until `workers` workers get requests. Fails when it cannot be started, or
-    /// does not find all workers in time.
-    pub fn attach_dispatch(&mut self, workers: u64) -> anyhow::Result<()> {
+    /// Starts `coreward dispatch` and waits until `worker_count` workers get requests. Fails when it cannot be started,
+    /// or does not find all workers in time.
+    pub fn attach_dispatch(&mut self, worker_count: u64) -> anyhow::Result<()> {
         let mut command = self.dispatch_command()?;
         command.env("RUST_LOG", "error");
         self.dispatch_daemon = Some(self.testbed.spawn(self.testbed.server(1)?, command)?);
@@ -109,18 +109,18 @@ impl TestEnv {
             let ms_since_last_poll = dispatch_status["since_last_poll_ms"].as_u64();
             let is_polled_by_new_daemon = ms_since_last_poll
                 .is_some_and(|poll_age_ms| u128::from(poll_age_ms) < attach_start.elapsed().as_millis());
-            if is_polled_by_new_daemon && count_eligible_workers(&dispatch_status) >= Some(workers) {
+            if is_polled_by_new_daemon && count_eligible_workers(&dispatch_status) >= Some(worker_count) {
                 return Ok(());
             }
             ensure!(
                 attach_start.elapsed() < *DEFAULT_TIMEOUT,
-                "coreward dispatch has no {workers} workers in time: {dispatch_status}"
+                "coreward dispatch has no {worker_count} workers in time: {dispatch_status}"
             );
             std::thread::sleep(Duration::from_millis(20));
         }
     }
 
-    /// Kills `coreward dispatch`. Its program in the kernel continues to dispatch requests. Fails when the daemon does
+    /// Kills the daemon `coreward dispatch`. Its BPF program continues to dispatch requests. Fails when the daemon does
     /// not run.
     pub fn kill_daemon(&mut self) -> anyhow::Result<()> {
         let mut daemon = self.dispatch_daemon.take().context("no daemon")?;
@@ -128,7 +128,8 @@ impl TestEnv {
         daemon.wait(*DEFAULT_TIMEOUT).map(drop)
     }
 
-    /// Detaches the dispatch, so that the kernel selects workers. Fails when the command fails.
+    /// Detaches the BPF program of `coreward dispatch`, so that the kernel selects workers. Fails when the command
+    /// fails.
     pub fn detach_dispatch(&mut self) -> anyhow::Result<()> {
         let exit_status = self.dispatch_daemon.take().context("no daemon")?.terminate(*DEFAULT_TIMEOUT)?;
         ensure!(exit_status.success(), "coreward dispatch: {exit_status}");
@@ -137,7 +138,7 @@ impl TestEnv {
         self.testbed.run_command(self.testbed.server(1)?, command).map(drop)
     }
 
-    /// Returns the service's entry in `coreward dispatch --status`. Fails when nothing is dispatched.
+    /// Returns the service's entry in `coreward dispatch --status`. Fails when no service is dispatched.
     pub fn query_dispatch_status(&self) -> anyhow::Result<Value> {
         let mut command = self.dispatch_command()?;
         command.args(["--status", "--format", "json"]);
@@ -154,7 +155,7 @@ impl TestEnv {
         Ok(u64::from_ne_bytes(counter_bytes[..8].try_into()?))
     }
 
-    /// Starts the load generator for a duration. Fails when it cannot be started.
+    /// Starts the load generator, which sends requests for `duration`. Fails when it cannot be started.
     pub fn start_load(&self, duration: Duration, seed: u64) -> anyhow::Result<Process> {
         let mut command = Command::new(lab_binary()?);
         command.args([
@@ -181,7 +182,7 @@ impl TestEnv {
     }
 }
 
-/// Returns the number of workers that get requests, according to the status of the dispatch.
+/// Returns the number of workers that get requests, according to `coreward dispatch --status`.
 pub fn count_eligible_workers(dispatch_status: &Value) -> Option<u64> {
     let workers = dispatch_status["workers"].as_array()?;
     Some(workers.iter().filter(|worker| worker["eligible"] == true).count() as u64)

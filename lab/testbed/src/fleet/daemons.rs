@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 
-use super::files::config_path;
+use super::files::daemon_config_path;
 use super::names::api_address_of;
 use super::options::FleetOptions;
 use crate::namespace::Namespace;
 use crate::process::Process;
 use crate::topology::Testbed;
 
-/// Returns the path of `coreward` in this program's directory or the one above. Fails when it does not exist.
+/// Returns the path of `coreward` in this program's directory or its parent directory. Fails when it does not exist.
 pub fn coreward_binary() -> anyhow::Result<PathBuf> {
     find_binary("coreward")
 }
@@ -39,7 +39,8 @@ pub fn operator_command(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result
     operator_command_for(testbed, [1], arguments)
 }
 
-/// Returns a `coreward` command that addresses the leader of these controllers. Fails when `coreward` does not exist.
+/// Returns the command `coreward ARGUMENTS`, which finds the leader of these controllers. Fails when `coreward` does
+/// not exist.
 pub fn operator_command_for(
     testbed: &Testbed,
     controllers: impl IntoIterator<Item = u16>,
@@ -80,8 +81,8 @@ pub fn unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
     Ok(capability_line.context("a unit without CapabilityBoundingSet")?.split_whitespace().collect())
 }
 
-/// Returns a command with the capability bounding set of the daemon's unit. It uses setpriv(1), which has the same
-/// effect as systemd.
+/// Returns a command that runs `coreward` with the capability bounding set of the daemon's systemd unit. It uses
+/// setpriv(1), which has the same effect as systemd.
 fn confined_command(daemon: &str, coreward: &Path) -> anyhow::Result<Command> {
     let mut bounding_set = "-all".to_owned();
     for capability in unit_capabilities(daemon)? {
@@ -112,7 +113,7 @@ pub(super) fn start_daemon(
     if let Some(preload) = &options.preloaded_faults {
         preload.preload_faults(name, &mut command)?;
     }
-    command.arg(daemon).arg("--config").arg(config_path(testbed, name));
+    command.arg(daemon).arg("--config").arg(daemon_config_path(testbed, name));
     command.stdin(Stdio::null()).stdout(log_file.try_clone()?).stderr(log_file);
     let mut daemon_process = testbed.spawn(namespace, command)?;
     // Wait, because a daemon with an invalid configuration ends soon after its start.

@@ -22,12 +22,12 @@ use crate::addresses::{
 };
 use crate::topology::Testbed;
 
-/// Returns the path of the core load file, in which a paced server publishes its workers' busy times.
+/// Returns the path of server `number`'s core load file, which contains the busy times of a paced server's workers.
 pub fn core_load_file_path(testbed: &Testbed, number: u16) -> PathBuf {
     testbed.directory().join(format!("busy-s{number}"))
 }
 
-pub(super) fn config_path(testbed: &Testbed, daemon: &str) -> PathBuf {
+pub(super) fn daemon_config_path(testbed: &Testbed, daemon: &str) -> PathBuf {
     testbed.directory().join(format!("{daemon}.toml"))
 }
 
@@ -44,7 +44,7 @@ pub(super) fn write_controller_files(
         for number in 1..=options.controller_count {
             if !options.etcd_endpoints.is_empty() {
                 let (listen, endpoints, lease) =
-                    (controller_address_of(number), &options.etcd_endpoints, options.lease_s);
+                    (controller_address_of(number), &options.etcd_endpoints, options.leader_lease_s);
                 // All controllers are on one machine, so each needs another port for its API.
                 let api_address = api_address_of(number);
                 controller_config = format!(
@@ -53,9 +53,12 @@ pub(super) fn write_controller_files(
                 );
             }
             let tls_table = tls_table_or_empty(options.uses_tls, testbed, Role::Controller, "controller");
-            write_file(&config_path(testbed, &controller_name(number)), &(controller_config.clone() + &tls_table))?;
+            write_file(
+                &daemon_config_path(testbed, &controller_name(number)),
+                &(controller_config.clone() + &tls_table),
+            )?;
         }
-        return write_file(&config_path(testbed, "fleet"), document);
+        return write_file(&daemon_config_path(testbed, "fleet"), document);
     }
     ensure!(options.controller_count == 1, "several controllers and a file of the fleet: expected `applied`");
     let text = match &options.shared_store_config {
@@ -63,11 +66,11 @@ pub(super) fn write_controller_files(
         None => controller_config + "fleet = \"fleet.toml\"\n",
     };
     let text = text + &tls_table_or_empty(options.uses_tls, testbed, Role::Controller, "controller");
-    write_file(&config_path(testbed, "controller"), &text)?;
-    write_file(&config_path(testbed, "fleet"), &fleet_file_text(testbed, options, pool)?)
+    write_file(&daemon_config_path(testbed, "controller"), &text)?;
+    write_file(&daemon_config_path(testbed, "fleet"), &fleet_file_text(testbed, options, pool)?)
 }
 
-/// Returns the text of the fleet's file, with the servers of the pool and a service for each VIP.
+/// Returns the text of the fleet document, with the servers of the pool and a service for each VIP.
 fn fleet_file_text(
     testbed: &Testbed,
     options: &FleetOptions,
@@ -130,7 +133,7 @@ pub(super) fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions
             + &options.extra_load_balancer_text
             + &tls_table_or_empty(options.uses_tls, testbed, Role::Lb, &name),
     );
-    write_file(&config_path(testbed, &name), &load_balancer_config)
+    write_file(&daemon_config_path(testbed, &name), &load_balancer_config)
 }
 
 pub(super) fn write_rack_controller_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
@@ -138,13 +141,13 @@ pub(super) fn write_rack_controller_file(testbed: &Testbed, options: &FleetOptio
         (rack_controller_name(number), rack_controller_listen_address(number), options.format_controller_list());
     let rack_controller_config = format!("name = \"{name}\"\nlisten = \"{listen}\"\ncontroller = {controllers}\n");
     write_file(
-        &config_path(testbed, &name),
+        &daemon_config_path(testbed, &name),
         &(rack_controller_config + &tls_table_or_empty(options.uses_tls, testbed, Role::Rack, &name)),
     )
 }
 
-/// Returns the line in agents' files that lists the load balancers whose packets are decapsulated, or an empty text
-/// without encapsulation.
+/// Returns the line in agents' files that lists the load balancers whose packets the servers decapsulate, or an empty
+/// text if packets are not encapsulated.
 fn decapsulation_line(testbed: &Testbed, options: &FleetOptions) -> String {
     if !options.forwarding.encapsulates() {
         return String::new();
@@ -172,7 +175,7 @@ pub(super) fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number
         decapsulation_line(testbed, options),
         tls_table_or_empty(options.uses_tls, testbed, Role::Agent, &format!("s{number}")) + &options.extra_agent_text,
     );
-    write_file(&config_path(testbed, &format!("agent-s{number}")), &agent_config)
+    write_file(&daemon_config_path(testbed, &format!("agent-s{number}")), &agent_config)
 }
 
 pub(super) fn testbed_fleet_name() -> anyhow::Result<Name> {

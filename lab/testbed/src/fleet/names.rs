@@ -30,12 +30,13 @@ pub fn rack_controller_listen_address(number: u16) -> String {
     format!("{}:{CONTROLLER_PORT}", rack_controller_address(number))
 }
 
-/// Returns the address of controller `number`'s HTTP API, for clients on its host.
+/// Returns the address and port of controller `number`'s HTTP API, for clients on the controller's host.
 pub fn api_address_of(number: u16) -> String {
     format!("127.0.0.1:{}", FIRST_API_PORT + number - 1)
 }
 
-/// Returns the name of controller `number`. It is `controller` for the first one, and includes the number for others.
+/// Returns the name of controller `number`. The first controller is `controller`, and the names of others include their
+/// number.
 pub fn controller_name(number: u16) -> String {
     if number == 1 { FIRST_CONTROLLER_NAME.to_owned() } else { format!("{FIRST_CONTROLLER_NAME}{number}") }
 }

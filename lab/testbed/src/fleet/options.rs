@@ -14,9 +14,9 @@ use crate::preload::PreloadedFaults;
 pub struct FleetOptions {
     /// Name of the load-balancing policy that all services use.
     pub policy: String,
-    /// Connection consistency of every service, as in the fleet's file.
+    /// Mode of connection consistency of every service.
     pub consistency: Consistency,
-    /// Component that stamps cookies into the timestamps of packets of every service.
+    /// Component that writes cookies into the TCP timestamps of every service's packets.
     pub timestamps: TimestampOrigin,
     /// Method by which load balancers forward packets of every service to the servers.
     pub forwarding: Forwarding,
@@ -30,7 +30,7 @@ pub struct FleetOptions {
     pub load_source: LoadSource,
     /// Whether agents steer each connection to the worker on the core that receives its packets.
     pub steers_connections: bool,
-    /// Whether servers run agents. Without agents, only load balancers can stamp cookies.
+    /// Whether servers run agents. Without agents, only load balancers can write cookies into packets.
     pub runs_agents: bool,
     /// Additional text at the end of the fleet's file, such as further services.
     pub extra_fleet_text: String,
@@ -41,12 +41,12 @@ pub struct FleetOptions {
     pub uses_json_logs: bool,
     /// Whether daemons run only with the capabilities of their systemd units.
     pub has_unit_capabilities: bool,
-    /// Text that replaces the lines about the store and the fleet's file in the controller's file.
+    /// Text that replaces the lines for the store and the fleet document in the controller's file.
     pub shared_store_config: Option<String>,
     /// Addresses of controllers outside the testbed, which the files of agents and load balancers list.
-    pub other_controller_addresses: Vec<String>,
-    /// Fleet document that `coreward apply` applies. If `None`, the controller reads a file, which
-    /// [`Fleet::set_pool`](super::Fleet::set_pool) writes.
+    pub external_controller_addresses: Vec<String>,
+    /// Fleet document that `coreward apply` applies. If `None`, the controller reads the fleet document from a file,
+    /// which [`Fleet::set_pool`](super::Fleet::set_pool) writes.
     pub applied_document: Option<String>,
     /// Path of the controller's store, or `None` for controller.redb in the testbed's directory.
     pub store_file: Option<PathBuf>,
@@ -58,11 +58,11 @@ pub struct FleetOptions {
     pub etcd_endpoints: Vec<String>,
     /// Duration of the leading controller's lease in etcd (s). If the machine stalls for this time, the leader loses
     /// its lease.
-    pub lease_s: u32,
+    pub leader_lease_s: u32,
     /// Faults of each daemon's wall clock and disk, or `None` if daemons use the machine's clock and disks.
     pub preloaded_faults: Option<PreloadedFaults>,
-    /// Rack controllers that each server's agent uses, in order, before the controllers. Every rack controller in the
-    /// testbed has a daemon.
+    /// Numbers of the rack controllers that each server's agent tries before the controllers, in this order, by server
+    /// number. Every rack controller in the testbed has a daemon.
     pub server_racks: BTreeMap<u16, Vec<u16>>,
     /// Additional lines in the fleet's file for each server, by server number.
     pub extra_server_lines: BTreeMap<u16, String>,
@@ -89,13 +89,13 @@ impl Default for FleetOptions {
             uses_json_logs: false,
             has_unit_capabilities: false,
             shared_store_config: None,
-            other_controller_addresses: Vec::new(),
+            external_controller_addresses: Vec::new(),
             applied_document: None,
             store_file: None,
             control_family: AddressFamily::Ipv4,
             controller_count: 1,
             etcd_endpoints: Vec::new(),
-            lease_s: 2,
+            leader_lease_s: 2,
             preloaded_faults: None,
             server_racks: BTreeMap::new(),
             extra_server_lines: BTreeMap::new(),
@@ -105,7 +105,7 @@ impl Default for FleetOptions {
 }
 
 impl FleetOptions {
-    /// Returns the list of controllers in the notation of the load balancers' and rack controllers' files.
+    /// Returns the list of the controllers' addresses, in the format of load balancers' and rack controllers' files.
     pub(super) fn format_controller_list(&self) -> String {
         format!("{:?}", self.controller_addresses())
     }
@@ -120,14 +120,14 @@ impl FleetOptions {
     fn controller_addresses(&self) -> Vec<String> {
         let testbed_addresses =
             (1..=self.controller_count).map(|number| controller_address_in(self.control_family, number));
-        testbed_addresses.chain(self.other_controller_addresses.iter().cloned()).collect()
+        testbed_addresses.chain(self.external_controller_addresses.iter().cloned()).collect()
     }
 }
 
 /// Source from which an agent reads the load of its server's cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LoadSource {
-    /// Busy times of the machine's CPUs.
+    /// Busy times of the machine's real CPUs.
     Cpu,
     /// Core load file of the paced server ([`core_load_file_path`](super::core_load_file_path)), for emulated cores.
     PacedServer,
@@ -136,8 +136,8 @@ pub enum LoadSource {
 /// Administrative state of a server in the controller's file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AdminState {
-    /// The server accepts new connections.
+    /// State of a server that accepts new connections.
     Active,
-    /// The server keeps its open connections and accepts no new ones.
+    /// State of a server that keeps its open connections and gets no new ones.
     Draining,
 }

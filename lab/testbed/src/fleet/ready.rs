@@ -17,14 +17,14 @@ use crate::topology::Testbed;
 impl Fleet {
     pub(super) fn check_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
         let status = self.query_status(testbed)?;
-        let reporting_servers =
+        let reporting_server_count =
             array_or_empty(&status["servers"]).iter().filter(|server| server["reports"] == "fresh").count();
-        let active_servers =
+        let active_server_count =
             self.server_pool.values().filter(|admin_state| **admin_state == AdminState::Active).count();
-        let expected_reporting_servers = if self.options.runs_agents { active_servers } else { 0 };
+        let expected_reporting_server_count = if self.options.runs_agents { active_server_count } else { 0 };
         ensure!(
-            reporting_servers >= expected_reporting_servers,
-            "{reporting_servers} servers report: expected {expected_reporting_servers}"
+            reporting_server_count >= expected_reporting_server_count,
+            "{reporting_server_count} servers report: expected {expected_reporting_server_count}"
         );
         for number in self.load_balancers.keys() {
             let unresolved_servers = &load_balancer_state(&status, *number)?["unresolved_servers"];
@@ -41,12 +41,12 @@ impl Fleet {
         let status = self.query_status(testbed)?;
         for (service, complete_generation) in newest_generations {
             for number in self.load_balancers.keys() {
-                let generation_in_force =
+                let used_generation =
                     load_balancer_state(&status, *number)?["table_generations"][service].as_u64().unwrap_or(0);
                 let balancer_name = load_balancer_name(*number);
                 ensure!(
-                    generation_in_force >= complete_generation,
-                    "{balancer_name} has table {generation_in_force} of {service}: expected {complete_generation}"
+                    used_generation >= complete_generation,
+                    "{balancer_name} has table {used_generation} of {service}: expected {complete_generation}"
                 );
             }
         }
@@ -64,8 +64,9 @@ impl Fleet {
         Ok(())
     }
 
-    /// Returns the service's name and the generation of its newest table, if that has all servers that accept new
-    /// connections. The first table may lack a server, because it may precede that server's MAC address or report.
+    /// Returns the service's name and the generation of its newest table. Fails if the table lacks a server that
+    /// accepts new connections. The first table may lack one, because it may precede that server's MAC address or
+    /// report.
     fn query_complete_table_generation<'a>(
         &self,
         testbed: &Testbed,
@@ -88,7 +89,7 @@ impl Fleet {
         Ok((service_name, newest_table["generation"].as_u64().context("a table without a generation")?))
     }
 
-    /// Queries a service's newest table by `GET /v1/tables/SERVICE` from the leading controller.
+    /// Queries the leading controller for a service's newest forwarding table by `GET /v1/tables/SERVICE`.
     fn query_newest_table(&self, testbed: &Testbed, service: &str) -> anyhow::Result<Value> {
         let token = fs::read_to_string(testbed.directory().join("viewer.token"))?;
         let query_controller = |number: &u16| {

@@ -27,7 +27,7 @@ impl KeyValueServer {
         self.master_process.pid()
     }
 
-    /// Returns the process ids of the running workers, in the order in which they started. It is empty with
+    /// Returns the process ids of the running workers, in the order of their start. The list is empty with
     /// `--threads`.
     pub fn worker_pids(&self) -> Vec<u32> {
         let children_path = format!("/proc/{0}/task/{0}/children", self.pid());
@@ -36,12 +36,12 @@ impl KeyValueServer {
     }
 
     /// Returns the process id of a worker, by its number. Fails when the worker does not run.
-    pub fn worker_pid(&self, worker: u8) -> anyhow::Result<u32> {
-        let process_name = format!("core{worker}");
+    pub fn worker_pid(&self, worker_number: u8) -> anyhow::Result<u32> {
+        let process_name = format!("core{worker_number}");
         let has_name = |pid: &u32| {
             fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|command| command.trim_end() == process_name)
         };
-        self.worker_pids().into_iter().find(has_name).with_context(|| format!("there is no worker {worker}"))
+        self.worker_pids().into_iter().find(has_name).with_context(|| format!("there is no worker {worker_number}"))
     }
 
     /// Reads the counters of each worker. Fails when the counter file cannot be read.
@@ -53,9 +53,9 @@ impl KeyValueServer {
 }
 
 impl Testbed {
-    /// Starts a key-value server on server `number`, which listens on UDP at [`SERVICE_ADDRESS`], with additional
-    /// `options` of `coreward-lab testbed key-value-server`. Waits until all its sockets are bound. Fails when the
-    /// server does not exist, or is not ready in time.
+    /// Starts a key-value server on server `number`, which listens on UDP at [`SERVICE_ADDRESS`]. `options` are
+    /// additional options of `coreward-lab testbed key-value-server`. Waits until all its sockets are bound. Fails when
+    /// the server does not exist, or is not ready in time.
     pub fn start_key_value_server(&self, number: u16, options: &[&str]) -> anyhow::Result<KeyValueServer> {
         let counter_file_path = self.directory().join(format!("key-value-s{number}"));
         // A killed server may have left its counter file, which must not count as a sign of readiness.

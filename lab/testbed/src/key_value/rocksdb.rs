@@ -17,7 +17,7 @@ const PACKAGE_NAME: &str = "librocksdb7.8";
 type Handle = *mut c_void;
 type ErrorText = *mut *mut c_char;
 
-/// Declares the functions of rocksdb/c.h that are used, and loads them.
+/// Declares a struct of pointers to the listed functions of rocksdb/c.h, which it loads from the shared library.
 macro_rules! functions {
     ($(fn $name:ident($($argument:ty),*) $(-> $result:ty)?;)*) => {
         struct Functions {
@@ -71,7 +71,7 @@ functions! {
     fn free(Handle);
 }
 
-/// Open database, which is closed when dropped.
+/// Open RocksDB database, which is closed when dropped.
 pub(crate) struct RocksDb {
     functions: Functions,
     database: Handle,
@@ -85,9 +85,9 @@ unsafe impl Send for RocksDb {}
 unsafe impl Sync for RocksDb {}
 
 impl RocksDb {
-    /// Opens the database in `directory`, which is created if it does not exist, and writes the initial keys (see
+    /// Opens the database in `directory`, or creates it if it does not exist. Writes the initial keys (see
     /// [`super::store::Store::with_keys`]). Fails without the library, or with RocksDB's error.
-    pub(crate) fn open(directory: &Path, keys: u32, value_length: usize) -> anyhow::Result<Self> {
+    pub(crate) fn open(directory: &Path, key_count: u32, value_length: usize) -> anyhow::Result<Self> {
         let functions = Functions::load()?;
         let path = CString::new(directory.as_os_str().as_bytes())?;
         let mut error = null_mut();
@@ -101,13 +101,13 @@ impl RocksDb {
             Self { functions, database, read_options, write_options }
         };
         rocksdb.check_error(error).with_context(|| directory.display().to_string())?;
-        for number in 0..keys {
+        for number in 0..key_count {
             rocksdb.put(key_value::key_name(number).as_bytes(), &initial_value(number, value_length))?;
         }
         Ok(rocksdb)
     }
 
-    /// Frees RocksDB's error text, and returns it as an error.
+    /// Returns RocksDB's error text, if any, as an error, and frees it.
     fn check_error(&self, error: *mut c_char) -> anyhow::Result<()> {
         if error.is_null() {
             return Ok(());
@@ -160,8 +160,8 @@ impl RocksDb {
         Ok(true)
     }
 
-    /// Calls `use_pair` with up to `count` pairs in the order of the keys, from `key` on.
-    fn scan(&self, key: &[u8], count: usize, mut use_pair: impl FnMut(&[u8], &[u8])) {
+    /// Calls `use_pair` with up to `pair_count` pairs in the order of the keys, from `key` on.
+    fn scan(&self, key: &[u8], pair_count: usize, mut use_pair: impl FnMut(&[u8], &[u8])) {
         let Functions { create_iterator, iter_seek, iter_valid, iter_next, iter_key, iter_value, iter_destroy, .. } =
             self.functions;
         // SAFETY: the database is open. A valid iterator's key and value live until it moves.
@@ -173,7 +173,7 @@ impl RocksDb {
                 let bytes = iterator_getter(iterator, &raw mut length);
                 std::slice::from_raw_parts(bytes.cast::<u8>(), length)
             };
-            for _ in 0..count {
+            for _ in 0..pair_count {
                 if iter_valid(iterator) == 0 {
                     break;
                 }
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn rocksdb_answers_as_the_store_in_memory() {
+    fn rocksdb_and_in_memory_store_give_same_answers() {
         let directory = tempfile::tempdir().unwrap();
         let rocksdb = match RocksDb::open(directory.path(), 1000, 10) {
             Err(error) if error.to_string().contains(PACKAGE_NAME) => {
@@ -262,7 +262,7 @@ mod tests {
             }
             open_result => open_result.unwrap(),
         };
-        let memory = Store::with_keys(1000, 10, 2000);
+        let memory_store = Store::with_keys(1000, 10, 2000);
         for (request_type, key, value) in [
             ("GET", "user0000000007", &b""[..]),
             ("GET", "absent", b""),
@@ -272,7 +272,8 @@ mod tests {
             ("SCAN127", "user0000000990", b""),
             ("WORK3", "", b""),
         ] {
-            let answers = [&rocksdb as &dyn Database, &memory].map(|store| answer(store, request_type, key, value));
+            let answers =
+                [&rocksdb as &dyn Database, &memory_store].map(|store| answer(store, request_type, key, value));
             assert_eq!(answers[0], answers[1], "{request_type} {key}");
         }
         drop(rocksdb);

@@ -16,12 +16,12 @@ use serde::Serialize;
 use socket2::{Domain, Socket, Type};
 
 use super::store::{MAX_ADDED_PAIR_COUNT, Store};
-use super::worker::{KeyValueWorker, ServiceTime, SharedWorkerCounters, set_receive_buffer};
+use super::worker::{KeyValueWorker, ServiceTime, SharedWorkerCounters, set_receive_buffer_size};
 use crate::core_load_file::CounterFile;
 use crate::emulated_server::fork_worker;
 use crate::interrupt;
 
-/// Interval at which the master checks for workers that ended and for signals.
+/// Interval at which the master process checks for ended workers and for signals.
 const WORKER_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Options of `coreward-lab testbed key-value-server`.
@@ -76,7 +76,7 @@ pub struct WorkerCounters {
     pub received: u64,
     /// Number of requests that the worker answered.
     pub answered: u64,
-    /// Number of datagrams that the worker could not serve, including invalid ones.
+    /// Number of datagrams that the worker did not answer, because they were invalid or had no service time.
     pub refused: u64,
     /// Time that the worker has spent on requests (ns).
     pub busy_ns: u64,
@@ -88,12 +88,12 @@ impl From<&[u64; SharedWorkerCounters::COUNTERS_PER_WORKER]> for WorkerCounters 
     }
 }
 
-/// Serves until SIGINT or SIGTERM, then prints the counters of each worker as one line of JSON. Fails when it cannot
-/// listen, when an option is invalid, or when all workers have ended.
+/// Serves requests until SIGINT or SIGTERM, then prints the counters of each worker as one line of JSON. Fails when it
+/// cannot listen, when an option is invalid, or when all workers have ended.
 pub fn run(args: &KeyValueServerArgs) -> anyhow::Result<()> {
     interrupt::catch_signals()?;
     let mut server = KeyValueMaster::new(args)?;
-    let serve_result = if args.threads { server.serve_by_threads() } else { server.serve_by_processes() };
+    let serve_result = if args.threads { server.serve_with_threads() } else { server.serve_with_processes() };
     println!("{}", serde_json::to_string(&server.read_all_counters())?);
     serve_result
 }
@@ -105,7 +105,7 @@ struct KeyValueMaster<'a> {
     counter_file: CounterFile,
     /// Core load file with the workers' busy times, which an agent reads.
     core_load_file: Option<CounterFile>,
-    /// Socket of each worker, or `None` if only the worker's process has the socket.
+    /// Master's copy of each worker's socket, or `None` if only the worker process has the socket.
     worker_sockets: Vec<Option<UdpSocket>>,
 }
 
@@ -120,8 +120,8 @@ impl<'a> KeyValueMaster<'a> {
         } else {
             ServiceTime::RealWork
         };
-        let anonymous_path = std::env::temp_dir().join(format!("coreward-key-value-{}", std::process::id()));
-        let counter_file_path = args.counter_file.as_ref().unwrap_or(&anonymous_path);
+        let temporary_counter_path = std::env::temp_dir().join(format!("coreward-key-value-{}", std::process::id()));
+        let counter_file_path = args.counter_file.as_ref().unwrap_or(&temporary_counter_path);
         let counter_file = CounterFile::create(
             counter_file_path,
             usize::from(args.workers) * SharedWorkerCounters::COUNTERS_PER_WORKER,
@@ -141,7 +141,7 @@ impl<'a> KeyValueMaster<'a> {
         })
     }
 
-    fn worker_busy_ns(&self, worker: u8) -> Option<&'static AtomicU64> {
+    fn worker_busy_time_counter(&self, worker: u8) -> Option<&'static AtomicU64> {
         self.core_load_file.as_ref()?.counters().get(usize::from(worker))
     }
 
@@ -161,14 +161,14 @@ impl<'a> KeyValueMaster<'a> {
             socket.bind(&self.args.listen.into())?;
             let socket = UdpSocket::from(socket);
             if let Some(bytes) = self.args.receive_buffer {
-                set_receive_buffer(&socket, bytes)?;
+                set_receive_buffer_size(&socket, bytes)?;
             }
             Ok(socket)
         };
         open_and_bind().with_context(|| format!("cannot listen on {}", self.args.listen))
     }
 
-    fn publish_files(&self) -> anyhow::Result<()> {
+    fn publish_counter_files(&self) -> anyhow::Result<()> {
         if let (Some(path), Some(core_load_file)) = (&self.args.busy_file, &self.core_load_file) {
             core_load_file.publish(path)?;
         }
@@ -184,11 +184,11 @@ impl<'a> KeyValueMaster<'a> {
         Ok(())
     }
 
-    fn serve_by_threads(&mut self) -> anyhow::Result<()> {
+    fn serve_with_threads(&mut self) -> anyhow::Result<()> {
         let (error_sender, error_receiver) = std::sync::mpsc::channel();
         for worker in 0..self.args.workers {
             let (socket, counters, busy_ns) =
-                (self.open_socket()?, self.worker_counters(worker), self.worker_busy_ns(worker));
+                (self.open_socket()?, self.worker_counters(worker), self.worker_busy_time_counter(worker));
             let (store, service_time, error_sender) =
                 (Arc::clone(&self.store), self.service_time.clone(), error_sender.clone());
             let run_worker = move || {
@@ -205,7 +205,7 @@ impl<'a> KeyValueMaster<'a> {
             };
             std::thread::Builder::new().name(format!("core{worker}")).spawn(run_worker)?;
         }
-        self.publish_files()?;
+        self.publish_counter_files()?;
         while interrupt::ensure_not_interrupted().is_ok() {
             if let Ok(failure) = error_receiver.recv_timeout(WORKER_POLL_INTERVAL) {
                 return Err(failure);
@@ -214,14 +214,14 @@ impl<'a> KeyValueMaster<'a> {
         Ok(())
     }
 
-    fn serve_by_processes(&mut self) -> anyhow::Result<()> {
+    fn serve_with_processes(&mut self) -> anyhow::Result<()> {
         let mut worker_pids = Vec::new();
         for worker in 0..self.args.workers {
             // Start in order, because the kernel numbers the sockets of a group in the order in which they are bound.
             self.worker_sockets.push(None);
             worker_pids.push(self.fork_worker_process(worker)?);
         }
-        self.publish_files()?;
+        self.publish_counter_files()?;
         // Poll instead of calling wait(2), because a signal just before wait(2) would not end the call.
         while interrupt::ensure_not_interrupted().is_ok() {
             match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
@@ -253,7 +253,7 @@ impl<'a> KeyValueMaster<'a> {
 
     fn run_worker(&self, number: u8, socket: &UdpSocket) -> anyhow::Result<std::convert::Infallible> {
         interrupt::reset_signals_in_child()?;
-        let (counters, busy_ns) = (self.worker_counters(number), self.worker_busy_ns(number));
+        let (counters, busy_ns) = (self.worker_counters(number), self.worker_busy_time_counter(number));
         KeyValueWorker {
             number: number.into(),
             socket,

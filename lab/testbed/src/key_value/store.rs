@@ -12,7 +12,7 @@ pub(crate) const MAX_ADDED_PAIR_COUNT: usize = 1_000_000;
 
 type KeyValuePairs = BTreeMap<Box<[u8]>, Box<[u8]>>;
 
-/// Keys and values of a server.
+/// Key-value database of a server.
 pub(crate) trait Database: Send + Sync {
     /// Executes the request and writes the response.
     fn answer(&self, request: &Request<'_>, worker: u16, response: &mut ResponseWriter);
@@ -23,7 +23,7 @@ pub(crate) fn initial_value(number: u32, length: usize) -> Vec<u8> {
     (0..length).map(|index| (number as usize + index) as u8).collect()
 }
 
-/// Key-value store of one worker, or of all workers together.
+/// Key-value store in memory, which one worker owns or all workers share.
 #[derive(Debug)]
 pub(crate) struct Store {
     pairs: RwLock<KeyValuePairs>,
@@ -33,14 +33,14 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Creates a store with `keys` keys, whose names are [`key_value::key_name`] of the numbers from 0. Each value has
-    /// `value_length` bytes.
-    pub(crate) fn with_keys(keys: u32, value_length: usize, max_pair_count: usize) -> Self {
+    /// Creates a store with `key_count` keys, whose names are [`key_value::key_name`] of the numbers from 0. Each value
+    /// has `value_length` bytes.
+    pub(crate) fn with_keys(key_count: u32, value_length: usize, max_pair_count: usize) -> Self {
         let initial_pair = |number: u32| {
             let key = key_value::key_name(number).into_bytes();
             (key.into_boxed_slice(), initial_value(number, value_length).into_boxed_slice())
         };
-        Self { pairs: RwLock::new((0..keys).map(initial_pair).collect()), max_pair_count }
+        Self { pairs: RwLock::new((0..key_count).map(initial_pair).collect()), max_pair_count }
     }
 
     fn get(&self, request: &Request<'_>, worker: u16, response: &mut ResponseWriter) {
@@ -69,9 +69,9 @@ impl Store {
         ResponseStatus::Done
     }
 
-    fn scan(&self, first_key: &[u8], count: usize, response: &mut ResponseWriter) {
+    fn scan(&self, first_key: &[u8], pair_count: usize, response: &mut ResponseWriter) {
         let key_range = (Bound::Included(first_key), Bound::Unbounded);
-        for (key, value) in self.read_pairs().range::<[u8], _>(key_range).take(count) {
+        for (key, value) in self.read_pairs().range::<[u8], _>(key_range).take(pair_count) {
             assert!(response.push_pair(key, value), "127 pairs, each within one datagram");
         }
     }
@@ -105,9 +105,9 @@ mod tests {
 
     use super::*;
 
-    type Answer = (u8, Vec<(Vec<u8>, Vec<u8>)>);
+    type StatusAndPairs = (u8, Vec<(Vec<u8>, Vec<u8>)>);
 
-    fn query_store(store: &Store, request_type: &str, key: &[u8], value: &[u8]) -> Answer {
+    fn query_store(store: &Store, request_type: &str, key: &[u8], value: &[u8]) -> StatusAndPairs {
         let request = Request { request_type: request_type.parse().unwrap(), id: 1, service_ns: 0, key, value };
         let mut response = ResponseWriter::default();
         store.answer(&request, 2, &mut response);

@@ -21,8 +21,8 @@ use nix::time::{ClockId, ClockNanosleepFlags, clock_nanosleep};
 use super::store::{Database as _, Store};
 use crate::core_load_file::VirtualCore;
 
-/// Maximum delay that a core may make up for (ns). Late wake-ups of the machine (microseconds to milliseconds) then do
-/// not cost the core time. A worker that was stopped for longer has lost that time.
+/// Maximum delay of a worker that an emulated core makes up for (ns). Late wake-ups (microseconds to milliseconds) thus
+/// do not reduce the core's capacity. A worker that was stopped for longer has lost that time.
 pub(crate) const MAX_CATCH_UP_NS: u64 = 20_000_000;
 
 /// Counters of a worker, in memory that the master and the readers of the counter file share.
@@ -36,7 +36,7 @@ impl SharedWorkerCounters {
     const REJECTED_INDEX: usize = 2;
     const BUSY_NS_INDEX: usize = 3;
 
-    /// Adds to the counter at an index. Each counter has one writer, and readers need no ordering with other memory.
+    /// Adds `increment` to a counter. Each counter has one writer, and readers need no ordering with other memory.
     fn add(&self, counter_index: usize, increment: u64) {
         let sum = u64::from_le(self.0[counter_index].load(Ordering::Relaxed)) + increment;
         self.0[counter_index].store(sum.to_le(), Ordering::Relaxed);
@@ -48,16 +48,16 @@ impl SharedWorkerCounters {
     }
 }
 
-/// Time that the server takes to serve a request.
+/// Source of the time that a worker takes to serve a request.
 #[derive(Debug, Clone)]
 pub(crate) enum ServiceTime {
-    /// The time that the work really takes.
+    /// Time that the execution of the request really takes.
     RealWork,
-    /// The emulated time that a request carries, or else the time of its type in this table.
+    /// Emulated time that a request contains, or if it contains none, the time of its type in this table.
     EmulatedTime(ServiceTimesByType),
 }
 
-/// Reason why a datagram was not answered.
+/// Reason for which a datagram is not answered.
 #[derive(Debug, thiserror::Error)]
 enum Rejection {
     #[error(transparent)]
@@ -118,7 +118,7 @@ impl KeyValueWorker<'_> {
         }
     }
 
-    /// Sends a response, and counts it if the network takes all its datagrams.
+    /// Sends a response, and counts it as answered if the kernel accepts all its datagrams.
     fn send_response(&self, response: &mut ResponseWriter, client_address: SocketAddr) {
         // Sending blocks while the send buffer is full. Datagrams that the network rejects are lost.
         let is_sent = response.finish_response().all(|datagram| self.socket.send_to(datagram, client_address).is_ok());
@@ -138,7 +138,7 @@ impl KeyValueWorker<'_> {
     fn serve(
         &self,
         request: &Request<'_>,
-        arrived_ns: u64,
+        arrival_ns: u64,
         core: &mut VirtualCore,
         response: &mut ResponseWriter,
     ) -> Result<(), Rejection> {
@@ -147,14 +147,14 @@ impl KeyValueWorker<'_> {
             ServiceTime::RealWork => None,
             ServiceTime::EmulatedTime(_) if request.service_ns > 0 => Some(request.service_ns),
             ServiceTime::EmulatedTime(times) => {
-                let missing_time = Rejection::NoServiceTime(request.request_type);
-                Some(times.get_ns(request.request_type).ok_or(missing_time)?)
+                let missing_time_rejection = Rejection::NoServiceTime(request.request_type);
+                Some(times.get_ns(request.request_type).ok_or(missing_time_rejection)?)
             }
         };
         self.store.answer(request, self.number, response);
         if let Some(service_ns) = service_ns {
-            let arrived_ns = arrived_ns.max(start_ns.saturating_sub(MAX_CATCH_UP_NS));
-            sleep_until(core.enqueue(arrived_ns, service_ns.into()));
+            let arrival_ns = arrival_ns.max(start_ns.saturating_sub(MAX_CATCH_UP_NS));
+            sleep_until(core.enqueue(arrival_ns, service_ns.into()));
         }
         let busy_ns = service_ns.map_or_else(|| now_ns() - start_ns, u64::from);
         self.counters.add(SharedWorkerCounters::BUSY_NS_INDEX, busy_ns);
@@ -166,7 +166,7 @@ impl KeyValueWorker<'_> {
     }
 }
 
-/// Sleeps until a time of CLOCK_MONOTONIC (ns).
+/// Sleeps until `deadline_ns` on CLOCK_MONOTONIC (ns).
 pub(crate) fn sleep_until(deadline_ns: u64) {
     let deadline = TimeSpec::from_duration(Duration::from_nanos(deadline_ns));
     while clock_nanosleep(ClockId::CLOCK_MONOTONIC, ClockNanosleepFlags::TIMER_ABSTIME, &deadline) == Err(Errno::EINTR)
@@ -175,7 +175,7 @@ pub(crate) fn sleep_until(deadline_ns: u64) {
 }
 
 /// Sets the receive buffer's size to `bytes`, beyond net.core.rmem_max if permitted. Fails if the kernel grants less.
-pub(crate) fn set_receive_buffer(socket: &UdpSocket, bytes: usize) -> anyhow::Result<()> {
+pub(crate) fn set_receive_buffer_size(socket: &UdpSocket, bytes: usize) -> anyhow::Result<()> {
     use nix::sys::socket::sockopt::{RcvBuf, RcvBufForce};
     use nix::sys::socket::{getsockopt, setsockopt};
     if setsockopt(socket, RcvBufForce, &bytes).is_err() {

@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use coreward_load::dns::{self, DnsQuery};
 
-use crate::addresses::FIRST_VIP;
+use crate::addresses::FIRST_IPV4_VIP;
 use crate::topology::Testbed;
 use crate::{DEFAULT_TIMEOUT, Process};
 
 /// Address and port of the DNS service, on every server.
-pub const DNS_SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(FIRST_VIP, 53);
+pub const DNS_SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(FIRST_IPV4_VIP, 53);
 /// DNS query that knotd answers from memory.
 pub const PLAIN_QUERY: &str = "www.plain.test/A";
 /// DNS query whose answer knotd signs on demand (RSA, 2048 bits).
@@ -29,22 +29,22 @@ ns A 192.0.2.1
 www A 192.0.2.2
 ";
 
-/// Running knotd on a server. Dropping it ends the process.
+/// Running knotd process on a server. Dropping this value ends the process.
 #[derive(Debug)]
 pub struct KnotServer {
     process: Process,
 }
 
 impl Testbed {
-    /// Starts knotd on server `number` with `workers` UDP workers, and waits until it answers [`PLAIN_QUERY`] and
+    /// Starts knotd on server `number` with `worker_count` UDP workers, and waits until it answers [`PLAIN_QUERY`] and
     /// [`SIGNED_QUERY`]. Fails when the server or knotd does not exist. Fails with knotd's output when knotd does not
     /// answer in time.
-    pub fn start_knot(&self, number: u16, workers: u16) -> anyhow::Result<KnotServer> {
+    pub fn start_knot(&self, number: u16, worker_count: u16) -> anyhow::Result<KnotServer> {
         let directory = self.directory().join(format!("knot-s{number}"));
         fs::create_dir_all(&directory)?;
         fs::write(directory.join("zone"), ZONE_FILE_TEXT)?;
         let configuration_path = directory.join("knot.conf");
-        fs::write(&configuration_path, configuration_text(&directory, workers))?;
+        fs::write(&configuration_path, configuration_text(&directory, worker_count))?;
         let log_path = directory.join("knot.log");
         let log_file = fs::File::create(&log_path)?;
         let mut command = Command::new(KNOTD_PATH);
@@ -53,9 +53,7 @@ impl Testbed {
         let mut knot_server = KnotServer { process };
         let deadline = Instant::now() + *DEFAULT_TIMEOUT;
         let server = self.server(number)?;
-        while !server
-            .run_within(|| Ok(is_query_answered(PLAIN_QUERY)? && is_query_answered(SIGNED_QUERY)?))
-            .unwrap_or(false)
+        while !server.run_within(|| Ok(query_succeeds(PLAIN_QUERY)? && query_succeeds(SIGNED_QUERY)?)).unwrap_or(false)
         {
             let exit_status = knot_server.process.try_wait()?;
             if exit_status.is_some() || Instant::now() > deadline {
@@ -68,8 +66,8 @@ impl Testbed {
     }
 }
 
-/// Sends a DNS query to the server in this namespace. Returns whether it answers without error.
-fn is_query_answered(query: &str) -> anyhow::Result<bool> {
+/// Sends a DNS query to the server in this namespace. Returns whether the server answers without an error code.
+fn query_succeeds(query: &str) -> anyhow::Result<bool> {
     let socket = UdpSocket::bind("0.0.0.0:0")?;
     socket.connect(DNS_SERVICE_ADDRESS)?;
     socket.set_read_timeout(Some(Duration::from_millis(500)))?;
@@ -81,13 +79,13 @@ fn is_query_answered(query: &str) -> anyhow::Result<bool> {
     Ok(dns::parse_response(&buffer[..length]) == Some((1, true)))
 }
 
-fn configuration_text(directory: &Path, workers: u16) -> String {
+fn configuration_text(directory: &Path, worker_count: u16) -> String {
     let directory = directory.display();
     format!(
         "server:
     rundir: {directory}
     listen: {}@{}
-    udp-workers: {workers}
+    udp-workers: {worker_count}
     tcp-workers: 1
     background-workers: 1
 log:

@@ -10,12 +10,12 @@ use coreward_sim::seed_summary::SeedSummary;
 use serde::Serialize;
 
 use crate::dispatch_figure::dispatcher::Dispatcher;
-use crate::dispatch_figure::requests::{measure_undisturbed, raise_open_file_limit};
+use crate::dispatch_figure::requests::{measure_while_machine_idle, raise_open_file_limit};
 use crate::topology::{Testbed, missing_privilege};
 use crate::{instance, interrupt};
 use knot::{DNS_SERVICE_ADDRESS, PLAIN_QUERY, SIGNED_QUERY};
 
-/// Name in [`KnotBenchmarkArgs::policies`] that lets the kernel select the worker, without dispatch.
+/// Name in [`KnotBenchmarkArgs::policies`] with which the kernel selects the worker, without `coreward dispatch`.
 const KERNEL_POLICY_NAME: &str = "kernel";
 
 /// Options of `coreward-lab testbed knot-benchmark`.
@@ -65,7 +65,7 @@ fn parse_seconds(text: &str) -> Result<f64, String> {
 /// Results of one policy, with median and range over the runs.
 #[derive(Debug, Clone, Serialize)]
 pub struct PolicyMeasurement {
-    /// Name of the policy, or `kernel` without dispatch.
+    /// Name of the dispatch policy, or `kernel` without `coreward dispatch`.
     pub policy: String,
     pub answered_rps: SeedSummary,
     /// Median latency of queries answered from memory (us).
@@ -74,7 +74,7 @@ pub struct PolicyMeasurement {
     pub plain_p99_us: SeedSummary,
     /// 99th percentile of the latency of signed queries (us).
     pub signed_p99_us: SeedSummary,
-    /// Number of queries that got no answer, in all runs.
+    /// Number of queries without an answer, summed over all runs.
     pub lost: u64,
 }
 
@@ -97,8 +97,8 @@ pub fn main(args: &KnotBenchmarkArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs knotd on a server of a new testbed, and measures every policy in turn. Fails without root or knotd, when a
-/// process does not start, when an answer has an error, or when the machine is too busy.
+/// Runs knotd on a server of a new testbed, and measures one policy after the other. Fails without root or knotd, when
+/// a process does not start, when an answer has an error, or when the machine is too busy.
 pub fn compare_policies(args: &KnotBenchmarkArgs) -> anyhow::Result<PolicyComparison> {
     if let Some(privilege_error) = missing_privilege() {
         anyhow::bail!(privilege_error);
@@ -118,7 +118,8 @@ pub fn compare_policies(args: &KnotBenchmarkArgs) -> anyhow::Result<PolicyCompar
     Ok(PolicyComparison { workers: args.workers, rate: args.rate, signed: args.signed, policies: policy_measurements })
 }
 
-/// Returns the dispatch configuration of the DNS service. A DNS message's id matches the answer with its query.
+/// Returns the dispatch configuration of the DNS service. Its request id is the DNS message id, which matches an answer
+/// with its query.
 fn dns_service_config(policy: &str) -> String {
     format!("listen = \"{DNS_SERVICE_ADDRESS}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 0, bytes = 2 }}\n")
 }
@@ -133,14 +134,14 @@ fn measure_policy(testbed: &Testbed, policy: &str, args: &KnotBenchmarkArgs, see
         ("--mix", format!("WORK0={},WORK1={}", 1.0 - args.signed, args.signed)),
         ("--query", format!("{PLAIN_QUERY},{SIGNED_QUERY}")),
     ];
-    let report = measure_undisturbed(testbed, DNS_SERVICE_ADDRESS, args.rate, args.seconds, seed, &options)?;
+    let report = measure_while_machine_idle(testbed, DNS_SERVICE_ADDRESS, args.rate, args.seconds, seed, &options)?;
     ensure!(report.errors.failed == 0, "knotd answered {} queries with an error", report.errors.failed);
     if let Some(dispatcher) = dispatcher {
-        let dispatched_queries = dispatcher.query_dispatched_count()?;
-        let sent_queries = report.requests;
+        let dispatched_query_count = dispatcher.query_dispatched_count()?;
+        let sent_query_count = report.requests;
         ensure!(
-            dispatched_queries >= sent_queries,
-            "{policy}: {dispatched_queries} of {sent_queries} queries were dispatched by coreward dispatch"
+            dispatched_query_count >= sent_query_count,
+            "{policy}: {dispatched_query_count} of {sent_query_count} queries were dispatched by coreward dispatch"
         );
         dispatcher.stop()?;
     }

@@ -1,4 +1,4 @@
-//! Batch service that always has work, which consists of requests that it sends itself.
+//! Client of the batch service, which keeps requests outstanding so that the service always has work.
 
 use std::net::UdpSocket;
 use std::path::Path;
@@ -10,35 +10,35 @@ use coreward_load::key_value::{MAX_DATAGRAM_BYTES, Request};
 use coreward_load::request_type::RequestType;
 use coreward_runtime::worker::Runtime;
 
-use super::RETRY_INTERVAL;
+use super::POLL_OR_RECONNECT_INTERVAL;
 
-/// Number of the service that gets the batch.
-const BATCH_SERVICE: u8 = 1;
+/// Number of the service that gets the batch's requests.
+const BATCH_SERVICE_NUMBER: u8 = 1;
 /// Time without a response after which all outstanding requests count as lost.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Keeps `window` requests with a service time of `service_us` (us) outstanding until `stop_flag` is set. Starts again
+/// Keeps `window` requests with a service time of `service_us` (us) outstanding until `stop_flag` is set. Restarts
 /// after an error, such as the end of the orchestrator.
 pub fn run_batch_client(memory: &Path, window: usize, service_us: u32, stop_flag: &AtomicBool) {
     while !stop_flag.load(Relaxed) {
-        if let Err(error) = send_requests(memory, window, service_us, stop_flag) {
+        if let Err(error) = send_batch_requests(memory, window, service_us, stop_flag) {
             tracing::warn!(
                 event = "batch-failed",
                 error = format!("{error:#}"),
                 "the batch sends no requests: it starts again"
             );
-            std::thread::sleep(RETRY_INTERVAL);
+            std::thread::sleep(POLL_OR_RECONNECT_INTERVAL);
         }
     }
 }
 
-fn send_requests(memory: &Path, window: usize, service_us: u32, stop_flag: &AtomicBool) -> anyhow::Result<()> {
+fn send_batch_requests(memory: &Path, window: usize, service_us: u32, stop_flag: &AtomicBool) -> anyhow::Result<()> {
     let services = Runtime::connect(memory)?.service_entries();
     let batch_service =
-        services.get(usize::from(BATCH_SERVICE)).context("one service: expected a second one for the batch")?;
+        services.get(usize::from(BATCH_SERVICE_NUMBER)).context("one service: expected a second one for the batch")?;
     let socket = UdpSocket::bind("0.0.0.0:0")?;
     socket.set_read_timeout(Some(RESPONSE_TIMEOUT))?;
-    let request_type = RequestType::work(BATCH_SERVICE).expect("below 16");
+    let request_type = RequestType::work(BATCH_SERVICE_NUMBER).expect("below 16");
     let (mut request_id, mut outstanding_count, mut buffer) = (0, 0, [0; MAX_DATAGRAM_BYTES]);
     let mut datagram = Vec::new();
     while !stop_flag.load(Relaxed) {

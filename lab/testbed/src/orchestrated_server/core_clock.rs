@@ -37,9 +37,9 @@ impl CoreClock {
     }
 
     /// Sleeps for the service time of a request. Meanwhile, `yield_point` may serve other requests.
-    pub fn serve_request(&self, service: u8, time: Duration, mut yield_point: impl FnMut()) {
+    pub fn serve_request(&self, service: u8, service_time: Duration, mut yield_point: impl FnMut()) {
         self.begin_request(now_ns());
-        let mut remaining_ns = time.as_nanos() as u64;
+        let mut remaining_ns = service_time.as_nanos() as u64;
         loop {
             let slice_ns = remaining_ns.min(self.max_slice_ns);
             let slice_end_ns = self.begin_slice(service) + slice_ns;
@@ -53,14 +53,15 @@ impl CoreClock {
         }
     }
 
-    /// Starts a request now if the worker has slept since the last request, or else at that request's computed end.
+    /// Starts a request now if the worker was idle since the last request, or else at the computed end of the last
+    /// request.
     fn begin_request(&self, now_ns: u64) {
         let has_slept = now_ns - self.wake_up_ns.get() >= self.idle_sleep_ns;
         let earliest_start_ns = if has_slept { now_ns } else { now_ns.saturating_sub(MAX_CATCH_UP_NS) };
         self.computed_end_ns.set(self.computed_end_ns.get().max(earliest_start_ns));
     }
 
-    /// Starts a slice of a service, and returns when it begins on the emulated core (ns).
+    /// Starts a slice of a service, and returns the time when the slice begins on the emulated core (ns).
     fn begin_slice(&self, service: u8) -> u64 {
         let switch_ns = if self.last_service.replace(service) == service { 0 } else { self.switch_ns };
         self.computed_end_ns.get() + switch_ns
@@ -110,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn preempted_request_takes_its_time_and_that_of_others() {
+    fn preempted_request_ends_after_own_and_preempting_service_time() {
         let (clock, start_ns) = (test_core_clock(), now_ns());
         let mut yield_count = 0;
         clock.serve_request(0, Duration::from_millis(3), || {

@@ -17,7 +17,7 @@ pub fn interrupt_measurement() {
 }
 
 /// Measures every series of `scenario` with every seed. The label of a series must be the name of a method. Fails when
-/// it is not, when a panel's metric is not supported, or when a run fails.
+/// there is no such method, when a panel's metric is not supported, or when a run fails.
 pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
     let methods: Vec<Method> = scenario
         .series
@@ -62,7 +62,7 @@ fn make_sample(panel: &Panel, run: &PccRun, x: f64, y: f64) -> Sample {
     }
 }
 
-/// Returns the points (x, y) of a run that a panel shows. A second's value is drawn at the end of that second.
+/// Returns the points (x, y) of a run that a panel shows. The x value of a second is the end of that second.
 fn panel_points(panel: &Panel, run: &PccRun) -> anyhow::Result<Vec<(f64, f64)>> {
     let ends_of_seconds = (1..).map(f64::from);
     let seconds = run.seconds.iter();

@@ -2,7 +2,7 @@
 
 use coreward_model::consistency::Consistency;
 
-/// Method by which packets find their servers, which is a consistency mode combined with a policy.
+/// Method that assigns packets to servers. It combines a mode of connection consistency with a load-balancing policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Method {
     /// Name of the method on the command line, and label of its series in the figure.
@@ -13,8 +13,8 @@ pub struct Method {
     pub policy: &'static str,
 }
 
-/// Methods to compare. The paper uses AWRR with Cheetah. A connection table is only as good as its fallback, and the
-/// best fallback in other systems is a consistent hash (Maglev, NSDI'16, Sect. 3.3).
+/// Methods to compare. The Cheetah paper (NSDI'20) uses AWRR with Cheetah. A connection table is only as good as its
+/// fallback, and the best fallback in other systems is a consistent hash (Maglev, NSDI'16, Sect. 3.3).
 pub const COMPARED_METHODS: [Method; 6] = [
     Method { name: "stateless", consistency: Consistency::Stateless, policy: "awrr" },
     Method { name: "stateful", consistency: Consistency::Stateful, policy: "awrr" },

@@ -29,8 +29,8 @@ pub struct PccArgs {
     streams: StreamWorkload,
 }
 
-/// Runs one method and prints its results for each second as JSON. Fails without root, when a process does not start,
-/// or when interrupted. Removes the testbed in any case.
+/// Measures one method and prints the results of each second as JSON. Fails without root, when a process does not
+/// start, or when interrupted. Removes the testbed in any case.
 pub fn main(args: &PccArgs) -> anyhow::Result<()> {
     interrupt::catch_signals()?;
     let pcc_run = PccRun::measure(args.method, &args.streams, &|| ())?;

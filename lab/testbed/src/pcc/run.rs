@@ -19,17 +19,18 @@ use crate::topology::{Testbed, TestbedOptions, missing_privilege};
 use crate::{instance, interrupt};
 use coreward_load::event_loop::now_ns;
 
-/// Interval of tables (ms). The paper's servers report at least ten times a second, but here changes occur only once a
-/// second.
+/// Interval between the reports of an agent (ms). The servers in the Cheetah paper (NSDI'20) report at least ten times
+/// a second, but here changes occur only once a second.
 const REPORT_INTERVAL_MS: u32 = 200;
 /// Number of client addresses. Each has ports for 50,000 connections, which are not reused.
 const CLIENT_ADDRESS_COUNT: u16 = 4;
-/// Time until routers detect the failure of a load balancer, which is three missed BFD packets at 50 ms (RFC 5880).
+/// Time until routers detect the failure of a load balancer, after three missed BFD packets at intervals of 50 ms
+/// (RFC 5880).
 const FAILURE_DETECTION_TIME: Duration = Duration::from_millis(150);
 /// Time from the start of the client to the start of its warm-up.
 const START_DELAY: Duration = Duration::from_millis(500);
 /// Maximum lateness of connections (us), above which the machine is too busy for a measurement.
-const LATENESS_MAX_US: u64 = 100_000;
+const MAX_LATENESS_US: u64 = 100_000;
 
 #[derive(Debug, Clone, Serialize)]
 pub struct PccRun {
@@ -41,9 +42,9 @@ pub struct PccRun {
     pub warm_up: StreamSecond,
     /// Number of unbroken connections that were still open at the end.
     pub open_at_end: u64,
-    /// How late the client opened its connections, counted from their due times.
+    /// Lateness of the client, from the due time of a connection to its opening.
     pub lateness_us: Latency,
-    /// Share of CPU time that the machine was not idle during the run (%).
+    /// Share of CPU time in which the machine was busy during the run (%).
     pub machine_busy_pct: f64,
     /// Counters above 0 of the load balancers that existed at the end, summed by name.
     pub load_balancers: BTreeMap<String, u64>,
@@ -53,7 +54,7 @@ pub struct PccRun {
 
 /// Warns if the client opened its connections too late for a measurement.
 fn warn_if_late(method: Method, lateness_us: Latency) {
-    if lateness_us.p99 > LATENESS_MAX_US {
+    if lateness_us.p99 > MAX_LATENESS_US {
         tracing::warn!(
             event = "machine-busy",
             method = method.name,
@@ -64,8 +65,8 @@ fn warn_if_late(method: Method, lateness_us: Latency) {
 }
 
 impl PccRun {
-    /// Runs a method. Calls `tick` once a second. Fails without root, when a process does not start or ends early, when
-    /// the machine is too busy, or when interrupted.
+    /// Measures one run of a method, and calls `tick` once a second. Fails without root, when a process does not start
+    /// or ends early, when the machine is too busy, or when interrupted.
     pub fn measure(method: Method, streams: &StreamWorkload, tick: &dyn Fn()) -> anyhow::Result<Self> {
         if let Some(privilege_error) = missing_privilege() {
             anyhow::bail!(privilege_error);
@@ -141,11 +142,11 @@ impl TestEnv {
     fn start(method: Method, seed: u64) -> anyhow::Result<Self> {
         let testbed = Testbed::create(TestbedOptions {
             instance: instance::unique_name("pcc")?,
-            servers: timeline::INITIAL_SERVER_COUNT + timeline::count_changes(FleetChange::AddServer),
-            cores: 1,
-            has_rings: true,
-            load_balancers: timeline::INITIAL_LOAD_BALANCER_COUNT,
-            client_addresses: CLIENT_ADDRESS_COUNT,
+            server_count: timeline::INITIAL_SERVER_COUNT + timeline::count_changes(FleetChange::AddServer),
+            core_count: 1,
+            has_receive_rings: true,
+            load_balancer_count: timeline::INITIAL_LOAD_BALANCER_COUNT,
+            client_address_count: CLIENT_ADDRESS_COUNT,
             seed,
             ..TestbedOptions::default()
         })?;
@@ -186,7 +187,7 @@ impl TestEnv {
         Ok(())
     }
 
-    /// Applies all changes that are due at one time with a single new version of the controller's file.
+    /// Applies `changes`, which are due at the same time, with a single new version of the controller's file.
     fn apply_changes(&mut self, changes: &[FleetChange]) -> anyhow::Result<()> {
         let mut pool = self.fleet.server_pool().clone();
         for change in changes {
@@ -218,10 +219,10 @@ impl TestEnv {
 
 /// Returns the sums of the counters by name, without those that are 0.
 fn sum_counters<'a>(counter_objects: impl Iterator<Item = &'a serde_json::Value>) -> BTreeMap<String, u64> {
-    let mut sums = BTreeMap::new();
+    let mut sums_by_name = BTreeMap::new();
     for (name, count) in counter_objects.filter_map(serde_json::Value::as_object).flatten() {
-        *sums.entry(name.clone()).or_default() += count.as_u64().unwrap_or(0);
+        *sums_by_name.entry(name.clone()).or_default() += count.as_u64().unwrap_or(0);
     }
-    sums.retain(|_, count| *count > 0);
-    sums
+    sums_by_name.retain(|_, count| *count > 0);
+    sums_by_name
 }

@@ -1,8 +1,8 @@
-//! Changes of servers, as in the paper's experiment, and additional changes of load balancers.
+//! Changes of servers, as in Cheetah's experiment (NSDI'20, Sect. 5.3), and additional changes of load balancers.
 
 use coreward_model::rss::{seeded_rng, uniform_below};
 
-/// Stream number of [`seeded_rng`] for the selection of leaving servers.
+/// Number of the [`seeded_rng`] stream with which leaving servers are chosen.
 const RNG_STREAM_LEAVING_SERVERS: u64 = 6;
 
 /// Number of servers in the pool at the start.
@@ -12,11 +12,11 @@ pub const INITIAL_LOAD_BALANCER_COUNT: u16 = 2;
 /// Change of the server pool or of the load balancers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FleetChange {
-    /// A server that was not in the pool before joins it.
+    /// New server joins the pool.
     AddServer,
-    /// A server is drained, which means that it accepts no new connections.
+    /// Server in the pool is drained, so that it gets no new connections.
     DrainServer,
-    /// A server is removed from the controller's file.
+    /// Server is removed from the controller's file without a drain.
     RemoveServer,
     AddLoadBalancer,
     KillLoadBalancer,
@@ -25,9 +25,9 @@ pub enum FleetChange {
 /// Changes with their times, in half seconds from the start of the changes.
 ///
 /// The times follow the published numbers of servers (`dynamic/BeamerNBSRV.csv` of github.com/cheetahlb/experiments),
-/// according to which 6 servers joined. The paper's text (Sect. 5.3) has 7, so the seventh joins here together with the
-/// sixth. The changes of load balancers are additional, because the paper claims the same for them without an
-/// experiment.
+/// according to which 6 servers joined. The text of the Cheetah paper (NSDI'20, Sect. 5.3) has 7, so the seventh joins
+/// here together with the sixth. The changes of load balancers are additional, because the paper claims the same
+/// consistency for them without an experiment.
 pub const CHANGES_BY_HALF_SECOND: [(u64, &[FleetChange]); 11] = [
     (9, &[FleetChange::AddServer]),
     (11, &[FleetChange::AddServer; 2]),
@@ -42,7 +42,7 @@ pub const CHANGES_BY_HALF_SECOND: [(u64, &[FleetChange]); 11] = [
     (61, &[FleetChange::KillLoadBalancer]),
 ];
 
-/// Returns how often a change occurs in the whole run.
+/// Returns the number of times that `change` occurs in the whole run.
 pub fn count_changes(change: FleetChange) -> u16 {
     CHANGES_BY_HALF_SECOND.iter().flat_map(|(_, changes)| *changes).filter(|other| **other == change).count() as u16
 }
@@ -60,7 +60,7 @@ pub fn server_count_after(second: u64) -> u16 {
     })
 }
 
-/// Returns the server in `pool` that leaves as number `leave_number`, which is the same under every method.
+/// Returns the server in `pool` that leaves as the `leave_number`-th one, which is the same under every method.
 pub fn choose_leaving_server(pool: &[u16], seed: u64, leave_number: u64) -> u16 {
     let mut rng = seeded_rng(seed << 8 | leave_number, RNG_STREAM_LEAVING_SERVERS);
     pool[uniform_below(&mut rng, pool.len() as u32) as usize]

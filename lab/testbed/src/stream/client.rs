@@ -28,7 +28,7 @@ use super::{REQUEST_BYTES, StreamRequest, content_byte, raise_open_file_limit};
 use crate::connection_errors::{BrokenConnections, ConnectionFailure, DATA_TIMEOUT_NS};
 use crate::fleet::lab_binary;
 use crate::interrupt;
-use crate::load::{Latency, new_histogram, nth_address};
+use crate::load::{Latency, new_delay_histogram, nth_address};
 use crate::process::Process;
 use crate::topology::Testbed;
 use coreward_load::event_loop::{Epoll, ReadyEvent, now_ns};
@@ -96,7 +96,7 @@ pub struct StreamWorkload {
 }
 
 impl Default for StreamWorkload {
-    /// Load of the paper's experiment, where four machines generated it.
+    /// Default workload, which is that of Cheetah's experiment (NSDI'20, Sect. 5.3), where four machines generated it.
     fn default() -> Self {
         Self { clients: 4, low: 1_500.0, high: 2_500.0, wave_seconds: 40, warm_up_seconds: 15, seconds: 45, seed: 1 }
     }
@@ -104,13 +104,14 @@ impl Default for StreamWorkload {
 
 impl StreamWorkload {
     /// Returns a workload with a constant rate of requests per second, without warm-up.
-    pub fn steady(per_second: f64, seconds: u32) -> Self {
-        Self { low: per_second, high: per_second, warm_up_seconds: 0, seconds, ..Self::default() }
+    pub fn steady(requests_per_second: f64, seconds: u32) -> Self {
+        Self { low: requests_per_second, high: requests_per_second, warm_up_seconds: 0, seconds, ..Self::default() }
     }
 
-    /// Returns a workload with a constant rate that lasts until [`StreamClient::end`].
-    pub fn endless(per_second: f64) -> Self {
-        Self::steady(per_second, ENDLESS_RUN_SECONDS)
+    /// Returns a workload with a constant rate of requests per second, which lasts until
+    /// [`StreamClient::terminate_and_report`].
+    pub fn endless(requests_per_second: f64) -> Self {
+        Self::steady(requests_per_second, ENDLESS_RUN_SECONDS)
     }
 }
 
@@ -121,7 +122,7 @@ pub struct StreamReport {
     pub seconds: Vec<StreamSecond>,
     /// Number of unbroken connections that were still open at the end.
     pub open_at_end: u64,
-    /// How late the client opened its connections, counted from their due times.
+    /// Lateness of the client, from the due time of a connection to its opening.
     pub lateness_us: Latency,
 }
 
@@ -135,7 +136,7 @@ impl StreamReport {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct StreamSecond {
     pub opened: u64,
-    /// Number of connections that received all bytes.
+    /// Number of connections that received their whole response.
     pub completed: u64,
     pub broken: BrokenConnections,
 }
@@ -177,7 +178,7 @@ struct StreamConnection {
     request: StreamRequest,
     /// Index of the request's kind in the mix. A request of this kind is due again after the connection has ended.
     mix_index: u8,
-    opened_ns: u64,
+    opened_at_ns: u64,
     is_connected: bool,
     received_bytes: u64,
 }
@@ -186,7 +187,7 @@ impl StreamConnection {
     /// Returns the time at which the next byte of the response is due (ns).
     fn next_byte_due_ns(&self) -> u64 {
         let next_packet_index = self.received_bytes / super::PACKET_BYTES as u64;
-        self.opened_ns + self.request.packet_due_ns(next_packet_index as u32)
+        self.opened_at_ns + self.request.packet_due_ns(next_packet_index as u32)
     }
 }
 
@@ -226,7 +227,7 @@ impl<'a> ClientEventLoop<'a> {
             connections: HashMap::new(),
             next_connection_id: 0,
             next_timeout_check_ns: start_ns,
-            lateness_histogram: new_histogram()?,
+            lateness_histogram: new_delay_histogram()?,
             stream_report: StreamReport {
                 seconds: vec![StreamSecond::default(); total_seconds as usize],
                 ..Default::default()
@@ -283,19 +284,19 @@ impl<'a> ClientEventLoop<'a> {
         Some(self.start_ns + self.connection_source.next_start()).filter(|due_ns| *due_ns < self.run_end_ns())
     }
 
-    /// Returns the source address and port of connection `number`, which no other connection has.
-    fn source_address(&self, number: u64) -> anyhow::Result<SocketAddr> {
-        let address_index = number / SOURCE_PORTS_PER_ADDRESS;
+    /// Returns the source address and port of a connection, which no other connection has.
+    fn source_address(&self, connection_id: u64) -> anyhow::Result<SocketAddr> {
+        let address_index = connection_id / SOURCE_PORTS_PER_ADDRESS;
         ensure!(
             address_index < u64::from(self.args.addresses),
-            "{number} connections: {} addresses are all in use",
+            "{connection_id} connections: {} addresses are all in use",
             self.args.addresses
         );
-        let source_port = FIRST_SOURCE_PORT + (number * SOURCE_PORT_STEP % SOURCE_PORTS_PER_ADDRESS) as u16;
+        let source_port = FIRST_SOURCE_PORT + (connection_id * SOURCE_PORT_STEP % SOURCE_PORTS_PER_ADDRESS) as u16;
         Ok(SocketAddr::new(nth_address(self.args.first_address, address_index as u16), source_port))
     }
 
-    fn open_connection(&mut self, seed: u32, kind: u8, now_ns: u64) -> anyhow::Result<()> {
+    fn open_connection(&mut self, content_seed: u32, mix_index: u8, now_ns: u64) -> anyhow::Result<()> {
         let connection_id = self.next_connection_id;
         self.next_connection_id += 1;
         let source_address = self.source_address(connection_id)?;
@@ -304,9 +305,9 @@ impl<'a> ClientEventLoop<'a> {
         socket.set_tcp_nodelay(true)?;
         socket.bind(&source_address.into()).with_context(|| format!("cannot bind the source {source_address}"))?;
         let connect_result = socket.connect(&self.args.vip.into());
-        let mix_request = self.request_mix.kinds()[usize::from(kind)];
+        let mix_request = self.request_mix.kinds()[usize::from(mix_index)];
         let request = StreamRequest {
-            content_seed: seed.into(),
+            content_seed: content_seed.into(),
             packet_count: mix_request.packet_count.into(),
             duration_us: ((mix_request.duration / 1_000) as u32).into(),
         };
@@ -318,8 +319,8 @@ impl<'a> ClientEventLoop<'a> {
         let connection = StreamConnection {
             stream,
             request,
-            mix_index: kind,
-            opened_ns: now_ns,
+            mix_index,
+            opened_at_ns: now_ns,
             is_connected: false,
             received_bytes: 0,
         };
@@ -387,7 +388,7 @@ impl<'a> ClientEventLoop<'a> {
         self.connection_source.on_connection_ended(connection.mix_index);
     }
 
-    /// Counts connections as broken if their due bytes are later than [`DATA_TIMEOUT_NS`].
+    /// Counts connections as broken if their next byte has been due for more than [`DATA_TIMEOUT_NS`].
     fn fail_timed_out_connections(&mut self, now_ns: u64) {
         let timed_out_connections =
             self.connections.iter().filter(|(_, connection)| connection.next_byte_due_ns() + DATA_TIMEOUT_NS < now_ns);
@@ -419,13 +420,13 @@ impl Testbed {
     pub fn start_stream_client(&self, streams: &StreamWorkload, start_ns: Option<u64>) -> anyhow::Result<StreamClient> {
         self.start_stream_client_at_address(
             self.service_address(),
-            0..self.options().client_addresses,
+            0..self.options().client_address_count,
             streams,
             start_ns,
         )
     }
 
-    /// Starts a client of another service, from some of the client host's addresses. Other clients may use the rest.
+    /// Starts a client of the service at `service`, which uses the client host's addresses with indices in `addresses`.
     /// Fails when it cannot be started.
     pub fn start_stream_client_at_address(
         &self,
@@ -478,7 +479,7 @@ mod tests {
     use crate::addresses::SERVICE_ADDRESS;
 
     #[test]
-    fn client_that_is_terminated_completes_its_current_second() {
+    fn terminated_client_completes_its_current_second() {
         let stream_workload = StreamWorkload::steady(1.0, 10);
         let (vip, first_address) = (SERVICE_ADDRESS.into(), Ipv4Addr::LOCALHOST.into());
         let start_at = Some(NS_PER_SECOND);

@@ -14,10 +14,10 @@ pub mod server;
 use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Number of bytes that the server sends at once.
+/// Number of bytes in each packet of a response.
 pub const PACKET_BYTES: usize = 125;
 
-/// Request of a stream client. The response contains only the bytes that [`content_byte`] returns.
+/// Request of a stream client. The response consists of the bytes that [`content_byte`] returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct StreamRequest {
@@ -32,12 +32,12 @@ pub struct StreamRequest {
 pub const REQUEST_BYTES: usize = size_of::<StreamRequest>();
 
 impl StreamRequest {
-    /// Returns the time from the request until packet `index` is due (ns). Packets are counted from 0.
-    pub fn packet_due_ns(&self, index: u32) -> u64 {
+    /// Returns the time from the request until packet `packet_index` is due (ns). Packets are counted from 0.
+    pub fn packet_due_ns(&self, packet_index: u32) -> u64 {
         let (duration_ns, packets) =
             (u64::from(self.duration_us.get()) * 1_000, u64::from(self.packet_count.get().max(1)));
         // Multiply in 128 bits, because 2^32 us in ns times 2^32 would not fit in 64 bits.
-        (u128::from(duration_ns) * (u128::from(index) + 1) / u128::from(packets)) as u64
+        (u128::from(duration_ns) * (u128::from(packet_index) + 1) / u128::from(packets)) as u64
     }
 
     /// Returns the length of the whole response (bytes).
@@ -73,12 +73,12 @@ mod tests {
     }
 
     #[test]
-    fn responses_with_other_seeds_have_other_bytes() {
-        let differing_bytes = |a: u32, b: u32| {
+    fn different_seeds_give_different_response_bytes() {
+        let count_differing_bytes = |a: u32, b: u32| {
             (0..125).filter(|position| content_byte(a, *position) != content_byte(b, *position)).count()
         };
         for (a, b) in [(1, 2), (7, 0x8000_0007), (0, u32::MAX)] {
-            assert!(differing_bytes(a, b) > 50, "{a} and {b}: {}", differing_bytes(a, b));
+            assert!(count_differing_bytes(a, b) > 50, "{a} and {b}: {}", count_differing_bytes(a, b));
         }
     }
 }

@@ -18,7 +18,7 @@ use crate::namespace::Namespace;
 use crate::process::Process;
 use crate::topology::Testbed;
 
-/// Time that the emulated core works for each packet and each accepted connection (ns).
+/// Service time of the emulated core for each packet and each accepted connection (ns).
 const WORK_PER_PACKET_NS: u64 = 1_000_000;
 
 /// Options of `coreward-lab testbed stream-server`.
@@ -38,7 +38,8 @@ fn parse_namespace_and_file(text: &str) -> Result<(String, PathBuf), String> {
     Ok((namespace.to_owned(), file.into()))
 }
 
-/// Serves until killed. Fails when it cannot listen in a namespace, or when a core load file cannot be created.
+/// Serves streams until it is killed. Fails when it cannot listen in a namespace, or when a core load file cannot be
+/// created.
 pub fn run(args: &StreamServerArgs) -> anyhow::Result<()> {
     raise_open_file_limit()?;
     let start_server = |(namespace, file): &(String, PathBuf)| {
@@ -57,7 +58,7 @@ pub fn run(args: &StreamServerArgs) -> anyhow::Result<()> {
     match EventLoop::new(StreamProtocol, emulated_cores)?.run()? {}
 }
 
-/// State of a connection, with its request or the bytes received of it so far.
+/// State of a connection, with its request, or the part of the request that was received so far.
 #[derive(Default)]
 struct StreamState {
     request_buffer: ([u8; REQUEST_BYTES], usize),
@@ -86,16 +87,22 @@ impl ServerProtocol for StreamProtocol {
         true
     }
 
-    fn write_packet(&self, stream: &StreamState, index: u32, packet: &mut Vec<u8>, queue: &mut ResponseQueue<'_>) {
+    fn write_packet(
+        &self,
+        stream: &StreamState,
+        packet_index: u32,
+        packet: &mut Vec<u8>,
+        queue: &mut ResponseQueue<'_>,
+    ) {
         let request = stream.request.expect("packets are queued after the request");
-        let first_byte_index = u64::from(index) * PACKET_BYTES as u64;
+        let first_byte_index = u64::from(packet_index) * PACKET_BYTES as u64;
         packet.extend(
             (first_byte_index..first_byte_index + PACKET_BYTES as u64)
                 .map(|position| content_byte(request.content_seed.get(), position)),
         );
         queue.queue_work(WORK_PER_PACKET_NS);
-        if index + 1 < request.packet_count.get() {
-            queue.queue_packet(stream.response_start_ns + request.packet_due_ns(index + 1), index + 1);
+        if packet_index + 1 < request.packet_count.get() {
+            queue.queue_packet(stream.response_start_ns + request.packet_due_ns(packet_index + 1), packet_index + 1);
         }
     }
 }
@@ -107,13 +114,14 @@ pub struct StreamServerProcess {
 }
 
 impl Testbed {
-    /// Starts one process that serves on all present servers. Fails when it does not listen within ten seconds.
+    /// Starts one process that runs a stream server on every server of the testbed. Fails when it does not listen in
+    /// time.
     pub fn start_stream_servers(&self) -> anyhow::Result<StreamServerProcess> {
         self.start_stream_servers_at_address(self.service_address(), |number| fleet::core_load_file_path(self, number))
     }
 
-    /// Starts stream servers at another address. `to_core_load_file_path` returns the path of each server's core load
-    /// file.
+    /// Starts stream servers that listen at `listen`. `to_core_load_file_path` returns the path of each server's core
+    /// load file.
     pub fn start_stream_servers_at_address(
         &self,
         listen: impl Into<SocketAddr>,

@@ -2,7 +2,7 @@
 
 use anyhow::bail;
 
-use crate::addresses::{AddressFamily, ETHERNET_MTU, IPV4_MTU_MIN, IPV6_MTU_MIN};
+use crate::addresses::{AddressFamily, ETHERNET_MTU, MIN_IPV4_MTU, MIN_IPV6_MTU};
 
 const CLIENT_ADDRESSES_MAX: u16 = 200;
 pub(super) const SERVERS_MAX: u16 = 250;
@@ -16,21 +16,21 @@ pub struct TestbedOptions {
     /// the prefix in the environment's `COREWARD_TESTBED_PREFIX`.
     pub instance: String,
     /// Number of servers at the start (0 to 250). More servers can be added later.
-    pub servers: u16,
+    pub server_count: u16,
     /// Number of each server's cores, which is also the number of its receive queues (1 to 64).
-    pub cores: u16,
+    pub core_count: u16,
     /// Whether each server has a ring of 256 packets per receive queue, like a NIC. Otherwise all hosts share one
     /// backlog per CPU, which is too small for packets to many servers. With rings, agents see one more receive queue
     /// than there are cores.
-    pub has_rings: bool,
+    pub has_receive_rings: bool,
     /// Number of load balancers at the start (1 to 32), each of which is a next hop for the VIPs. More can be added
     /// later.
-    pub load_balancers: u16,
+    pub load_balancer_count: u16,
     /// Number of hosts for rack controllers (0 to 32).
-    pub racks: u16,
+    pub rack_controller_count: u16,
     /// Number of client addresses (1 to 200). They count up from 10.1.0.7, or from 10.2.0.7 if the client is behind a
     /// router.
-    pub client_addresses: u16,
+    pub client_address_count: u16,
     /// MTU of the link from the router to the client behind it (68 to 1500), or `None` if the client is on the servers'
     /// segment.
     pub router_mtu: Option<u16>,
@@ -45,7 +45,7 @@ pub struct TestbedOptions {
     /// Address family of the VIPs, and of packets between the client and the services.
     pub family: AddressFamily,
     /// Number of entries in each emulated NIC's indirection table (a power of two up to 2048).
-    pub indirection_entries: usize,
+    pub indirection_entry_count: usize,
     /// Seed of the initial RSS keys of emulated NICs.
     pub seed: u64,
 }
@@ -63,35 +63,35 @@ impl Default for TestbedOptions {
     fn default() -> Self {
         Self {
             instance: "testbed".to_owned(),
-            servers: 4,
-            cores: 4,
-            has_rings: false,
-            load_balancers: 1,
-            racks: 0,
-            client_addresses: 4,
+            server_count: 4,
+            core_count: 4,
+            has_receive_rings: false,
+            load_balancer_count: 1,
+            rack_controller_count: 0,
+            client_address_count: 4,
             router_mtu: None,
             routes_answers_via_load_balancer: false,
             has_server_router: false,
             vlans: None,
             vip_count: 1,
             family: AddressFamily::Ipv4,
-            indirection_entries: 128,
+            indirection_entry_count: 128,
             seed: 1,
         }
     }
 }
 
 impl TestbedOptions {
-    /// Fails when a number is out of range, or when options exclude each other.
+    /// Checks the options. Fails when a number is out of range, or when options exclude each other.
     pub(super) fn check(&self) -> anyhow::Result<()> {
         for (value, min, max, name) in [
-            (self.servers, 0, SERVERS_MAX, "servers"),
-            (self.cores, 1, CORES_MAX, "cores"),
-            (self.load_balancers, 1, LOAD_BALANCERS_MAX, "load balancers"),
-            (self.racks, 0, RACKS_MAX, "racks"),
-            (self.client_addresses, 1, CLIENT_ADDRESSES_MAX, "client addresses"),
+            (self.server_count, 0, SERVERS_MAX, "servers"),
+            (self.core_count, 1, CORES_MAX, "cores"),
+            (self.load_balancer_count, 1, LOAD_BALANCERS_MAX, "load balancers"),
+            (self.rack_controller_count, 0, RACKS_MAX, "racks"),
+            (self.client_address_count, 1, CLIENT_ADDRESSES_MAX, "client addresses"),
             (u16::from(self.vip_count), 1, 250, "VIPs"),
-            (self.router_mtu.unwrap_or(ETHERNET_MTU), IPV4_MTU_MIN, ETHERNET_MTU, "bytes of MTU"),
+            (self.router_mtu.unwrap_or(ETHERNET_MTU), MIN_IPV4_MTU, ETHERNET_MTU, "bytes of MTU"),
         ] {
             if !(min..=max).contains(&value) {
                 bail!("{value} {name} in a testbed: expected {min} to {max}");
@@ -103,11 +103,13 @@ impl TestbedOptions {
                  route"
             );
         }
-        if self.vlans.is_some() && (self.router_mtu.is_some() || self.has_server_router || self.racks > 0) {
+        if self.vlans.is_some()
+            && (self.router_mtu.is_some() || self.has_server_router || self.rack_controller_count > 0)
+        {
             bail!("VLANs with routers or racks: expected no `router_mtu`, `routed_servers` and `racks`");
         }
-        if self.family == AddressFamily::Ipv6 && self.router_mtu.is_some_and(|mtu| mtu < IPV6_MTU_MIN) {
-            bail!("IPv6 by a router with `router_mtu` below {IPV6_MTU_MIN}: expected at least that");
+        if self.family == AddressFamily::Ipv6 && self.router_mtu.is_some_and(|mtu| mtu < MIN_IPV6_MTU) {
+            bail!("IPv6 by a router with `router_mtu` below {MIN_IPV6_MTU}: expected at least that");
         }
         Ok(())
     }

@@ -25,7 +25,7 @@ const DASHBOARD_URL: &str = "http://127.0.0.1:7401/";
 const PAGE_TIMEOUT: Duration = Duration::from_secs(30);
 const SERVER_COUNT: u16 = 6;
 const CORE_COUNT: u16 = 4;
-/// Maximum duration of the traffic that the browser shows (s).
+/// Maximum duration of the load generator's traffic (s).
 const MAX_TRAFFIC_SECONDS: u64 = 90;
 /// Delay before the screenshot, so that the lines and the heat map contain data.
 const SCREENSHOT_DELAY: Duration = Duration::from_secs(45);
@@ -66,8 +66,8 @@ async fn connect_to_driver() -> anyhow::Result<Client> {
     }
 }
 
-/// Waits until a script in the page returns true. `description` describes the condition.
-async fn wait_until(client: &Client, description: &str, script: &str) -> anyhow::Result<()> {
+/// Waits until the page's script `script` returns true. `description` describes this condition in errors.
+async fn wait_until_script_is_true(client: &Client, description: &str, script: &str) -> anyhow::Result<()> {
     let deadline = tokio::time::Instant::now() + PAGE_TIMEOUT;
     loop {
         if client.execute(&format!("return {script};"), Vec::new()).await? == Value::Bool(true) {
@@ -116,16 +116,22 @@ async fn read_browser_errors(client: &Client) -> anyhow::Result<Vec<String>> {
 
 /// Checks that the page shows nothing without a valid token, and logs in.
 async fn check_login(client: &Client, token: &str) -> anyhow::Result<()> {
-    wait_until(client, "the form to log in", "!document.getElementById('login').hidden").await?;
+    wait_until_script_is_true(client, "the form to log in", "!document.getElementById('login').hidden").await?;
     ensure!(!read_page_text(client).await?.contains("web0"), "seen without a token: {}", read_page_text(client).await?);
     log_in(client, "not-the-token-not-the-token-not-the").await?;
-    wait_until(client, "a refusal", "document.getElementById('refusal').textContent.includes('is not valid')").await?;
+    wait_until_script_is_true(
+        client,
+        "a refusal",
+        "document.getElementById('refusal').textContent.includes('is not valid')",
+    )
+    .await?;
     // The browser logs every 401, of which two are expected here.
     let expected_errors = read_browser_errors(client).await?;
     ensure!(expected_errors.iter().all(|line| line.contains("401")), "{expected_errors:?}");
 
     log_in(client, token).await?;
-    wait_until(client, "the page", "document.getElementById('connection').textContent === 'live'").await?;
+    wait_until_script_is_true(client, "the page", "document.getElementById('connection').textContent === 'live'")
+        .await?;
     Ok(())
 }
 
@@ -136,42 +142,50 @@ async fn check_loads_and_traffic(client: &Client) -> anyhow::Result<()> {
         "document.getElementById('under').textContent.startsWith('{SERVER_COUNT} servers, {core_count} cores; loads of \
          {SERVER_COUNT}')"
     );
-    wait_until(client, "the loads of every core", &summary_script).await?;
+    wait_until_script_is_true(client, "the loads of every core", &summary_script).await?;
     for expected in ["web0", "10.200.0.1:80", "crossrss-plus", "lb1", "connected"] {
-        wait_until(client, expected, &format!("document.body.innerText.includes('{expected}')")).await?;
+        wait_until_script_is_true(client, expected, &format!("document.body.innerText.includes('{expected}')")).await?;
     }
     let names_script = "[...document.querySelectorAll('#names div')].map((name) => name.textContent).join()";
     let names = client.execute(&format!("return {names_script};"), Vec::new()).await?;
     ensure!(names == "s1,s2,s3,s4,s5,s6", "{names}");
     let reporting_script =
         format!("document.querySelector('#tiles .tile b').textContent === '{SERVER_COUNT} of {SERVER_COUNT}'");
-    wait_until(client, "reports of every server", &reporting_script).await?;
+    wait_until_script_is_true(client, "reports of every server", &reporting_script).await?;
     // Loads are drawn if the newest column has a colour per core, and if not all colours are equal.
     let colours_script = "(() => { const map = document.getElementById('heat'); \
         const data = map.getContext('2d').getImageData(map.width - 2, 0, 1, map.height).data; \
         const seen = new Set(); \
         for (let i = 0; i < data.length; i += 4) if (data[i + 3]) seen.add(data.slice(i, i + 3).join()); \
         return seen.size > 3; })()";
-    wait_until(client, "colours of different loads", colours_script).await?;
+    wait_until_script_is_true(client, "colours of different loads", colours_script).await?;
     let traffic_script = "Number(document.querySelectorAll('#tiles .tile b')[4].textContent) > 0";
-    wait_until(client, "new connections", traffic_script).await?;
+    wait_until_script_is_true(client, "new connections", traffic_script).await?;
     Ok(())
 }
 
-/// Checks that the page shows the state of server 2, which drains, and the event.
+/// Checks that the page shows that server 2 drains, and the event of the drain.
 async fn check_draining_server(client: &Client) -> anyhow::Result<()> {
     let draining_script = "[...document.querySelectorAll('#servers tbody tr')].some((row) => \
         row.textContent.startsWith('s2') && row.textContent.includes('draining'))";
-    wait_until(client, "the server that drains", draining_script).await?;
+    wait_until_script_is_true(client, "the server that drains", draining_script).await?;
     // For a short time, agents report that server's MAC address as missing, until they have resolved it.
-    wait_until(client, "warnings that go", "!document.getElementById('servers').textContent.includes('no MAC')")
-        .await?;
-    wait_until(client, "events are shown", "document.getElementById('events').textContent.includes('draining')")
-        .await?;
+    wait_until_script_is_true(
+        client,
+        "warnings that go",
+        "!document.getElementById('servers').textContent.includes('no MAC')",
+    )
+    .await?;
+    wait_until_script_is_true(
+        client,
+        "events are shown",
+        "document.getElementById('events').textContent.includes('draining')",
+    )
+    .await?;
     Ok(())
 }
 
-/// Checks that the page needs no other origin, and that no script can read the session.
+/// Checks that the page loads nothing from other origins, and that no script can read the session's cookie.
 async fn check_isolation(client: &Client) -> anyhow::Result<()> {
     // The page must not load any resource from another origin.
     let origins_script = "return [...new Set(performance.getEntriesByType('resource').map((entry) => new \
@@ -201,7 +215,7 @@ async fn check_dashboard(token: String, drain_server: &(dyn Fn() -> anyhow::Resu
     check_isolation(&client).await?;
 
     find_by_id(&client, "logout").await?.click().await?;
-    wait_until(
+    wait_until_script_is_true(
         &client,
         "the form again",
         "document.getElementById('page').hidden && !document.getElementById('login').hidden",
@@ -213,7 +227,7 @@ async fn check_dashboard(token: String, drain_server: &(dyn Fn() -> anyhow::Resu
     Ok(())
 }
 
-/// Starts connections to the service, with the arrivals of a generated workload.
+/// Starts the load generator, which opens connections to the service at the times of a generated workload.
 fn start_load_generator(testbed: &Testbed) -> anyhow::Result<Process> {
     let arrival_workload = Workload {
         duration_us: MAX_TRAFFIC_SECONDS * 1_000_000,
@@ -233,8 +247,8 @@ fn dashboard_shows_every_core_and_pool_changes() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions {
         instance: "tdash".to_owned(),
-        servers: SERVER_COUNT,
-        cores: CORE_COUNT,
+        server_count: SERVER_COUNT,
+        core_count: CORE_COUNT,
         ..TestbedOptions::default()
     };
     let testbed = Testbed::create(options).unwrap();

@@ -18,7 +18,7 @@ fn demo_command(arguments: &[&str], output_directory: &Path) -> anyhow::Result<C
     Ok(command)
 }
 
-/// Returns the results that a successful demo has printed.
+/// Parses the JSON results that a demo has printed. Fails if the demo has failed.
 fn parse_results(output: &Output) -> anyhow::Result<serde_json::Value> {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).context("stdout is not one JSON object")
@@ -28,12 +28,12 @@ fn read_arrival_log(output_directory: &Path) -> anyhow::Result<ArrivalLog> {
     Ok(std::fs::read_to_string(output_directory.join("arrivals-seed1.txt"))?.parse()?)
 }
 
-fn instance_of_demo(demo: u32) -> String {
-    format!("demohash{demo}")
+fn demo_instance_name(demo_pid: u32) -> String {
+    format!("demohash{demo_pid}")
 }
 
 #[test]
-fn core_aware_placement_beats_hash_and_nothing_breaks() -> anyhow::Result<()> {
+fn core_aware_policies_beat_hash_and_break_no_connection() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let output_directory = tempfile::tempdir()?;
     let arguments = ["--seconds", "24", "--seeds", "1", "--policy", "hash,crossrss,crossrss-plus", "--format", "json"];
@@ -100,14 +100,14 @@ fn wait_with_timeout(child: &mut Child, limit: Duration) -> anyhow::Result<std::
     }
 }
 
-/// Starts a demo, waits until its testbed exists, and sends it a signal. Returns the testbed's name.
+/// Starts a demo, waits until its testbed exists, and sends the demo a signal. Returns the testbed's name.
 fn start_and_signal_demo(signal: Signal) -> anyhow::Result<String> {
     let output_directory = tempfile::tempdir()?;
     let mut demo_process = demo_command(&["--policy", "hash"], output_directory.path())?
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()?;
-    let instance_name = instance_of_demo(demo_process.id());
+    let instance_name = demo_instance_name(demo_process.id());
     let deadline = Instant::now() + Duration::from_secs(60);
     while !find_remains(&instance_name)
         .iter()

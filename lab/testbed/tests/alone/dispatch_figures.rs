@@ -17,12 +17,13 @@ fn run_figure(arguments: &[&str]) -> anyhow::Result<FigureResult> {
     Ok(serde_json::from_slice(&output.stdout)?)
 }
 
-/// Asserts that every panel has these curves, each with values of at least `minimum` at every point.
-fn assert_figure_is_complete(result: &FigureResult, panels: usize, series: &[&str], minimum: f64) {
-    assert_eq!(result.table.panels.len(), panels);
+/// Asserts that there are `panel_count` panels, and that each has the curves `expected_labels`, none of whose values is
+/// below `minimum`.
+fn assert_figure_is_complete(result: &FigureResult, panel_count: usize, expected_labels: &[&str], minimum: f64) {
+    assert_eq!(result.table.panels.len(), panel_count);
     for panel in &result.table.panels {
         let curve_labels: Vec<&str> = panel.curves.iter().map(|curve| curve.label.as_str()).collect();
-        assert_eq!(curve_labels, series, "{}", panel.title);
+        assert_eq!(curve_labels, expected_labels, "{}", panel.title);
         let cell_counts: Vec<usize> = panel.curves.iter().map(|curve| curve.cells.len()).collect();
         assert!(
             cell_counts[0] > 0 && cell_counts.iter().all(|count| *count == cell_counts[0]),
@@ -35,7 +36,7 @@ fn assert_figure_is_complete(result: &FigureResult, panels: usize, series: &[&st
 }
 
 #[test]
-fn request_figure_is_measured_live() -> anyhow::Result<()> {
+fn live_request_figure_is_complete() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let series = ["random", "jsq", "jsq (simulated)", "jlq"];
     let result = run_figure(&["turbo-9-live", "--seconds", "0.4", "--points", "30,40", "--series", &series.join(",")])?;
@@ -55,7 +56,7 @@ fn request_figure_is_measured_live() -> anyhow::Result<()> {
 }
 
 #[test]
-fn service_class_figure_is_measured_live() -> anyhow::Result<()> {
+fn live_service_class_figure_is_complete() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let result = run_figure(&["ringleader-classes-live", "--seconds", "0.5", "--series", "jbsrq,jbsrq (simulated)"])?;
     assert_figure_is_complete(&result, 3, &["jbsrq", "jbsrq (simulated)"], 1.0);
@@ -63,7 +64,7 @@ fn service_class_figure_is_measured_live() -> anyhow::Result<()> {
 }
 
 #[test]
-fn orchestrator_is_measured_live() -> anyhow::Result<()> {
+fn live_orchestrator_figure_is_complete() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let series = ["RingLeader", "RingLeader (simulated)"];
     // The value is a load of 80 %, as in the bars.
@@ -75,7 +76,7 @@ fn orchestrator_is_measured_live() -> anyhow::Result<()> {
 }
 
 #[test]
-fn rocksdb_is_measured_live() -> anyhow::Result<()> {
+fn live_rocksdb_figure_is_complete() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     if !Path::new("/usr/lib/x86_64-linux-gnu/librocksdb.so.7.8").exists() {
         println!("SKIPPED rocksdb_is_measured_live: needs Debian package librocksdb7.8");
@@ -87,11 +88,11 @@ fn rocksdb_is_measured_live() -> anyhow::Result<()> {
 }
 
 #[test]
-fn core_assignments_are_measured_live() -> anyhow::Result<()> {
+fn live_core_assignment_figure_is_complete() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let result = run_figure(&["ringleader-cores-live", "--seconds", "1.5", "--points", "20"])?;
-    let allocators = ["software allocator (15 cores + 1)", "software allocator (16 cores + 1)"];
-    assert_figure_is_complete(&result, 2, &[&["shared", "hybrid", "dedicated"], &allocators[..]].concat(), 1.0);
+    let allocator_labels = ["software allocator (15 cores + 1)", "software allocator (16 cores + 1)"];
+    assert_figure_is_complete(&result, 2, &[&["shared", "hybrid", "dedicated"], &allocator_labels[..]].concat(), 1.0);
     assert_eq!(result.claims.len(), 4);
     Ok(())
 }

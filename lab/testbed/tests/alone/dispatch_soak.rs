@@ -4,7 +4,7 @@ use coreward_testbed::dispatch_soak::{DispatchSoakArgs, run};
 use coreward_testbed::{missing_testbed_rights, skip_if};
 
 #[test]
-fn dispatch_counts_are_exact_under_faults() {
+fn dispatch_counters_are_exact_under_faults() {
     skip_if!(missing_testbed_rights());
     let outcome = run("dsoak", DispatchSoakArgs { seconds: 24, seed: 2, settle_ms: 60_000 }).unwrap();
     println!("{outcome:#?}");

@@ -19,7 +19,7 @@ use nix::sys::signal::Signal;
 
 use crate::support::{assert_streams_unbroken, eventually, sleep_ms};
 
-/// Maximum time until another controller leads. It is a multiple of the lease's duration, for slow machines.
+/// Maximum time until another controller becomes the leader, a multiple of the lease's duration for slow machines.
 const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// Fleet with three controllers and three etcd members. The fields are dropped in this order, the testbed last.
@@ -58,12 +58,12 @@ fn start_controller(testbed: &Testbed, members: &[LocalMember], number: u16) -> 
     testbed.spawn(testbed.controller(), command).unwrap()
 }
 
-fn start_etcd_member(testbed: &Testbed, members: &[LocalMember], position: usize) -> Process {
-    let command = members[position].start_command(members, &testbed.directory());
+fn start_etcd_member(testbed: &Testbed, members: &[LocalMember], member_index: usize) -> Process {
+    let command = members[member_index].start_command(members, &testbed.directory());
     testbed.spawn(testbed.controller(), command).expect("etcd cannot be started: `scripts/install run` installs it")
 }
 
-/// Runs `coreward ARGUMENTS` against this controller, with a timeout of 10 s in case that it is stopped.
+/// Runs `coreward ARGUMENTS` against one controller, with a timeout of 10 s in case the controller is stopped.
 fn run_at_controller(testbed: &Testbed, controller: u16, arguments: &[&str]) -> anyhow::Result<()> {
     let command = operator_command_for(testbed, [controller], arguments)?;
     let mut command_with_timeout = Command::new("timeout");
@@ -82,16 +82,16 @@ fn run_at_leader(
     Ok(String::from_utf8(testbed.run_command(testbed.controller(), command)?.stdout)?)
 }
 
-fn fleet_document(servers: u16) -> String {
+fn fleet_document(server_count: u16) -> String {
     let mut document =
         "report_interval = \"100ms\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\n".to_owned();
-    for number in 1..=servers {
+    for number in 1..=server_count {
         document += &format!("[[server]]\nname = \"s{number}\"\naddress = \"10.1.1.{number}\"\n");
     }
     document
 }
 
-/// Repeats a query until it returns a value, because at times no controller or no etcd member leads.
+/// Repeats a query until it returns a value, because at times no controller or no etcd member is the leader.
 fn retry_until_some<T>(description: &str, query: impl Fn() -> Option<T>) -> T {
     let mut query_result = None;
     eventually(TAKEOVER_TIMEOUT, description, || {
@@ -101,7 +101,7 @@ fn retry_until_some<T>(description: &str, query: impl Fn() -> Option<T>) -> T {
     query_result.expect("it is there")
 }
 
-/// Applies the first document by a controller that runs only for this time.
+/// Applies the first fleet document with a controller that runs only for this purpose.
 fn apply_first_document(testbed: &Testbed, etcd_members: &[LocalMember], document: &str) {
     let mut first_controller = start_controller(testbed, etcd_members, 1);
     let document_path = testbed.directory().join("applied.toml");
@@ -115,14 +115,14 @@ impl HighAvailabilityEnv {
     fn start(instance: &str) -> Self {
         let options = TestbedOptions {
             instance: instance.to_owned(),
-            servers: 3,
-            load_balancers: 2,
-            cores: 1,
+            server_count: 3,
+            load_balancer_count: 2,
+            core_count: 1,
             ..TestbedOptions::default()
         };
         let testbed = Testbed::create(options).unwrap();
         let stream_servers = testbed.start_stream_servers().unwrap();
-        let etcd_members = LocalMember::local_cluster(3, CONTROLLER_ADDRESS.into(), 2379);
+        let etcd_members = LocalMember::local_cluster_members(3, CONTROLLER_ADDRESS.into(), 2379);
         let etcd_processes =
             (0..3).map(|position| Some(start_etcd_member(&testbed, &etcd_members, position))).collect();
         let applied_document = fleet_document(3);
@@ -132,7 +132,7 @@ impl HighAvailabilityEnv {
             load_source: LoadSource::PacedServer,
             steers_connections: false,
             shared_store_config: Some(etcd_config_table(&etcd_members)),
-            other_controller_addresses: [2, 3].map(controller_address_of).into(),
+            external_controller_addresses: [2, 3].map(controller_address_of).into(),
             ..FleetOptions::default()
         };
         let fleet = Fleet::start(&testbed, options).unwrap();
@@ -150,8 +150,8 @@ impl HighAvailabilityEnv {
         }
     }
 
-    /// Applies a changed document repeatedly until a controller acknowledges it. Returns that controller's number.
-    fn apply_change(&mut self) -> u16 {
+    /// Sends a changed fleet document repeatedly until a controller acknowledges it. Returns that controller's number.
+    fn apply_changed_document(&mut self) -> u16 {
         self.change_count += 1;
         let changed_weight = format!("weight = {}\nname = \"s1\"", self.change_count);
         let changed_document = fleet_document(3).replacen("name = \"s1\"", &changed_weight, 1);
@@ -193,13 +193,13 @@ impl HighAvailabilityEnv {
         }
     }
 
-    /// Kills the etcd member that leads, and starts it again after a controller has acknowledged a change without it.
+    /// Kills the leading etcd member, and restarts it after a controller has acknowledged a change.
     fn apply_change_without_etcd_leader(&mut self) {
-        let leader_index = retry_until_some("one of three members leads", || self.etcd_leader_index());
+        let leader_index = retry_until_some("one of three members leads", || self.query_etcd_leader_index());
         let mut killed_member = self.etcd_processes[leader_index].take().unwrap();
         killed_member.send_signal(Signal::SIGKILL).unwrap();
         killed_member.wait(TAKEOVER_TIMEOUT).unwrap();
-        self.apply_change();
+        self.apply_changed_document();
         self.etcd_processes[leader_index] = Some(start_etcd_member(&self.testbed, &self.etcd_members, leader_index));
     }
 
@@ -224,7 +224,7 @@ impl HighAvailabilityEnv {
         serde_json::from_str(&text).ok()
     }
 
-    /// Returns the names of the servers that are drained by `coreward drain`.
+    /// Returns the names of the servers that were drained by `coreward drain`, according to `coreward status`.
     fn query_servers_drained_by_command(&self) -> Vec<String> {
         let status = retry_until_some("a controller leads", || self.query_status());
         let servers = status["servers"].as_array().unwrap().iter();
@@ -241,7 +241,7 @@ impl HighAvailabilityEnv {
         })
     }
 
-    fn etcd_leader_index(&self) -> Option<usize> {
+    fn query_etcd_leader_index(&self) -> Option<usize> {
         let endpoints: Vec<String> = self.etcd_members.iter().map(LocalMember::endpoint).collect();
         let mut command = Command::new("etcdctl");
         command.args(["--endpoints", &endpoints.join(","), "endpoint", "status", "--write-out", "json"]);
@@ -260,20 +260,20 @@ fn acknowledged_changes_survive_leader_changes() {
     let mut env = HighAvailabilityEnv::start("ha");
     let initial_server_ids = retry_until_some("a controller leads", || env.query_server_ids());
     let stream_client = env.testbed.start_stream_client(&StreamWorkload::endless(100.0), None).unwrap();
-    let first_leader = env.apply_change();
+    let first_leader = env.apply_changed_document();
     let drain_output = retry_until_some("s3 is drained", || run_at_leader(&env.testbed, 1..=3, &["drain", "s3"]).ok());
     assert!(drain_output.starts_with("s3 is drain"), "{drain_output}");
 
     // The leader is killed.
     env.kill_controller(first_leader);
-    let second_leader = env.apply_change();
+    let second_leader = env.apply_changed_document();
     assert_ne!(second_leader, first_leader);
     assert_eq!(env.query_servers_drained_by_command(), ["s3"], "the drain is on record");
     env.restart_controller(first_leader);
 
     // The leader is stopped for longer than its lease, and continues when another controller leads.
     env.send_signal(second_leader, Signal::SIGSTOP);
-    let third_leader = env.apply_change();
+    let third_leader = env.apply_changed_document();
     assert_ne!(third_leader, second_leader);
     env.send_signal(second_leader, Signal::SIGCONT);
     for _ in 0..20 {

@@ -14,7 +14,7 @@ use coreward_testbed::{Namespace, TestbedOptions, counters, missing_testbed_righ
 
 use crate::support::{TestEnv, assert_streams_unbroken, sleep_ms};
 
-/// Prefix of the spoofed sources and its first address. The prefix is unused and behind the router.
+/// Prefix of the spoofed source addresses, and its first address as a number. The unused prefix is behind the router.
 const SPOOFED_SOURCE_PREFIX: (&str, u32) = ("10.2.128.0/17", 0x0a02_8000);
 const SYNS_PER_BURST: u32 = 40;
 const BURST_INTERVAL: Duration = Duration::from_millis(2);
@@ -53,7 +53,7 @@ fn syn_packet(source: Ipv4Addr, port: u16, sequence: u32) -> Vec<u8> {
     [ip_header, tcp_segment].concat()
 }
 
-/// Sends SYNs from spoofed sources until `stop_flag`, and returns the number of SYNs sent.
+/// Sends SYNs from spoofed sources until `stop_flag` is set, and returns the number of SYNs sent.
 fn flood_with_syns(client: &Namespace, stop_flag: &AtomicBool) -> anyhow::Result<u64> {
     client.run_within(|| {
         // SAFETY: takes integers, returns a new descriptor or -1.
@@ -63,26 +63,26 @@ fn flood_with_syns(client: &Namespace, stop_flag: &AtomicBool) -> anyhow::Result
         let socket = unsafe { OwnedFd::from_raw_fd(socket_fd) };
         let destination = nix::sys::socket::SockaddrIn::from(SERVICE_ADDRESS);
         let mut rng = seeded_rng(1, 99);
-        let mut sent_syns = 0;
+        let mut sent_syn_count = 0;
         while !stop_flag.load(Ordering::Relaxed) {
             for _ in 0..SYNS_PER_BURST {
                 let source_address = Ipv4Addr::from_bits(SPOOFED_SOURCE_PREFIX.1 + uniform_below(&mut rng, 1 << 15));
                 let source_port = 1024 + uniform_below(&mut rng, 60_000) as u16;
                 let packet = syn_packet(source_address, source_port, uniform_below(&mut rng, u32::MAX));
                 let flags = nix::sys::socket::MsgFlags::empty();
-                sent_syns +=
+                sent_syn_count +=
                     u64::from(nix::sys::socket::sendto(socket.as_raw_fd(), &packet, &destination, flags).is_ok());
             }
             std::thread::sleep(BURST_INTERVAL);
         }
-        Ok(sent_syns)
+        Ok(sent_syn_count)
     })
 }
 
 fn assert_connections_survive_syn_flood(instance: &str, consistency: Consistency) {
     let options = TestbedOptions {
         instance: instance.to_owned(),
-        servers: 3,
+        server_count: 3,
         router_mtu: Some(1500),
         ..TestbedOptions::default()
     };
@@ -100,9 +100,9 @@ fn assert_connections_survive_syn_flood(instance: &str, consistency: Consistency
         sleep_ms(2_000);
         assert_streams_unbroken(stream_client);
         stop_flag.store(true, Ordering::Relaxed);
-        let sent_syns = flood_thread.join().unwrap().unwrap();
-        println!("{sent_syns} SYNs");
-        assert!(sent_syns > 20_000, "{sent_syns} SYNs are no flood");
+        let sent_syn_count = flood_thread.join().unwrap().unwrap();
+        println!("{sent_syn_count} SYNs");
+        assert!(sent_syn_count > 20_000, "{sent_syn_count} SYNs are no flood");
     });
     let read_counters = |number| counters::read_kernel_counters(env.testbed.server(number).unwrap()).unwrap();
     let server_counters: Vec<_> = [2, 3].map(read_counters).into();

@@ -23,14 +23,15 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    /// Starts servers with nginx behind another load balancer, without agents of coreward.
+    /// Starts servers with nginx behind a load balancer other than coreward, without agents.
     fn start_behind_baseline(
         kind: BaselineKind,
         instance: &str,
         family: AddressFamily,
     ) -> (baseline_lb::BaselineLoadBalancer, Self) {
         let instance = instance.to_owned();
-        let options = TestbedOptions { instance, family, servers: SERVER_COUNT, cores: 1, ..TestbedOptions::default() };
+        let options =
+            TestbedOptions { instance, family, server_count: SERVER_COUNT, core_count: 1, ..TestbedOptions::default() };
         let testbed = Testbed::create(options).unwrap();
         let nginx_servers =
             testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
@@ -40,9 +41,9 @@ impl TestEnv {
     }
 
     /// Opens connections to the service and sends one request on each. Every fourth connection has no TCP timestamps.
-    fn open_connections(&self, count: usize) -> HeldConnections {
+    fn open_connections(&self, connection_count: usize) -> OpenConnections {
         let connections_and_workers = self.testbed.client().run_within(|| {
-            (0..count)
+            (0..connection_count)
                 .map(|index| {
                     let timestamps_setting = if index % 4 == 0 { "0" } else { "1" };
                     std::fs::write("/proc/sys/net/ipv4/tcp_timestamps", timestamps_setting)?;
@@ -52,10 +53,10 @@ impl TestEnv {
                 })
                 .collect()
         });
-        HeldConnections(connections_and_workers.unwrap())
+        OpenConnections(connections_and_workers.unwrap())
     }
 
-    /// Starts wrk on keep-alive connections, for a number of seconds.
+    /// Starts wrk with keep-alive connections, which ends after `seconds` seconds.
     fn start_wrk(&self, seconds: u32) -> Process {
         let mut wrk = Command::new("wrk");
         let page_url = format!("http://{}/who", self.testbed.service_address());
@@ -91,7 +92,7 @@ impl TestEnv {
         self.testbed.server_numbers().into_iter().map(read_setting).collect()
     }
 
-    /// Replaces the additional lines in the fleet's file, and waits until they are applied everywhere.
+    /// Replaces the additional lines in the fleet document, and waits until all components apply the new document.
     fn set_extra_fleet_text_and_wait(&self, fleet: &mut Fleet, fleet_text: &str) {
         let generation_before =
             fleet.query_status(&self.testbed).unwrap()["configuration_generation"].as_u64().unwrap();
@@ -103,7 +104,7 @@ impl TestEnv {
     }
 
     /// Runs `coreward DAEMON --config FILE --detach` on a host.
-    fn run_detach(&self, host: &coreward_testbed::Namespace, daemon: &str, config_name: &str) {
+    fn detach_daemon(&self, host: &coreward_testbed::Namespace, daemon: &str, config_name: &str) {
         let mut command = Command::new(coreward_testbed::fleet::coreward_binary().unwrap());
         command
             .arg(daemon)
@@ -115,9 +116,9 @@ impl TestEnv {
 }
 
 /// Open connections, each with the worker that answered its first request.
-struct HeldConnections(Vec<(HttpConnection, WorkerIdentity)>);
+struct OpenConnections(Vec<(HttpConnection, WorkerIdentity)>);
 
-impl HeldConnections {
+impl OpenConnections {
     fn count_broken_connections(&mut self) -> usize {
         count_broken_connections(&mut self.0)
     }
@@ -127,12 +128,12 @@ impl HeldConnections {
     }
 }
 
-fn assert_none_broken<const N: usize>(connections: [&mut HeldConnections; N], moment: &str) {
-    assert_eq!(connections.map(HeldConnections::count_broken_connections), [0; N], "{moment}");
+fn assert_no_connection_broken<const N: usize>(connections: [&mut OpenConnections; N], moment: &str) {
+    assert_eq!(connections.map(OpenConnections::count_broken_connections), [0; N], "{moment}");
 }
 
-/// Waits for wrk, checks that it got responses, and returns the lines in which it reports errors.
-fn finish_wrk(mut wrk: Process) -> Vec<String> {
+/// Waits for the end of wrk and asserts that it got responses. Returns the lines of its output that report errors.
+fn wait_for_wrk(mut wrk: Process) -> Vec<String> {
     use std::io::Read as _;
     assert!(wrk.wait(Duration::from_secs(40)).unwrap().success());
     let mut wrk_output = String::new();
@@ -143,11 +144,11 @@ fn finish_wrk(mut wrk: Process) -> Vec<String> {
     wrk_output.lines().filter(|line| line.contains("errors") || line.contains("Non-2xx")).map(str::to_owned).collect()
 }
 
-fn migrate_from_line(family: AddressFamily) -> String {
+fn migrate_from_config_line(family: AddressFamily) -> String {
     format!("migrate_from = \"{}\"\n", family.host_address(baseline_lb::BASELINE_ADDRESS))
 }
 
-fn migrate_to_line(family: AddressFamily) -> String {
+fn migrate_to_config_line(family: AddressFamily) -> String {
     format!("migrate_to = \"{}\"\n", family.host_address(baseline_lb::BASELINE_ADDRESS))
 }
 
@@ -170,12 +171,12 @@ fn assert_migration_from_director_and_back(instance: &str, family: AddressFamily
     assert_eq!(env.tcp_timestamps_settings(), ["1"; SERVER_COUNT as usize]);
 
     // Agents start first, then the load balancer, which gets no packets yet.
-    let mut fleet = env.start_fleet(&migrate_from_line(family));
-    assert_none_broken([&mut connections_before_agents], "when the agents came");
+    let mut fleet = env.start_fleet(&migrate_from_config_line(family));
+    assert_no_connection_broken([&mut connections_before_agents], "when the agents came");
     let mut connections_before_move = env.open_connections(40);
 
     env.testbed.route_vips_to_load_balancers(&[1]).unwrap();
-    assert_none_broken([&mut connections_before_agents, &mut connections_before_move], "when the VIP moved");
+    assert_no_connection_broken([&mut connections_before_agents, &mut connections_before_move], "when the VIP moved");
     let mut coreward_connections = env.open_connections(40);
     assert_eq!(coreward_connections.server_numbers().len(), usize::from(SERVER_COUNT));
     eventually(RELOAD_TIMEOUT, "connections of before pass the director", || {
@@ -183,11 +184,11 @@ fn assert_migration_from_director_and_back(instance: &str, family: AddressFamily
             && env.query_load_balancer_counter(&fleet, "established") > 0
     });
     sleep_ms(500);
-    assert_none_broken(
+    assert_no_connection_broken(
         [&mut connections_before_agents, &mut connections_before_move, &mut coreward_connections],
         "after earlier connections had passed the director",
     );
-    assert_eq!(finish_wrk(wrk_process), Vec::<String>::new());
+    assert_eq!(wait_for_wrk(wrk_process), Vec::<String>::new());
 
     // Connections from before the agents end here. Connections that came through the director since then have cookies
     // and no longer need the director.
@@ -195,37 +196,40 @@ fn assert_migration_from_director_and_back(instance: &str, family: AddressFamily
     connections_before_move.0.retain(|(connection, _)| connection.has_timestamps().unwrap());
     env.set_extra_fleet_text_and_wait(&mut fleet, "");
     drop(director);
-    assert_none_broken([&mut connections_before_move, &mut coreward_connections], "when the director was gone");
+    assert_no_connection_broken(
+        [&mut connections_before_move, &mut coreward_connections],
+        "when the director was gone",
+    );
     assert_migration_to_new_director(&env, fleet, family, [connections_before_move, coreward_connections]);
 }
 
-/// Asserts that no connection breaks while the service moves back to a new director without any state.
+/// Asserts that no connection breaks while the service moves back to a new IPVS director without any state.
 fn assert_migration_to_new_director(
     env: &TestEnv,
     mut fleet: Fleet,
     family: AddressFamily,
-    mut connections_before: [HeldConnections; 2],
+    mut connections_before: [OpenConnections; 2],
 ) {
     let wrk_process = env.start_wrk(9);
     let _new_director = env.testbed.start_baseline_load_balancer(BaselineKind::DirectServerReturn).unwrap();
-    env.set_extra_fleet_text_and_wait(&mut fleet, &migrate_to_line(family));
+    env.set_extra_fleet_text_and_wait(&mut fleet, &migrate_to_config_line(family));
     assert_eq!(env.tcp_timestamps_settings(), ["1"; SERVER_COUNT as usize], "new connections are not stamped");
     let mut connections_during_handover = env.open_connections(40);
     sleep_ms(500);
-    assert_none_broken(connections_before.each_mut(), "while it was handed over");
-    assert_none_broken([&mut connections_during_handover], "while it was handed over");
-    assert_eq!(finish_wrk(wrk_process), Vec::<String>::new());
+    assert_no_connection_broken(connections_before.each_mut(), "while it was handed over");
+    assert_no_connection_broken([&mut connections_during_handover], "while it was handed over");
+    assert_eq!(wait_for_wrk(wrk_process), Vec::<String>::new());
     // All of the service's old connections end here.
     drop(connections_before);
     env.testbed.route_vips_to_baseline().unwrap();
-    assert_none_broken([&mut connections_during_handover], "when the VIP moved back");
+    assert_no_connection_broken([&mut connections_during_handover], "when the VIP moved back");
     let mut connections_after_handover = env.open_connections(40);
     drop(fleet);
-    env.run_detach(env.testbed.load_balancer(1).unwrap(), "lb", "lb1");
+    env.detach_daemon(env.testbed.load_balancer(1).unwrap(), "lb", "lb1");
     for number in env.testbed.server_numbers() {
-        env.run_detach(env.testbed.server(number).unwrap(), "agent", &format!("agent-s{number}"));
+        env.detach_daemon(env.testbed.server(number).unwrap(), "agent", &format!("agent-s{number}"));
     }
-    assert_none_broken(
+    assert_no_connection_broken(
         [&mut connections_during_handover, &mut connections_after_handover],
         "when nothing of coreward was left",
     );
@@ -239,7 +243,7 @@ fn vip_migrates_from_haproxy_and_back() {
     let mut haproxy_connections = env.open_connections(40);
     // As with plain DNS, these clients connect to servers' own addresses.
     let server_own_address = SocketAddrV4::new(server_address(1), SERVICE_ADDRESS.port());
-    let mut direct_connections = HeldConnections(
+    let mut direct_connections = OpenConnections(
         env.testbed
             .client()
             .run_within(|| {
@@ -249,21 +253,21 @@ fn vip_migrates_from_haproxy_and_back() {
             })
             .unwrap(),
     );
-    let mut fleet = env.start_fleet(&migrate_from_line(AddressFamily::Ipv4));
+    let mut fleet = env.start_fleet(&migrate_from_config_line(AddressFamily::Ipv4));
     env.testbed.route_vips_to_load_balancers(&[1]).unwrap();
-    assert_none_broken([&mut haproxy_connections, &mut direct_connections], "when the VIP moved");
+    assert_no_connection_broken([&mut haproxy_connections, &mut direct_connections], "when the VIP moved");
     let mut coreward_connections = env.open_connections(40);
     assert_eq!(coreward_connections.server_numbers().len(), usize::from(SERVER_COUNT));
-    env.set_extra_fleet_text_and_wait(&mut fleet, &migrate_to_line(AddressFamily::Ipv4));
+    env.set_extra_fleet_text_and_wait(&mut fleet, &migrate_to_config_line(AddressFamily::Ipv4));
     let mut connections_after_handback = env.open_connections(40);
     sleep_ms(500);
-    assert_none_broken(
+    assert_no_connection_broken(
         [&mut haproxy_connections, &mut coreward_connections, &mut connections_after_handback],
         "while it was handed over",
     );
     drop(coreward_connections);
     env.testbed.route_vips_to_baseline().unwrap();
-    assert_none_broken(
+    assert_no_connection_broken(
         [&mut haproxy_connections, &mut connections_after_handback, &mut direct_connections],
         "when the VIP moved back",
     );

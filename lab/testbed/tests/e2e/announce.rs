@@ -4,14 +4,14 @@
 use std::fs::{self, File};
 use std::process::{Command, Stdio};
 
-use coreward_testbed::addresses::{FIRST_VIP, HOST_DEVICE, load_balancer_address};
+use coreward_testbed::addresses::{FIRST_IPV4_VIP, HOST_DEVICE, load_balancer_address};
 use coreward_testbed::fleet::{FleetOptions, coreward_binary};
 use coreward_testbed::{DEFAULT_TIMEOUT, Namespace, Process, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{TestEnv, assert_streams_unbroken, eventually, run_command_line};
 
-/// BFD declares a neighbour down after 2 s without a packet. The time is long, because a busy machine may stop BIRD for
-/// more than 500 ms.
+/// BFD settings for BIRD, with which a neighbour is down after 2 s without a packet. The time is long, because a busy
+/// machine may stop BIRD for more than 500 ms.
 const BFD_CONFIG: &str =
     "protocol bfd { interface \"*\" { min rx interval 100 ms; min tx interval 100 ms; multiplier 20; }; }\n";
 const BGP_SESSION_CONFIG: &str =
@@ -28,7 +28,7 @@ fn router_bird_config() -> String {
     )
 }
 
-/// Returns the BIRD configuration for a load balancer in docs/deployment.md, with other times.
+/// Returns the BIRD configuration that docs/deployment.md gives for a load balancer, but with other intervals.
 fn load_balancer_bird_config(number: u16) -> String {
     let lb_address = load_balancer_address(number);
     format!(
@@ -39,9 +39,9 @@ fn load_balancer_bird_config(number: u16) -> String {
     )
 }
 
-fn start_bird(env: &TestEnv, namespace: &Namespace, name: &str, text: &str) -> Process {
+fn start_bird(env: &TestEnv, namespace: &Namespace, name: &str, config_text: &str) -> Process {
     let file_path = |extension: &str| env.testbed.directory().join(format!("bird-{name}.{extension}"));
-    fs::write(file_path("conf"), text).unwrap();
+    fs::write(file_path("conf"), config_text).unwrap();
     let log_file = File::create(file_path("log")).unwrap();
     let mut command = Command::new("/usr/sbin/bird");
     command.arg("-f").arg("-c").arg(file_path("conf")).arg("-s").arg(file_path("ctl"));
@@ -50,10 +50,10 @@ fn start_bird(env: &TestEnv, namespace: &Namespace, name: &str, text: &str) -> P
     bird_process.expect("BIRD cannot be started: `scripts/install run` installs it")
 }
 
-/// Returns the numbers of the load balancers to which the router sends connections for the VIP.
+/// Returns the numbers of the load balancers that are next hops of the router's route to the VIP.
 fn next_hop_load_balancers(env: &TestEnv) -> Vec<u16> {
     let route_output =
-        run_command_line(&env.testbed, env.testbed.ecmp_host(), &format!("ip route show {FIRST_VIP}/32"));
+        run_command_line(&env.testbed, env.testbed.ecmp_host(), &format!("ip route show {FIRST_IPV4_VIP}/32"));
     let is_next_hop = |number: &u16| {
         let next_hop_text = format!("via {} ", load_balancer_address(*number));
         route_output.contains(&next_hop_text)
@@ -64,8 +64,8 @@ fn next_hop_load_balancers(env: &TestEnv) -> Vec<u16> {
 fn start_env() -> TestEnv {
     let options = TestbedOptions {
         instance: "announce".to_owned(),
-        servers: 3,
-        load_balancers: 2,
+        server_count: 3,
+        load_balancer_count: 2,
         router_mtu: Some(1500),
         ..TestbedOptions::default()
     };

@@ -68,13 +68,19 @@ fn expired_validity() -> Validity {
     Validity { not_before: now - 2 * DAY, not_after: now - DAY }
 }
 
-/// Issues a certificate by the testbed's authority, and returns its directory.
-fn issue(testbed: &Testbed, role: Role, subject_name: &str, fleet_name: &str, validity: Validity) -> PathBuf {
+/// Issues a certificate by the testbed's authority, and returns the directory of its files.
+fn issue_testbed_certificate(
+    testbed: &Testbed,
+    role: Role,
+    subject_name: &str,
+    fleet_name: &str,
+    validity: Validity,
+) -> PathBuf {
     issue_certificate(testbed, role, subject_name, &parse_name(fleet_name), validity).unwrap()
 }
 
-/// Issues a certificate for the agent by another authority, and returns its directory.
-fn issue_by_foreign_authority(testbed: &Testbed) -> PathBuf {
+/// Issues a certificate for the agent by another authority, and returns the directory of its files.
+fn issue_foreign_certificate(testbed: &Testbed) -> PathBuf {
     let foreign_directory = certificate_directory(testbed).join("foreign");
     let foreign_authority = Authority::init(&foreign_directory, &parse_name("testbed"), 30 * DAY).unwrap();
     let directory = certificate_directory(testbed).join("elsewhere");
@@ -104,8 +110,8 @@ fn assert_only_needed_capabilities(fleet: &mut Fleet) {
     }
 }
 
-/// Restarts the agent with the certificate in this directory, and waits until the controller's log and the agent's log
-/// contain these messages.
+/// Restarts the agent with the certificate in `directory`, and waits until the logs of the controller and of the agent
+/// contain the respective message of `messages`.
 fn assert_agent_is_rejected(testbed: &Testbed, fleet: &mut Fleet, directory: &Path, messages: [&str; 2]) {
     fleet.kill_daemon("agent-s1").unwrap();
     let log_lengths = ["controller", "agent-s1"].map(|daemon| read_daemon_log(testbed, daemon, 0).len());
@@ -120,7 +126,7 @@ fn assert_agent_is_rejected(testbed: &Testbed, fleet: &mut Fleet, directory: &Pa
 fn assert_agent_reconnects_with_valid_certificate(testbed: &Testbed, fleet: &mut Fleet) {
     fleet.kill_daemon("agent-s1").unwrap();
     let agent_log_length = read_daemon_log(testbed, "agent-s1", 0).len();
-    issue(testbed, Role::Agent, "s1", "testbed", expired_validity());
+    issue_testbed_certificate(testbed, Role::Agent, "s1", "testbed", expired_validity());
     fleet.restart_daemon(testbed, "agent-s1").unwrap();
     // Wait for this message before the files change again. A daemon that starts while its files are written finds a key
     // that does not match the certificate, and ends (a unit restarts it).
@@ -128,14 +134,14 @@ fn assert_agent_reconnects_with_valid_certificate(testbed: &Testbed, fleet: &mut
     eventually(*DEFAULT_TIMEOUT, expiry_message, || {
         read_daemon_log(testbed, "agent-s1", agent_log_length).contains(expiry_message)
     });
-    issue(testbed, Role::Agent, "s1", "testbed", Validity::from_now(DAY));
+    issue_testbed_certificate(testbed, Role::Agent, "s1", "testbed", Validity::from_now(DAY));
     eventually(*DEFAULT_TIMEOUT, "the agent is back", || {
         read_daemon_log(testbed, "agent-s1", agent_log_length).contains("event=\"controller-connected\"")
     });
     fleet.wait_until_ready(testbed).unwrap();
 }
 
-/// Asserts that an agent's certificate does not open a load balancer's stream, on which all keys are sent.
+/// Asserts that a process with an agent's certificate cannot open a load balancer's stream, which contains all keys.
 fn assert_agent_certificate_is_rejected_for_lb(testbed: &Testbed, fleet: &mut Fleet) {
     fleet.kill_daemon("lb1").unwrap();
     let controller_log_length = read_daemon_log(testbed, "controller", 0).len();
@@ -155,7 +161,7 @@ fn assert_agent_certificate_is_rejected_for_lb(testbed: &Testbed, fleet: &mut Fl
 #[test]
 fn daemons_reject_peers_with_wrong_certificates() {
     skip_if!(missing_testbed_rights());
-    let options = TestbedOptions { instance: "tls".to_owned(), servers: 1, ..Default::default() };
+    let options = TestbedOptions { instance: "tls".to_owned(), server_count: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx = testbed.start_nginx(1).unwrap();
     let mut fleet = Fleet::start(&testbed, FleetOptions { uses_tls: true, ..Default::default() }).unwrap();
@@ -163,13 +169,13 @@ fn daemons_reject_peers_with_wrong_certificates() {
 
     assert_only_needed_capabilities(&mut fleet);
     for (role, subject_name, fleet_name, controller_message, agent_message) in WRONG_CERTIFICATES {
-        let directory = issue(&testbed, role, subject_name, fleet_name, Validity::from_now(DAY));
+        let directory = issue_testbed_certificate(&testbed, role, subject_name, fleet_name, Validity::from_now(DAY));
         assert_agent_is_rejected(&testbed, &mut fleet, &directory, [controller_message, agent_message]);
     }
     assert_agent_is_rejected(
         &testbed,
         &mut fleet,
-        &issue_by_foreign_authority(&testbed),
+        &issue_foreign_certificate(&testbed),
         [
             "reason=\"unknown_authority\" error=its certificate is signed by no authority in `ca`",
             "the peer refuses our certificate: its signer is not in the peer's `ca`",
@@ -178,7 +184,7 @@ fn daemons_reject_peers_with_wrong_certificates() {
     assert_agent_is_rejected(
         &testbed,
         &mut fleet,
-        &issue(&testbed, Role::Agent, "old", "testbed", expired_validity()),
+        &issue_testbed_certificate(&testbed, Role::Agent, "old", "testbed", expired_validity()),
         [
             "reason=\"expired\" error=its certificate has expired",
             "the peer refuses our certificate: by the peer's clock it has expired",

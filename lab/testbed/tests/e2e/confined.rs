@@ -21,7 +21,7 @@ fn dispatch_config(testbed: &Testbed) -> String {
     )
 }
 
-/// Asserts that each daemon has the capabilities that it keeps, and no others, and that its unit leaves it these.
+/// Asserts that each daemon has exactly its retained capabilities, and that its systemd unit grants them.
 fn assert_unit_capabilities(fleet: &mut Fleet) {
     let daemons_and_units = [
         ("controller", "controller", Component::Controller),
@@ -52,7 +52,7 @@ fn server_warnings(fleet: &Fleet, testbed: &Testbed) -> Vec<String> {
 #[test]
 fn daemons_work_with_only_the_capabilities_of_their_units() {
     skip_if!(missing_testbed_rights());
-    let options = TestbedOptions { instance: "confined".to_owned(), servers: 2, ..Default::default() };
+    let options = TestbedOptions { instance: "confined".to_owned(), server_count: 2, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx_servers: Vec<_> =
         testbed.server_numbers().into_iter().map(|n| testbed.start_nginx(n).unwrap()).collect();

@@ -14,7 +14,7 @@ use zerocopy::IntoBytes as _;
 use crate::support::{TestEnv, eventually, sleep_ms};
 
 fn start_env(instance: &str) -> TestEnv {
-    let options = TestbedOptions { instance: instance.to_owned(), servers: 2, ..TestbedOptions::default() };
+    let options = TestbedOptions { instance: instance.to_owned(), server_count: 2, ..TestbedOptions::default() };
     let fleet_options = FleetOptions {
         consistency: Consistency::Stateful,
         policy: "rr".to_owned(),
@@ -41,7 +41,7 @@ fn count_connections(env: &TestEnv) -> usize {
 }
 
 #[test]
-fn silent_connection_is_kept_and_closed_ones_are_freed() {
+fn silent_connection_is_kept_and_closed_connections_are_freed() {
     skip_if!(missing_testbed_rights());
     let env = start_env("silent");
     let mut silent_connection = open_connection(&env);
@@ -52,7 +52,7 @@ fn silent_connection_is_kept_and_closed_ones_are_freed() {
     // The connection has been idle for several times `idle`, but its server was queried and still has the connection.
     sleep_ms(5_000);
     assert_eq!(count_connections(&env), 1);
-    let packets_by_table = env.query_load_balancer_counter("lb1", "connection_table");
+    let table_hit_packet_count = env.query_load_balancer_counter("lb1", "connection_table");
     // The client closes while the server still sends, so that the client has the socket in TIME-WAIT. At the server,
     // TIME-WAIT would keep the entry for a minute.
     let request = StreamRequest { content_seed: 7.into(), packet_count: 4_000.into(), duration_us: 4_000_000.into() };
@@ -62,7 +62,7 @@ fn silent_connection_is_kept_and_closed_ones_are_freed() {
     silent_connection.read_exact(&mut response_bytes).unwrap();
     assert!((0..).zip(&response_bytes).all(|(position, byte)| content_byte(7, position) == *byte));
     eventually(*DEFAULT_TIMEOUT, "its packets go by the table", || {
-        env.query_load_balancer_counter("lb1", "connection_table") > packets_by_table
+        env.query_load_balancer_counter("lb1", "connection_table") > table_hit_packet_count
     });
     drop(silent_connection);
     eventually(*DEFAULT_TIMEOUT, "nothing is left", || count_connections(&env) == 0);
@@ -71,7 +71,7 @@ fn silent_connection_is_kept_and_closed_ones_are_freed() {
 /// Address of a client that gets no answers, because no machine has a route to it.
 const UNREACHABLE_CLIENT_ADDRESS: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 9, 9), 0);
 
-/// Sends a SYN to the service, and nothing after it.
+/// Sends a SYN to the service, without completing the handshake.
 fn send_lone_syn(client: &Namespace) {
     let send_result = client.run_within(|| {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;

@@ -12,8 +12,8 @@ use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, missing_testbed_rights, 
 
 use crate::support::{TestEnv, eventually};
 
-/// Number of connections. It is so large that all of them miss the third server's buckets once in 10^10 runs
-/// ((2/3)^60).
+/// Number of connections in a test. With this number, no connection is in a bucket of the third server in only one of
+/// 10^10 runs ((2/3)^60).
 const CONNECTION_COUNT: usize = 60;
 
 struct ContainerEnv {
@@ -23,7 +23,8 @@ struct ContainerEnv {
 
 impl ContainerEnv {
     fn start(instance: &str, options: FleetOptions) -> Self {
-        let testbed_options = TestbedOptions { instance: instance.to_owned(), servers: 3, ..TestbedOptions::default() };
+        let testbed_options =
+            TestbedOptions { instance: instance.to_owned(), server_count: 3, ..TestbedOptions::default() };
         let env = TestEnv::start(testbed_options, FleetOptions { policy: "hash".to_owned(), ..options });
         let start_container = |server| {
             let container = env.testbed.start_container(server).unwrap();
@@ -55,7 +56,7 @@ impl ContainerEnv {
         })
     }
 
-    /// Opens [`CONNECTION_COUNT`] connections with one request each, and returns the errors.
+    /// Opens [`CONNECTION_COUNT`] connections with one request each, and returns the errors of those that fail.
     fn collect_connection_errors(&self) -> Vec<anyhow::Error> {
         (0..CONNECTION_COUNT).filter_map(|_| self.query_container().err()).collect()
     }

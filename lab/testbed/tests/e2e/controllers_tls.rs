@@ -17,9 +17,9 @@ use nix::sys::signal::Signal;
 
 use crate::support::eventually;
 
-/// Maximum time until another controller leads. It is a multiple of the lease's duration, for slow machines.
+/// Maximum time until another controller becomes the leader, a multiple of the lease's duration for slow machines.
 const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(90);
-/// Maximum time until a process ends, which may write to etcd first. It is long because it is only a safety net.
+/// Maximum time until a process ends, which may write to etcd first. The time is long, because it only prevents a hang.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(60);
 const FLEET_DOCUMENT: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n\
                         [[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n[[server]]\nname = \"s2\"\naddress = \
@@ -72,7 +72,7 @@ fn controller_api_url(number: u16) -> String {
 
 impl TestEnv {
     fn start(instance: &str) -> Self {
-        let options = TestbedOptions { instance: instance.to_owned(), servers: 1, ..Default::default() };
+        let options = TestbedOptions { instance: instance.to_owned(), server_count: 1, ..Default::default() };
         let testbed = Testbed::create(options).unwrap();
         let directory = certificate_directory(&testbed);
         let authority = create_authority(&directory);
@@ -83,7 +83,9 @@ impl TestEnv {
             issue_certificate(&authority, &directory, Role::Controller, name, Some(&controller_address));
         }
         let operator_credentials = issue_certificate(&authority, &directory, Role::Operator, "ann", None);
-        let [member] = &LocalMember::local_cluster(1, CONTROLLER_ADDRESS.into(), 2379)[..] else { unreachable!("one") };
+        let [member] = &LocalMember::local_cluster_members(1, CONTROLLER_ADDRESS.into(), 2379)[..] else {
+            unreachable!("one")
+        };
         let CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } = etcd_credentials;
         let client_tls = ClientTls { ca_file: ca, certificate_file: certificate, key_file: key };
         let command = member.secure_start_command(std::slice::from_ref(member), &testbed.directory(), &client_tls);
@@ -131,10 +133,10 @@ impl TestEnv {
         self.write_controller_config(name, number, &etcd_config)
     }
 
-    fn start_controller(&self, file: &Path) -> Process {
-        let log_file = File::options().create(true).append(true).open(file.with_extension("log")).unwrap();
+    fn start_controller(&self, config_path: &Path) -> Process {
+        let log_file = File::options().create(true).append(true).open(config_path.with_extension("log")).unwrap();
         let mut command = Command::new(coreward_binary().unwrap());
-        command.arg("controller").arg("--config").arg(file);
+        command.arg("controller").arg("--config").arg(config_path);
         command.stdin(Stdio::null()).stdout(log_file.try_clone().unwrap()).stderr(log_file);
         self.testbed.spawn(self.testbed.controller(), command).unwrap()
     }
@@ -147,9 +149,9 @@ impl TestEnv {
     }
 
     /// Runs `coreward doctor`, which must find a fault, and returns its output.
-    fn run_failing_doctor(&self, file: &Path) -> String {
+    fn run_failing_doctor(&self, config_path: &Path) -> String {
         let mut command = Command::new("sh");
-        command.args(["-c", "\"$0\" doctor --config \"$1\" || true"]).arg(coreward_binary().unwrap()).arg(file);
+        command.args(["-c", "\"$0\" doctor --config \"$1\" || true"]).arg(coreward_binary().unwrap()).arg(config_path);
         String::from_utf8(self.testbed.run_command(self.testbed.controller(), command).unwrap().stdout).unwrap()
     }
 
@@ -169,7 +171,7 @@ impl TestEnv {
         self.run_as_operator(controllers, &["apply", "--yes", document_path.to_str().unwrap()])
     }
 
-    /// Returns the names of the servers that are drained by `coreward drain`, or `None` without a leader.
+    /// Returns the names of the servers that were drained by `coreward drain`, or `None` without a leader.
     fn query_servers_drained_by_command(&self, controllers: &[u16]) -> Option<Vec<String>> {
         let text = self.run_as_operator(controllers, &["status", "--format", "json"]).ok()?;
         let status: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -182,8 +184,8 @@ impl TestEnv {
         Some(server_names)
     }
 
-    /// Queries each of these controllers. Returns the leader and the other controllers' answers, or `None` unless there
-    /// is exactly one leader.
+    /// Queries each of these controllers. Returns the leader's number and the refusals of the other controllers, or
+    /// `None` unless there is exactly one leader.
     fn query_leader_and_refusals(&self, controllers: &[u16]) -> Option<(u16, Vec<String>)> {
         let (mut leaders, mut refusals) = (Vec::new(), Vec::new());
         for number in controllers {
@@ -230,7 +232,7 @@ fn assert_follower_rejects_revoked_certificate(
     eventually(TAKEOVER_TIMEOUT, "it is no longer rejected", || !is_operator_revoked());
 }
 
-/// Returns the servers that are drained by `coreward drain`, as soon as a leader answers.
+/// Waits for the answer of a leader, and returns the names of the servers that were drained by `coreward drain`.
 fn wait_for_drained_servers(env: &TestEnv, controller_numbers: &[u16]) -> Vec<String> {
     // Repeat the query, because the test compares only leaders' answers.
     let mut drained_servers = None;
@@ -241,9 +243,9 @@ fn wait_for_drained_servers(env: &TestEnv, controller_numbers: &[u16]) -> Vec<St
     drained_servers.unwrap()
 }
 
-/// Asserts that the state cannot be copied from etcd while controllers run. Then stops them, and copies it to the store
-/// of a single controller.
-fn return_to_store(
+/// Asserts that the state cannot be copied from etcd while controllers run. Then stops the controllers, and copies the
+/// state to the store of a single controller.
+fn copy_state_from_etcd_to_store(
     env: &TestEnv,
     controllers: &mut [Option<Process>],
     etcd_config_path: &Path,
@@ -269,7 +271,7 @@ fn assert_controller_name_is_verified(env: &TestEnv) {
     assert!(wrong_name_error.contains(&expected_error), "{wrong_name_error}");
 }
 
-/// Starts a single controller with a drain, and replaces it by several, which get its state.
+/// Starts a single controller with a drained server, and replaces it by several controllers, which get its state.
 fn replace_single_controller(
     env: &TestEnv,
     store_config_path: &Path,
@@ -288,7 +290,7 @@ fn replace_single_controller(
     etcd_config_paths.iter().map(|file| Some(env.start_controller(file))).collect()
 }
 
-/// Kills the leader. Asserts that the next one takes a change, and has the drains of both servers.
+/// Kills the leader. Asserts that the next leader accepts a change, and has the drains of both servers.
 fn assert_drains_outlive_leader(
     env: &TestEnv,
     controller_numbers: &[u16],
@@ -307,7 +309,7 @@ fn assert_drains_outlive_leader(
 }
 
 #[test]
-fn commands_find_the_leader_and_drains_outlive_it() {
+fn commands_find_leader_and_drains_survive_its_death() {
     skip_if!(missing_testbed_rights());
     let env = TestEnv::start("ctltls");
     let controller_numbers = [1, 2, 3];
@@ -340,7 +342,7 @@ fn commands_find_the_leader_and_drains_outlive_it() {
         env.query_leader_and_refusals(&other_controllers).is_some()
     });
 
-    return_to_store(&env, &mut controller_processes, &etcd_config_paths[0], &store_config_path);
+    copy_state_from_etcd_to_store(&env, &mut controller_processes, &etcd_config_paths[0], &store_config_path);
     let _single_controller = env.start_controller(&store_config_path);
     eventually(TAKEOVER_TIMEOUT, "the drain is there still", || {
         env.query_servers_drained_by_command(&[1]) == Some(vec!["s1".to_owned()])
@@ -354,21 +356,21 @@ fn read_controller_log(config_path: &Path) -> String {
     fs::read_to_string(config_path.with_extension("log")).unwrap()
 }
 
-/// Asserts that a controller with this configuration, and `coreward doctor`, report why the controller and etcd do not
-/// accept each other.
-fn assert_rejection_is_reported(env: &TestEnv, config_path: &Path, expected: &str) {
+/// Asserts that a controller with this configuration and `coreward doctor` report the reason for which the controller
+/// and etcd reject each other.
+fn assert_rejection_is_reported(env: &TestEnv, config_path: &Path, expected_reason: &str) {
     let etcd_endpoint = env.etcd_member.secure_endpoint();
     let mut controller = env.start_controller(config_path);
     let is_reported = || {
         let log_text = read_controller_log(config_path);
         log_text.contains("event=\"leader-unknown\"")
             && log_text.contains(&etcd_endpoint)
-            && log_text.contains(expected)
+            && log_text.contains(expected_reason)
     };
-    eventually(TAKEOVER_TIMEOUT, expected, is_reported);
+    eventually(TAKEOVER_TIMEOUT, expected_reason, is_reported);
     assert!(controller.terminate(EXIT_TIMEOUT).unwrap().success(), "{}", read_controller_log(config_path));
     let doctor_output = env.run_failing_doctor(config_path);
-    assert!(doctor_output.contains(expected), "{doctor_output}");
+    assert!(doctor_output.contains(expected_reason), "{doctor_output}");
 }
 
 #[test]

@@ -17,7 +17,7 @@ fn dispatch_config(testbed: &Testbed, policy: &str) -> String {
     format!("[dispatch]\npin_directory = \"{}\"\n[[dispatch.service]]\n{service_config}", pin_directory.display())
 }
 
-/// Returns the services that the server dispatches, from `coreward status`.
+/// Returns the status of the services whose requests the server dispatches, from `coreward status`.
 fn query_dispatch_status(fleet: &Fleet, testbed: &Testbed) -> Value {
     fleet.query_status(testbed).unwrap()["servers"][0]["dispatch"].clone()
 }
@@ -32,8 +32,8 @@ fn count_eligible_workers(dispatch_status: &Value) -> usize {
     workers.filter(|worker| worker["eligible"] == true).count()
 }
 
-/// Asserts that these workers have answered all requests of the one service that the server dispatches.
-fn assert_all_answered(dispatched_services: &Value, worker_pids: &[u32]) {
+/// Asserts that there is one dispatched service, and that the workers `worker_pids` have answered all its requests.
+fn assert_workers_answered_all_requests(dispatched_services: &Value, worker_pids: &[u32]) {
     assert_eq!(
         (&dispatched_services[0]["listen"], &dispatched_services[0]["policy"]),
         (&SERVICE_ADDRESS.to_string().into(), &"jsq".into())
@@ -63,7 +63,7 @@ fn run_load_without_loss(testbed: &Testbed, load_options: &str) -> anyhow::Resul
 }
 
 #[test]
-fn agent_dispatches_by_its_configuration() -> anyhow::Result<()> {
+fn agent_applies_its_dispatch_configuration() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_without_load_balancing("tdispatch")?;
     let server_options = ["--workers", "4", "--paced", "--service-us", "GET=300"];
@@ -81,7 +81,7 @@ fn agent_dispatches_by_its_configuration() -> anyhow::Result<()> {
             == load_report["requests"].as_u64().unwrap()
     });
     let dispatched_services = query_dispatch_status(&fleet, &testbed);
-    assert_all_answered(&dispatched_services, &server.worker_pids());
+    assert_workers_answered_all_requests(&dispatched_services, &server.worker_pids());
     let status_command = operator_command(&testbed, &["status"])?;
     let text = String::from_utf8(testbed.run_command(testbed.controller(), status_command)?.stdout)?;
     assert!(text.contains(&format!("dispatch of {SERVICE_ADDRESS} at s1: jsq\n")), "{text}");
@@ -95,7 +95,7 @@ fn reload_agent_config(testbed: &Testbed, fleet: &mut Fleet, config: &str) -> an
     fleet.daemon("agent-s1")?.send_signal(Signal::SIGHUP)
 }
 
-/// Tests a reload by SIGHUP, a restart of the agent, and the detachment of the dispatch.
+/// Tests a reload of the agent by SIGHUP, a restart of the agent, and the detachment of the dispatch program.
 fn check_reload_restart_and_detach(testbed: &Testbed, fleet: &mut Fleet) -> anyhow::Result<()> {
     let config_before = std::fs::read_to_string(testbed.directory().join("agent-s1.toml"))?;
     let completed_count_before = sum_over_workers(&query_dispatch_status(fleet, testbed), "completed");

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use coreward_testbed::addresses::{CONTROLLER_ADDRESS, FIRST_VIP, HOST_DEVICE, load_balancer_address};
+use coreward_testbed::addresses::{CONTROLLER_ADDRESS, FIRST_IPV4_VIP, HOST_DEVICE, load_balancer_address};
 use coreward_testbed::fleet::{Fleet, FleetOptions, first_controller_address};
 use coreward_testbed::rss_emulation::attach_xdp_pass;
 use coreward_testbed::{Namespace, Process, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
@@ -19,9 +19,9 @@ use serde_json::Value;
 
 use crate::support::eventually;
 
-/// Shell commands that set up a new mount namespace, so that doctor does not use the host's files. It gets the network
-/// namespace's /sys, the testbed's BPF file system, and an empty directory for sysctl's drop-in files. `$1` is the
-/// directory to mount at.
+/// Shell commands that set up a new mount namespace, so that doctor does not use the host's files. The namespace gets
+/// the network namespace's /sys, the testbed's BPF file system, and an empty directory for sysctl's drop-in files. `$1`
+/// is the mount point.
 const ENTER_NAMESPACES_SCRIPT: &str = "set -e; mount --bind /sys/fs/bpf \"$1\"; mount -t sysfs sysfs /sys; \
                      if [ -d /etc/sysctl.d ]; then mount -t tmpfs tmpfs /etc/sysctl.d; fi; ";
 const MOUNT_BPF_SCRIPT: &str = "mount --bind \"$1\" /sys/fs/bpf; ";
@@ -50,7 +50,7 @@ struct TestEnv {
     testbed: Testbed,
     mount_point: PathBuf,
     nginx_process: Option<Process>,
-    /// Differences from the expected reports, all of which are printed at the end.
+    /// Descriptions of differences from the expected reports, which are printed at the end of the test.
     failures: RefCell<Vec<String>>,
 }
 
@@ -146,8 +146,8 @@ impl TestEnv {
              {directory_path}/error.log; \
              events {{}}\n\
              http \
-             {{ access_log off; {path_lines} server {{ listen {FIRST_VIP}:80 {reuseport_option}; \
-             listen {FIRST_VIP}:81 {reuseport_option}; }} }}\n"
+             {{ access_log off; {path_lines} server {{ listen {FIRST_IPV4_VIP}:80 {reuseport_option}; \
+             listen {FIRST_IPV4_VIP}:81 {reuseport_option}; }} }}\n"
         );
         let config_path = directory.join("nginx.conf");
         fs::write(&config_path, nginx_config).unwrap();
@@ -170,7 +170,7 @@ impl TestEnv {
     }
 }
 
-/// Host with its configuration file, and doctor's report before any fault is injected.
+/// Host on which doctor runs, with its configuration file and doctor's report before any fault.
 struct CheckedHost {
     namespace: Namespace,
     config_path: PathBuf,
@@ -202,8 +202,8 @@ impl CheckedHost {
         println!("{description}: {check}, {:?}", doctor_report.findings.get(check));
     }
 
-    /// Returns this host with another configuration file, in which texts are replaced and the lines `extra_config` are
-    /// added.
+    /// Returns this host with a modified configuration file. `replacements` are pairs (old text, new text), and
+    /// `extra_config` is appended.
     fn with_replaced_config_text(&self, replacements: &[(&str, &str)], extra_config: &str) -> Self {
         let mut config_text = fs::read_to_string(&self.config_path).unwrap();
         for (old_text, new_text) in replacements {
@@ -228,34 +228,42 @@ impl CheckedHost {
     }
 
     /// Injects a fault by a shell script, asserts that doctor detects it, and undoes it by another script.
-    fn assert_detected(&self, env: &TestEnv, check: &str, inject_script: &str, undo_script: &str) {
+    fn assert_fault_detected(&self, env: &TestEnv, check: &str, inject_script: &str, undo_script: &str) {
         env.run_script(&self.namespace, inject_script);
         self.assert_only_new_finding(env, inject_script, check, DoctorConditions::Normal, &[]);
         env.run_script(&self.namespace, undo_script);
         self.assert_no_new_finding(env, inject_script);
     }
 
-    /// Asserts that doctor detects a fault, and that `--fix` repairs the fault and reports that.
-    fn assert_fixed(&self, env: &TestEnv, check: &str, inject: &str, conditions: DoctorConditions) -> DoctorReport {
-        self.assert_only_new_finding(env, inject, check, conditions, &[]);
+    /// Asserts that doctor detects a fault, and that `--fix` repairs the fault and reports the repair.
+    fn assert_fault_fixed(
+        &self,
+        env: &TestEnv,
+        check: &str,
+        inject_script: &str,
+        conditions: DoctorConditions,
+    ) -> DoctorReport {
+        self.assert_only_new_finding(env, inject_script, check, conditions, &[]);
         let doctor_report = env.run_doctor(&self.namespace, &self.config_path, conditions, &["--fix"]);
         env.record_failure_unless(!doctor_report.findings.contains_key(check), || {
-            format!("{inject}: not fixed: {doctor_report:?}")
+            format!("{inject_script}: not fixed: {doctor_report:?}")
         });
         let is_fixed = !doctor_report.fix_messages.is_empty()
             && doctor_report.fix_messages.iter().all(|line| !line.starts_with("NOT"));
-        env.record_failure_unless(is_fixed, || format!("{inject}: {doctor_report:?}"));
-        println!("{inject}: {}", doctor_report.fix_messages.join("; "));
+        env.record_failure_unless(is_fixed, || format!("{inject_script}: {doctor_report:?}"));
+        println!("{inject_script}: {}", doctor_report.fix_messages.join("; "));
         doctor_report
     }
 }
 
-/// Starts a testbed with two services, one stamped by servers and one by load balancers, and two workers for each.
+/// Starts a testbed with two services and two workers for each. Servers stamp the cookies of one service, and load
+/// balancers those of the other.
 fn start_env() -> (TestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
-    let options = TestbedOptions { instance: "doctor".to_owned(), servers: 1, cores: 2, ..TestbedOptions::default() };
+    let options =
+        TestbedOptions { instance: "doctor".to_owned(), server_count: 1, core_count: 2, ..TestbedOptions::default() };
     let mut testbed = Testbed::create(options).unwrap();
     let lb_stamped_service =
-        format!("\n[[service]]\nname = \"old\"\nvip = \"{FIRST_VIP}:81\"\npolicy = \"rr\"\ntimestamps = \"lb\"\n");
+        format!("\n[[service]]\nname = \"old\"\nvip = \"{FIRST_IPV4_VIP}:81\"\npolicy = \"rr\"\ntimestamps = \"lb\"\n");
     testbed.server(1).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", "2")]).unwrap();
     let server_routes =
         [("ipv4/ip_forward", "1"), ("ipv4/conf/all/send_redirects", "0"), ("ipv4/conf/eth0/send_redirects", "0")];
@@ -323,8 +331,8 @@ fn doctor_names_every_injected_misconfiguration() {
     fleet.daemon("controller").unwrap().send_signal(Signal::SIGTERM).unwrap();
 }
 
-/// Checks a running load balancer whose switch drops the frames that XDP sends. It must be the last check, because the
-/// driver's counter keeps its value.
+/// Checks that doctor reports a switch that drops the frames which a running load balancer sends by XDP. This check
+/// must be the last one, because the driver's counter keeps its value.
 fn check_frames_dropped_by_veth(env: &TestEnv) {
     env.run_script(env.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
     let lb_config_path = env.testbed.directory().join("lb1.toml");
@@ -344,26 +352,34 @@ fn check_frames_dropped_by_veth(env: &TestEnv) {
     // With GRO alone, veth accepts the frames and delivers none.
     env.run_script(env.testbed.switch(), "ethtool -K lb1 gro on");
     let report = env.run_doctor(env.testbed.load_balancer(1).unwrap(), &lb_config_path, DoctorConditions::Normal, &[]);
-    let is_found =
+    let is_missing_xdp_program_reported =
         report.findings.get("xdp-send").is_some_and(|finding_text| finding_text.contains("has no XDP program"));
-    env.record_failure_unless(is_found, || format!("GRO alone at the other end of a veth: {report:?}"));
+    env.record_failure_unless(is_missing_xdp_program_reported, || {
+        format!("GRO alone at the other end of a veth: {report:?}")
+    });
 }
 
 fn check_server_addresses(env: &TestEnv, server: &CheckedHost) {
-    let add_vip_command = format!("ip address add {FIRST_VIP}/32 dev lo");
-    server.assert_detected(env, "vip", &format!("ip address delete {FIRST_VIP}/32 dev lo"), &add_vip_command);
-    let vip_on_device_command = format!("ip address add {FIRST_VIP}/32 dev {HOST_DEVICE}");
-    server.assert_detected(
+    let add_vip_command = format!("ip address add {FIRST_IPV4_VIP}/32 dev lo");
+    server.assert_fault_detected(
+        env,
+        "vip",
+        &format!("ip address delete {FIRST_IPV4_VIP}/32 dev lo"),
+        &add_vip_command,
+    );
+    let vip_on_device_command = format!("ip address add {FIRST_IPV4_VIP}/32 dev {HOST_DEVICE}");
+    server.assert_fault_detected(
         env,
         "vip",
         &vip_on_device_command,
-        &format!("ip address delete {FIRST_VIP}/32 dev {HOST_DEVICE}"),
+        &format!("ip address delete {FIRST_IPV4_VIP}/32 dev {HOST_DEVICE}"),
     );
     for (check, name, correct_value) in [("arp-ignore", "arp_ignore", "1"), ("arp-announce", "arp_announce", "2")] {
         let set_sysctl_command =
             |device: &str, value: &str| format!("echo {value} > /proc/sys/net/ipv4/conf/{device}/{name}");
         env.run_script(&server.namespace, &set_sysctl_command("all", "0"));
-        let doctor_report = server.assert_fixed(env, check, &set_sysctl_command("all", "0"), DoctorConditions::Normal);
+        let doctor_report =
+            server.assert_fault_fixed(env, check, &set_sysctl_command("all", "0"), DoctorConditions::Normal);
         if Path::new("/etc/sysctl.d").is_dir() {
             env.record_failure_unless(
                 doctor_report
@@ -384,9 +400,9 @@ fn check_steering(env: &TestEnv, server: &CheckedHost) {
     let steering_command = format!("echo 3 > /sys/class/net/{HOST_DEVICE}/queues/rx-0/rps_cpus");
     if std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1) {
         env.run_script_with_own_sys(&server.namespace, &steering_command);
-        server.assert_fixed(env, "rps", &steering_command, DoctorConditions::Normal);
+        server.assert_fault_fixed(env, "rps", &steering_command, DoctorConditions::Normal);
         server.assert_no_new_finding(env, &steering_command);
-        server.assert_detected(
+        server.assert_fault_detected(
             env,
             "queues",
             &format!("ethtool -L {HOST_DEVICE} rx 1"),
@@ -401,10 +417,10 @@ fn check_packet_filters(env: &TestEnv, server: &CheckedHost) {
     let delete_table_command = "nft delete table ip doctor";
     let track_connections_command =
         format!("{add_chain_command}; nft add rule ip doctor input ct state established accept");
-    server.assert_detected(env, "conntrack", &track_connections_command, delete_table_command);
+    server.assert_fault_detected(env, "conntrack", &track_connections_command, delete_table_command);
     let accept_controller_command = format!("nft add rule ip doctor input ip saddr {CONTROLLER_ADDRESS} accept");
     let drop_all_command = "nft 'add chain ip doctor input { type filter hook input priority 0; policy drop; }'";
-    server.assert_detected(
+    server.assert_fault_detected(
         env,
         "firewall",
         &format!("{add_chain_command}; {accept_controller_command}; {drop_all_command}"),
@@ -436,7 +452,7 @@ fn check_server_kernel(env: &TestEnv, server: &CheckedHost) {
         [("rp-filter", rp_filter_sysctl.as_str(), 0), ("tcp-timestamps", "tcp_timestamps", 2)]
     {
         let set_value = |value: u8| format!("echo {value} > /proc/sys/net/ipv4/{sysctl}");
-        server.assert_detected(env, check, &set_value(1), &set_value(correct_value));
+        server.assert_fault_detected(env, check, &set_value(1), &set_value(correct_value));
     }
     check_steering(env, server);
     check_packet_filters(env, server);
@@ -466,7 +482,7 @@ fn check_server_workers(env: &mut TestEnv, server: &CheckedHost) {
     let pid_file = env.testbed.directory().join("polling.pid");
     let poll_command = "timeout 60 taskset -c 0 sh -c 'while :; do :; done'";
     let inject_command = format!("{poll_command} > /dev/null 2>&1 & echo $! > {}", pid_file.display());
-    server.assert_detected(env, "polling", &inject_command, &format!("kill $(cat {})", pid_file.display()));
+    server.assert_fault_detected(env, "polling", &inject_command, &format!("kill $(cat {})", pid_file.display()));
 }
 
 fn check_load_balancer(env: &TestEnv, balancer: &CheckedHost) {
@@ -478,7 +494,7 @@ fn check_load_balancer(env: &TestEnv, balancer: &CheckedHost) {
         DoctorConditions::WithoutCapabilities,
         &[],
     );
-    balancer.assert_fixed(env, "bpf-file-system", "no BPF file system", DoctorConditions::WithoutBpfFileSystem);
+    balancer.assert_fault_fixed(env, "bpf-file-system", "no BPF file system", DoctorConditions::WithoutBpfFileSystem);
     balancer.assert_only_new_finding(
         env,
         "an interface that is not there",
@@ -501,11 +517,11 @@ fn check_load_balancer(env: &TestEnv, balancer: &CheckedHost) {
 
 fn check_load_balancer_addresses(env: &TestEnv, balancer: &CheckedHost) {
     let sysctl_directory = format!("/proc/sys/net/ipv4/conf/{HOST_DEVICE}");
-    let delete_address_command = format!("ip address delete {FIRST_VIP}/32 dev {HOST_DEVICE}");
-    balancer.assert_detected(
+    let delete_address_command = format!("ip address delete {FIRST_IPV4_VIP}/32 dev {HOST_DEVICE}");
+    balancer.assert_fault_detected(
         env,
         "vip",
-        &format!("ip address add {FIRST_VIP}/32 dev {HOST_DEVICE}"),
+        &format!("ip address add {FIRST_IPV4_VIP}/32 dev {HOST_DEVICE}"),
         &delete_address_command,
     );
     let own_address = load_balancer_address(2);
@@ -519,14 +535,14 @@ fn check_load_balancer_addresses(env: &TestEnv, balancer: &CheckedHost) {
          {own_address}/16 dev \
          {HOST_DEVICE}"
     );
-    balancer.assert_detected(env, "segment", &narrow_prefix_command, &wide_prefix_command);
-    balancer.assert_detected(
+    balancer.assert_fault_detected(env, "segment", &narrow_prefix_command, &wide_prefix_command);
+    balancer.assert_fault_detected(
         env,
         "forwarding",
         &format!("echo 0 > {sysctl_directory}/forwarding"),
         &format!("echo 1 > {sysctl_directory}/forwarding"),
     );
-    balancer.assert_detected(
+    balancer.assert_fault_detected(
         env,
         "rp-filter",
         &format!("echo 1 > {sysctl_directory}/rp_filter"),
@@ -534,7 +550,7 @@ fn check_load_balancer_addresses(env: &TestEnv, balancer: &CheckedHost) {
     );
     let redirects_command = "echo 1 > /proc/sys/net/ipv4/conf/all/send_redirects";
     env.run_script(&balancer.namespace, redirects_command);
-    balancer.assert_fixed(env, "send-redirects", redirects_command, DoctorConditions::Normal);
+    balancer.assert_fault_fixed(env, "send-redirects", redirects_command, DoctorConditions::Normal);
     balancer.assert_no_new_finding(env, redirects_command);
 }
 
@@ -542,7 +558,7 @@ fn check_controller_settings(env: &TestEnv, controller: &CheckedHost) {
     let store_path = env.testbed.directory().join("controller.redb");
     let make_readable_command = format!("chmod 644 {}", store_path.display());
     env.run_script(&controller.namespace, &make_readable_command);
-    controller.assert_fixed(env, "store", &make_readable_command, DoctorConditions::Normal);
+    controller.assert_fault_fixed(env, "store", &make_readable_command, DoctorConditions::Normal);
     controller.assert_no_new_finding(env, &make_readable_command);
     let missing_store_path = store_path.with_file_name("no/controller.redb");
     let host_with_missing_store = controller
@@ -576,9 +592,14 @@ fn check_store_on_another_disk(env: &TestEnv, controller: &CheckedHost, store: &
     host_with_store_on_disk.assert_no_new_finding(env, "a store on another disk");
     let filler_path = mounted_disk.0.join("fill");
     let fill_disk_command = format!("cat /dev/zero > {0} 2> /dev/null || test -s {0}", filler_path.display());
-    host_with_store_on_disk.assert_detected(env, "store", &fill_disk_command, &format!("rm {}", filler_path.display()));
+    host_with_store_on_disk.assert_fault_detected(
+        env,
+        "store",
+        &fill_disk_command,
+        &format!("rm {}", filler_path.display()),
+    );
     let remount_command = |mode: &str| format!("mount -o remount,{mode} {}", mounted_disk.0.display());
-    host_with_store_on_disk.assert_detected(env, "store", &remount_command("ro"), &remount_command("rw"));
+    host_with_store_on_disk.assert_fault_detected(env, "store", &remount_command("ro"), &remount_command("rw"));
 }
 
 /// Small file system of 16 MiB, which is unmounted when dropped.

@@ -31,7 +31,7 @@ impl TestEnv {
     }
 
     fn start_with_options(instance: &str, fleet: FleetOptions) -> Self {
-        let options = TestbedOptions { instance: instance.to_owned(), servers: 2, ..Default::default() };
+        let options = TestbedOptions { instance: instance.to_owned(), server_count: 2, ..Default::default() };
         let testbed = Testbed::create(options).unwrap();
         let nginx_servers =
             testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
@@ -95,7 +95,7 @@ impl BackgroundCommand {
         eventually(*DEFAULT_TIMEOUT, &format!("{expected_text:?}"), has_expected_text);
     }
 
-    /// Waits for the end of the command. Returns whether it succeeded, and its output.
+    /// Waits for the end of the command. Returns whether the command succeeded, and its output.
     fn wait_for_end(&mut self) -> (bool, String) {
         let exit_status = self.process.wait(*DEFAULT_TIMEOUT).unwrap();
         (exit_status.success(), self.read_output())
@@ -115,9 +115,9 @@ fn drain_ends_when_the_last_connection_closes() {
     let mut env = TestEnv::start("drained");
     let (mut connections_to_s1, mut connections_to_s2) =
         partition_by_server(open_connections_at_each_server(&env.testbed, &[1, 2], 2), 1);
-    let open_connections = connections_to_s1.len();
+    let open_connection_count = connections_to_s1.len();
     let mut waiting_command = env.spawn_coreward("wait", &["drain", "s1", "--wait", "--timeout", "2m"]);
-    waiting_command.wait_for_output(&format!("s1 is draining: {open_connections} connections remain\n"));
+    waiting_command.wait_for_output(&format!("s1 is draining: {open_connection_count} connections remain\n"));
     assert!(env.is_only_server(2));
 
     env.fleet.kill_daemon("controller").unwrap();
@@ -167,11 +167,11 @@ fn interrupted_or_timed_out_wait_leaves_the_server_drained() {
     );
     let mut timed_out_command = env.spawn_coreward("impatient", &["drain", "s1", "--wait", "--timeout", "6s"]);
     let (is_success, output) = timed_out_command.wait_for_end();
-    let expected_end = format!(
+    let expected_output_end = format!(
         "coreward: {} connections remain after 6s; s1 stays drained: `coreward undrain s1` ends that\n",
         connections_to_s1.len()
     );
-    assert!(!is_success && output.ends_with(&expected_end), "{output}");
+    assert!(!is_success && output.ends_with(&expected_output_end), "{output}");
     // Without an agent no connections are counted.
     env.fleet.kill_daemon("agent-s1").unwrap();
     eventually(*DEFAULT_TIMEOUT, "the report of s1 is stale", || env.query_server_status("s1")["reports"] != "fresh");
@@ -189,14 +189,14 @@ fn interrupted_or_timed_out_wait_leaves_the_server_drained() {
     assert!(top_output.contains("! s1: draining: by `coreward drain`"), "{top_output}");
 }
 
-/// Returns the lines in the controller's log that contain an event, as JSON objects.
+/// Returns the lines with the event `event` in the controller's log, as JSON objects.
 fn read_logged_events(env: &TestEnv, event: &str) -> Vec<Value> {
     let log_text = fs::read_to_string(env.testbed.directory().join("controller.log")).unwrap();
     let log_objects = log_text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     log_objects.filter(|line| line["event"] == event).collect()
 }
 
-/// Asserts that SIGUSR1 enables debug logs, and that SIGUSR2 restores the level of the start.
+/// Asserts that SIGUSR1 enables debug logs, and that SIGUSR2 restores the log level with which the daemon started.
 fn assert_signals_change_log_level(env: &mut TestEnv) {
     let log_path = env.testbed.directory().join("lb1.log");
     let read_lb_log = || fs::read_to_string(&log_path).unwrap();
@@ -207,8 +207,8 @@ fn assert_signals_change_log_level(env: &mut TestEnv) {
     eventually(*DEFAULT_TIMEOUT, "the level of the start", || {
         read_lb_log().contains("\"log_level\":\"as at the start\"")
     });
-    let later_log = read_lb_log();
-    let (_, log_at_start_level) = later_log.split_once("\"log_level\":\"as at the start\"").unwrap();
+    let log_after_restore = read_lb_log();
+    let (_, log_at_start_level) = log_after_restore.split_once("\"log_level\":\"as at the start\"").unwrap();
     assert!(!log_at_start_level.contains("DEBUG"), "{log_at_start_level}");
 }
 

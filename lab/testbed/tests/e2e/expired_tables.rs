@@ -11,8 +11,8 @@ use crate::support::{
     open_keepalive_connections, series_value, sleep_ms,
 };
 
-/// Fleet document in which s3 has half of all weight. `crossrss` sends all connections in a bucket to one server until
-/// the next table.
+/// Fleet document in which s3 has half of the total weight. `crossrss` sends all connections in a bucket to one server
+/// until the next table.
 const FLEET_DOCUMENT: &str = r#"
 table_lifetime = "1s"
 [[server]]
@@ -45,8 +45,12 @@ struct TestEnv {
 
 impl TestEnv {
     fn start() -> Self {
-        let options =
-            TestbedOptions { instance: "expired".to_owned(), servers: 3, cores: 1, ..TestbedOptions::default() };
+        let options = TestbedOptions {
+            instance: "expired".to_owned(),
+            server_count: 3,
+            core_count: 1,
+            ..TestbedOptions::default()
+        };
         let testbed = Testbed::create(options).unwrap();
         let nginx_servers =
             testbed.server_numbers().into_iter().map(|n| Some(testbed.start_nginx(n).unwrap())).collect();
@@ -60,22 +64,22 @@ impl TestEnv {
         Self { fleet, nginx_servers, testbed }
     }
 
-    /// Waits until the load balancer's metrics report `count` expired tables.
-    fn wait_for_expired_tables(&self, count: f64) {
-        eventually(*DEFAULT_TIMEOUT, &format!("{count} expired tables"), || {
+    /// Waits until the load balancer's metrics report that `table_count` of its tables have expired.
+    fn wait_for_expired_tables(&self, table_count: f64) {
+        eventually(*DEFAULT_TIMEOUT, &format!("{table_count} expired tables"), || {
             let page = fetch_metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS_ADDRESS);
-            page.is_ok_and(|page| series_value(&page, "coreward_lb_expired_tables") == Some(count))
+            page.is_ok_and(|page| series_value(&page, "coreward_lb_expired_tables") == Some(table_count))
         });
     }
 }
 
-/// Opens connections over three seconds, so that they span several of the load balancer's own tables.
-fn open_connections_slowly(testbed: &Testbed, count: usize) -> ConnectionsAndWorkers {
+/// Opens connections over three seconds, in which the load balancer makes several tables of its own.
+fn open_connections_slowly(testbed: &Testbed, connection_count: usize) -> ConnectionsAndWorkers {
     let request = |_| {
-        sleep_ms(3000 / count as u64);
+        sleep_ms(3000 / connection_count as u64);
         open_keepalive_connections(testbed, 1)
     };
-    (0..count).flat_map(request).collect()
+    (0..connection_count).flat_map(request).collect()
 }
 
 fn connections_per_server(connections: &ConnectionsAndWorkers) -> [usize; 3] {
@@ -83,7 +87,7 @@ fn connections_per_server(connections: &ConnectionsAndWorkers) -> [usize; 3] {
 }
 
 #[test]
-fn load_balancer_places_by_its_own_counts_after_its_table_expired() {
+fn load_balancer_places_connections_by_own_counts_after_table_expiry() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start();
     env.wait_for_expired_tables(0.0);

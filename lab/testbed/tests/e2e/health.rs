@@ -19,7 +19,7 @@ use crate::support::{
 };
 
 const STATE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Maximum time to detect a fault with [`HEALTH_CHECK_CONFIG`], which is interval x fall + timeout, and the daemon's
+/// Maximum time in which [`HEALTH_CHECK_CONFIG`] detects a fault. It is interval x fall + timeout, plus the daemon's
 /// tick. The check's timeout is long to allow for a busy machine.
 const MAX_DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
 
@@ -34,12 +34,12 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    fn start(instance: &str, load_balancers: u16, fleet_text: &str) -> Self {
+    fn start(instance: &str, load_balancer_count: u16, fleet_text: &str) -> Self {
         let options = TestbedOptions {
             instance: instance.to_owned(),
-            servers: 3,
-            cores: 1,
-            load_balancers,
+            server_count: 3,
+            core_count: 1,
+            load_balancer_count,
             ..Default::default()
         };
         let testbed = Testbed::create(options).unwrap();
@@ -59,9 +59,9 @@ impl TestEnv {
     }
 
     /// Sets whether a server's health endpoint reports that the server is healthy.
-    fn set_healthy(&self, number: u16, is_healthy: bool) {
-        let file = health_file_path(&self.testbed, number);
-        if is_healthy { fs::write(file, "well\n").unwrap() } else { fs::remove_file(file).unwrap() }
+    fn set_server_health(&self, number: u16, is_healthy: bool) {
+        let health_file = health_file_path(&self.testbed, number);
+        if is_healthy { fs::write(health_file, "well\n").unwrap() } else { fs::remove_file(health_file).unwrap() }
     }
 
     fn query_status(&self) -> Value {
@@ -76,7 +76,7 @@ impl TestEnv {
         (text("state"), text("state_reason"))
     }
 
-    fn wait_for_state(&self, number: u16, state: &str) -> Duration {
+    fn wait_for_server_state(&self, number: u16, state: &str) -> Duration {
         let start = Instant::now();
         eventually(STATE_TIMEOUT, &format!("s{number} is {state}"), || {
             self.query_server_state_and_reason(number).0 == state
@@ -104,7 +104,7 @@ impl TestEnv {
         });
     }
 
-    /// Opens connections, and returns the numbers of the servers that got any.
+    /// Opens connections, and returns the numbers of the servers that got at least one.
     fn find_servers_with_new_connections(&self) -> Vec<u16> {
         let mut server_numbers: Vec<u16> = open_keepalive_connections(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER)
             .into_iter()
@@ -133,8 +133,8 @@ impl TestEnv {
         });
     }
 
-    /// Returns how many packets load balancer 1 has dropped because no server was eligible.
-    fn query_dropped_packets(&self) -> u64 {
+    /// Returns the number of packets that load balancer 1 has dropped because no server was eligible.
+    fn query_dropped_packet_count(&self) -> u64 {
         let status = self.query_status();
         status["load_balancers"][0]["state"]["counters"]["drop_no_eligible_server"].as_u64().unwrap_or(0)
     }
@@ -158,7 +158,7 @@ fn health_file_path(testbed: &Testbed, number: u16) -> PathBuf {
     testbed.directory().join(format!("nginx-s{number}")).join("www").join("healthz")
 }
 
-/// Asserts that a load balancer that reaches no server marks none down.
+/// Asserts that servers stay active when one load balancer reaches none of them.
 fn assert_unreachable_servers_stay_active(env: &TestEnv) {
     env.ip(2, &["route", "add", "blackhole", "10.1.1.0/24"]);
     eventually(STATE_TIMEOUT, "load balancer 2 reaches no server", || {
@@ -176,11 +176,11 @@ fn assert_unreachable_servers_stay_active(env: &TestEnv) {
         env.query_status()["servers"]
     );
     // The verdicts of load balancers that reach servers still count.
-    env.set_healthy(3, false);
-    env.wait_for_state(3, "down");
+    env.set_server_health(3, false);
+    env.wait_for_server_state(3, "down");
     env.wait_until_only_servers_reached(&[1, 2]);
-    env.set_healthy(3, true);
-    env.wait_for_state(3, "active");
+    env.set_server_health(3, true);
+    env.wait_for_server_state(3, "active");
     env.ip(2, &["route", "del", "blackhole", "10.1.1.0/24"]);
     env.wait_until_all_are_checked();
 }
@@ -196,8 +196,8 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     env.wait_until_only_servers_reached(&[1, 2, 3]);
 
     // The server responds, but reports that it is unhealthy.
-    env.set_healthy(1, false);
-    let detection_time = env.wait_for_state(1, "down");
+    env.set_server_health(1, false);
+    let detection_time = env.wait_for_server_state(1, "down");
     println!("found after {detection_time:?}, expected within {MAX_DETECTION_TIME:?}");
     assert!(
         env.query_server_state_and_reason(1).1.contains("answers 404 Not Found: expected 200-399"),
@@ -206,16 +206,16 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     );
     env.wait_until_only_servers_reached(&[2, 3]);
     assert_connections_answered(&mut connections);
-    env.set_healthy(1, true);
-    env.wait_for_state(1, "joining");
-    env.wait_for_state(1, "active");
+    env.set_server_health(1, true);
+    env.wait_for_server_state(1, "joining");
+    env.wait_for_server_state(1, "active");
     env.wait_until_only_servers_reached(&[1, 2, 3]);
     assert_connections_answered(&mut connections);
     connections.retain(|(_, answerer)| answerer.server_number != 2);
 
     // The machine is up, but no process listens.
     env.nginx_servers[1] = None;
-    env.wait_for_state(2, "down");
+    env.wait_for_server_state(2, "down");
     assert!(
         env.query_server_state_and_reason(2).1.contains("connection refused"),
         "{:?}",
@@ -223,7 +223,7 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     );
     env.wait_until_only_servers_reached(&[1, 3]);
     env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
-    env.wait_for_state(2, "active");
+    env.wait_for_server_state(2, "active");
     env.wait_until_all_are_checked();
 
     assert_unreachable_servers_stay_active(&env);
@@ -236,10 +236,10 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     let mut env = TestEnv::start("alldown", 1, HEALTH_CHECK_CONFIG);
     env.wait_until_all_are_checked();
     let mut connections = open_keepalive_connections(&env.testbed, 6);
-    (1..=3).for_each(|number| env.set_healthy(number, false));
+    (1..=3).for_each(|number| env.set_server_health(number, false));
     eventually(STATE_TIMEOUT, "the service fails open", || env.query_status()["services"][0]["failing_open"] == true);
     env.wait_until_only_servers_reached(&[1, 2, 3]);
-    assert_eq!(env.query_dropped_packets(), 0);
+    assert_eq!(env.query_dropped_packet_count(), 0);
 
     let options = FleetOptions {
         extra_fleet_text: format!("when_all_down = \"drop\"\n{HEALTH_CHECK_CONFIG}"),
@@ -247,24 +247,24 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     };
     env.fleet.set_options(&env.testbed, options).unwrap();
     eventually(STATE_TIMEOUT, "first packets are dropped", || env.is_new_connection_dropped());
-    eventually(STATE_TIMEOUT, "they are counted", || env.query_dropped_packets() > 0);
+    eventually(STATE_TIMEOUT, "they are counted", || env.query_dropped_packet_count() > 0);
     assert_connections_answered(&mut connections);
-    env.set_healthy(2, true);
+    env.set_server_health(2, true);
     eventually(STATE_TIMEOUT, "the one that is well gets all", || env.query_server_state_and_reason(2).0 == "active");
     env.wait_until_only_servers_reached(&[2]);
     assert_connections_answered(&mut connections);
 
     // The load balancer masks servers without a controller, too.
     env.fleet.kill_daemon("controller").unwrap();
-    env.set_healthy(2, false);
+    env.set_server_health(2, false);
     eventually(STATE_TIMEOUT, "first packets are dropped without a controller", || env.is_new_connection_dropped());
     assert_connections_answered(&mut connections);
-    env.set_healthy(2, true);
-    wait_until_served_by(&env, &[2]);
+    env.set_server_health(2, true);
+    wait_until_only_servers_answer(&env, &[2]);
 }
 
-/// Opens new connections. Returns the number of the server that answers each, or `None` if it is refused or not
-/// answered.
+/// Opens new connections. Returns for each connection the number of the server that answers, or `None` if the
+/// connection is refused or gets no answer.
 fn find_answering_servers(env: &TestEnv) -> Vec<Option<u16>> {
     let query_server = || {
         HttpConnection::open(None)
@@ -279,7 +279,7 @@ fn find_answering_servers(env: &TestEnv) -> Vec<Option<u16>> {
 }
 
 /// Waits until new connections go to exactly these servers, and none fails.
-fn wait_until_served_by(env: &TestEnv, servers: &[u16]) {
+fn wait_until_only_servers_answer(env: &TestEnv, servers: &[u16]) {
     eventually(STATE_TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
         let mut responding_servers = find_answering_servers(env);
         responding_servers.sort_unstable();
@@ -310,31 +310,31 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     // Only load balancer 2 does not reach server 3. There is no majority, so the controller changes nothing.
     env.testbed.route_vips_to_load_balancers(&[2]).unwrap();
     env.ip(2, &["route", "add", "blackhole", "10.1.1.3/32"]);
-    wait_until_served_by(&env, &[1, 2]);
+    wait_until_only_servers_answer(&env, &[1, 2]);
     assert_eq!(env.query_server_state_and_reason(3).0, "active", "the other one reaches it");
     env.ip(2, &["route", "del", "blackhole", "10.1.1.3/32"]);
-    wait_until_served_by(&env, &[1, 2, 3]);
+    wait_until_only_servers_answer(&env, &[1, 2, 3]);
     env.testbed.route_vips_to_load_balancers(&[1, 2]).unwrap();
 
     let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.fleet.kill_daemon("controller").unwrap();
     let stop_time = SystemTime::now();
     env.nginx_servers[1] = None;
-    wait_until_served_by(&env, &[1, 3]);
+    wait_until_only_servers_answer(&env, &[1, 3]);
     assert_masked_within(MAX_DETECTION_TIME, &env.testbed, "s2", stop_time);
     connections.retain(|(_, answerer)| answerer.server_number != 2);
     assert_connections_answered(&mut connections);
     // All servers are down, and none is masked, because the load balancer may be at fault.
     let log_lengths_before = env.read_log_lengths();
-    (1..=3).for_each(|number| env.set_healthy(number, false));
+    (1..=3).for_each(|number| env.set_server_health(number, false));
     env.wait_for_log_words(log_lengths_before, "event=\"server-unmasked\" server=\"s2\" service=\"web0\"");
     eventually(STATE_TIMEOUT, "s1 and s3 get new connections", || {
         let responding_servers = find_answering_servers(&env);
         responding_servers.contains(&Some(1)) && responding_servers.contains(&Some(3))
     });
-    (1..=3).for_each(|number| env.set_healthy(number, true));
+    (1..=3).for_each(|number| env.set_server_health(number, true));
     env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
-    wait_until_served_by(&env, &[1, 2, 3]);
+    wait_until_only_servers_answer(&env, &[1, 2, 3]);
     assert_connections_answered(&mut connections);
 }
 
@@ -347,7 +347,7 @@ fn load_balancer_restarted_without_a_controller_continues_its_checks() {
     env.fleet.kill_daemon("controller").unwrap();
     let stop_time = SystemTime::now();
     env.nginx_servers[1] = None;
-    wait_until_served_by(&env, &[1, 3]);
+    wait_until_only_servers_answer(&env, &[1, 3]);
     assert_masked_within(MAX_DETECTION_TIME, &env.testbed, "s2", stop_time);
     connections.retain(|(_, answerer)| answerer.server_number == 1);
 
@@ -355,8 +355,8 @@ fn load_balancer_restarted_without_a_controller_continues_its_checks() {
     env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     // A server that recovers gets new connections again, and a server that goes down after it gets none.
     env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
-    wait_until_served_by(&env, &[1, 2, 3]);
+    wait_until_only_servers_answer(&env, &[1, 2, 3]);
     env.nginx_servers[2] = None;
-    wait_until_served_by(&env, &[1, 2]);
+    wait_until_only_servers_answer(&env, &[1, 2]);
     assert_connections_answered(&mut connections);
 }

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::Instant;
 
-use coreward_testbed::addresses::{FIRST_VIP, load_balancer_address, server_address};
+use coreward_testbed::addresses::{FIRST_IPV4_VIP, load_balancer_address, server_address};
 use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_directory, credential_files, issue_certificate};
 use coreward_testbed::{DEFAULT_TIMEOUT, Namespace, Process, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::authority::{Authority, DAY, Validity};
@@ -32,13 +32,13 @@ const CHECKS_PER_PORT: usize = 4;
 /// TCP segment from the load balancer that the server received.
 struct TcpSegment {
     destination: Ipv4Addr,
-    /// Source port at the load balancer and destination port at the server.
+    /// Source port (of the load balancer) and destination port (of the server).
     ports: (u16, u16),
     is_syn: bool,
     is_rst: bool,
 }
 
-/// State of a health check's connection, according to the segments that the server received.
+/// Destination addresses of the SYN and of the RST of a health check's connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct CheckConnection {
     syn_destination: Ipv4Addr,
@@ -48,7 +48,7 @@ struct CheckConnection {
 /// Receiver of a copy of each TCP segment from the load balancer to the server.
 struct SegmentSniffer {
     segments: Receiver<TcpSegment>,
-    /// Connections by the server's port, in the order of their SYNs, each with the load balancer's port.
+    /// Connections by the server's port, in the order of their SYNs, as pairs (load balancer's port, connection).
     connections_by_port: BTreeMap<u16, Vec<(u16, CheckConnection)>>,
 }
 
@@ -76,8 +76,8 @@ impl SegmentSniffer {
         for segment in self.segments.try_iter() {
             let (own_port, port) = segment.ports;
             let connections = self.connections_by_port.entry(port).or_default();
-            let same_ports = connections.iter_mut().rfind(|(connection_port, _)| *connection_port == own_port);
-            let open_connection = same_ports
+            let matching_connection = connections.iter_mut().rfind(|(connection_port, _)| *connection_port == own_port);
+            let open_connection = matching_connection
                 .map(|(_, connection)| connection)
                 .filter(|connection| !segment.is_syn || connection.reset_destination.is_none());
             match open_connection {
@@ -98,7 +98,7 @@ impl SegmentSniffer {
     }
 }
 
-/// Parses the headers of a TCP segment in IPv4 without options. Returns `None` if it is not from the load balancer.
+/// Parses an IPv4 header without options and a TCP header. Returns `None` if the packet is not from the load balancer.
 fn parse_segment(packet: &[u8]) -> Option<TcpSegment> {
     let address_at = |offset: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(packet.get(offset..offset + 4)?).ok()?));
     let port_at = |offset: usize| Some(u16::from_be_bytes(packet.get(offset..offset + 2)?.try_into().ok()?));
@@ -113,7 +113,7 @@ fn parse_segment(packet: &[u8]) -> Option<TcpSegment> {
     })
 }
 
-/// Starts nginx at the ports that answer. At the others, the kernel opens connections, and no process accepts them.
+/// Starts nginx at the checked ports where the server answers.
 fn start_nginx(testbed: &Testbed) -> Process {
     let directory = testbed.directory().join("probed");
     fs::create_dir_all(&directory).unwrap();
@@ -157,11 +157,11 @@ fn listen_without_accepting(testbed: &Testbed) -> Vec<Socket> {
     testbed.server(1).unwrap().run_within(|| ports.map(open_listener).collect()).unwrap()
 }
 
-/// Returns the configuration of a service for each kind of check at each address.
+/// Returns the configuration of a service for each checked port and each address at which it is checked.
 fn service_configs() -> String {
     let service_config = |port: u16, check: &str, check_address: &str| {
         format!(
-            "\n[[service]]\nname = \"s{port}\"\nvip = \"{FIRST_VIP}:{port}\"\npolicy = \
+            "\n[[service]]\nname = \"s{port}\"\nvip = \"{FIRST_IPV4_VIP}:{port}\"\npolicy = \
              \"rr\"\n[service.health]\n{check}\n\
              at = \"{check_address}\"\ninterval = \"100ms\"\ntimeout = \"500ms\"\n"
         )
@@ -186,7 +186,7 @@ fn list_connections_at_server(testbed: &Testbed) -> Vec<String> {
 fn checked_sockets() -> impl Iterator<Item = (u16, Ipv4Addr)> {
     CHECKED_PORTS
         .into_iter()
-        .flat_map(|(port, _, _)| [(port, FIRST_VIP), (port + SERVER_PORT_OFFSET, server_address(1))])
+        .flat_map(|(port, _, _)| [(port, FIRST_IPV4_VIP), (port + SERVER_PORT_OFFSET, server_address(1))])
 }
 
 /// Waits for [`CHECKS_PER_PORT`] more connections at every checked port, successful or not.
@@ -220,18 +220,18 @@ fn assert_all_connections_were_reset(testbed: &Testbed, sniffer: &mut SegmentSni
     for (port, address) in checked_sockets() {
         let port_connections = sniffer.connections_to_port(port);
         // The server may send a reset itself, as its answer to TLS's last record after it has closed its end.
-        let may_reset_itself = port % SERVER_PORT_OFFSET == 3;
+        let server_may_reset = port % SERVER_PORT_OFFSET == 3;
         let was_reset = |connection: &CheckConnection| {
-            connection.reset_destination == Some(address) || connection.reset_destination.is_none() && may_reset_itself
+            connection.reset_destination == Some(address) || connection.reset_destination.is_none() && server_may_reset
         };
-        let other_connections: Vec<&CheckConnection> = port_connections
+        let wrongly_closed_connections: Vec<&CheckConnection> = port_connections
             .iter()
             .filter(|connection| connection.syn_destination != address || !was_reset(connection))
             .collect();
         assert!(
-            other_connections.is_empty(),
-            "{description}: port {port}: {} of {}: {other_connections:?}",
-            other_connections.len(),
+            wrongly_closed_connections.is_empty(),
+            "{description}: port {port}: {} of {}: {wrongly_closed_connections:?}",
+            wrongly_closed_connections.len(),
             port_connections.len()
         );
     }
@@ -240,7 +240,8 @@ fn assert_all_connections_were_reset(testbed: &Testbed, sniffer: &mut SegmentSni
 #[test]
 fn connections_of_health_checks_are_closed_at_the_server() {
     skip_if!(missing_testbed_rights());
-    let options = TestbedOptions { instance: "probed".to_owned(), servers: 1, cores: 1, ..Default::default() };
+    let options =
+        TestbedOptions { instance: "probed".to_owned(), server_count: 1, core_count: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx_process = start_nginx(&testbed);
     let _silent_listeners = listen_without_accepting(&testbed);

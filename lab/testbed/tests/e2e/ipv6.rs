@@ -11,14 +11,14 @@ use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, missing_testbed_rights, 
 
 use crate::support::{TestEnv, assert_streams_unbroken, eventually, run_command_line};
 
-fn start_ipv6_env(instance: &str, fleet: FleetOptions) -> TestEnv {
+fn start_ipv6_env(instance: &str, fleet_options: FleetOptions) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
-        servers: 3,
+        server_count: 3,
         family: AddressFamily::Ipv6,
         ..TestbedOptions::default()
     };
-    TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet })
+    TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet_options })
 }
 
 /// Returns the numbers of the servers that have accepted connections.
@@ -30,7 +30,7 @@ fn servers_with_connections(env: &TestEnv) -> BTreeSet<u16> {
     env.testbed.server_numbers().into_iter().filter(has_connections).collect()
 }
 
-/// Changes the pool and restarts daemons under load, and asserts that no connection breaks.
+/// Asserts that no connection breaks when the pool changes and daemons restart under load.
 fn assert_changes_break_no_connection(env: &mut TestEnv) {
     let stream_client = env.start_streams(150.0);
     env.wait_for_connections(225);
@@ -50,7 +50,7 @@ fn assert_changes_break_no_connection(env: &mut TestEnv) {
 }
 
 #[test]
-fn stamped_ipv6_connections_survive_pool_changes_and_restarts() {
+fn ipv6_connections_with_cookies_survive_pool_changes_and_restarts() {
     skip_if!(missing_testbed_rights());
     let mut env = start_ipv6_env("ipv6", FleetOptions::default());
     assert_changes_break_no_connection(&mut env);
@@ -124,8 +124,8 @@ fn daemons_reach_the_controller_and_each_other_by_ipv6() {
     let family = AddressFamily::Ipv6;
     let options = TestbedOptions {
         instance: "ipv6control".to_owned(),
-        servers: 3,
-        load_balancers: 2,
+        server_count: 3,
+        load_balancer_count: 2,
         family,
         ..TestbedOptions::default()
     };
@@ -140,7 +140,7 @@ fn daemons_reach_the_controller_and_each_other_by_ipv6() {
     assert_changes_break_no_connection(&mut env);
 }
 
-/// In this test, servers listen only on the VIP.
+/// Tests the health checks of servers that listen only on the VIP.
 #[test]
 fn ipv6_servers_are_checked_at_the_vip() {
     skip_if!(missing_testbed_rights());
@@ -169,7 +169,8 @@ fn ipv6_servers_are_checked_at_the_vip() {
     assert!(has_checks("s1", true));
 }
 
-/// Linux answers neighbour solicitations only for addresses of the receiving device, so a VIP on `lo` needs no setting.
+/// Tests that a VIP on `lo` needs no setting, because Linux answers neighbour solicitations only for addresses of the
+/// receiving device.
 #[test]
 fn server_does_not_answer_neighbour_solicitations_for_a_vip_on_lo() {
     skip_if!(missing_testbed_rights());

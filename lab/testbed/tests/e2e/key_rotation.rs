@@ -10,8 +10,12 @@ use crate::support::{TestEnv, assert_streams_unbroken, eventually, wait_until_co
 #[test]
 fn key_rotation_breaks_no_connection() {
     skip_if!(missing_testbed_rights());
-    let options =
-        TestbedOptions { instance: "keys".to_owned(), servers: 4, load_balancers: 2, ..TestbedOptions::default() };
+    let options = TestbedOptions {
+        instance: "keys".to_owned(),
+        server_count: 4,
+        load_balancer_count: 2,
+        ..TestbedOptions::default()
+    };
     let mut env = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
     let stream_client = env.start_streams(150.0);
     env.wait_for_connections(300);

@@ -18,10 +18,10 @@ use nix::unistd::Pid;
 use crate::support::eventually;
 use crate::support::load::{start_load_generator, wait_for_report};
 
-fn assert_eventually_answered(server: &KeyValueServer, requests: u64) {
+fn assert_eventually_answered(server: &KeyValueServer, request_count: u64) {
     let count_answered_requests =
         || server.read_counters().unwrap().iter().map(|counters| counters.answered).sum::<u64>();
-    eventually(*DEFAULT_TIMEOUT, "requests are answered", || count_answered_requests() >= requests);
+    eventually(*DEFAULT_TIMEOUT, "requests are answered", || count_answered_requests() >= request_count);
 }
 
 /// Client of the key-value server that has at most one outstanding request.
@@ -51,15 +51,15 @@ impl KeyValueClient {
         self.socket.send(&datagram)?;
         let (mut buffer, mut all_pairs, mut part_count) = ([0; MAX_DATAGRAM_BYTES + 1], Vec::new(), 1);
         let mut status_and_worker = (0, 0);
-        let mut next_part = 0;
-        while next_part < part_count {
+        let mut next_part_index = 0;
+        while next_part_index < part_count {
             let length = self.socket.recv(&mut buffer).with_context(|| format!("no answer to {request:?}"))?;
             let (header, pairs) = parse_response(&buffer[..length]).context("a response")?;
             assert_eq!((header.id.get(), header.request_type), (id, request.request_type.as_byte()));
-            assert_eq!(header.part_index, next_part, "parts come in order on one segment");
+            assert_eq!(header.part_index, next_part_index, "parts come in order on one segment");
             all_pairs.extend(pairs.into_iter().map(|(key, value)| (key.to_vec(), value.to_vec())));
             (status_and_worker, part_count) = ((header.status_code, header.worker_index.get()), header.part_count);
-            next_part += 1;
+            next_part_index += 1;
         }
         Ok((status_and_worker.0, status_and_worker.1, all_pairs))
     }
@@ -74,10 +74,10 @@ fn get_returns_the_value_of_the_last_put() -> anyhow::Result<()> {
             let mut clients: Vec<KeyValueClient> =
                 (0..24).map(|_| KeyValueClient::open()).collect::<anyhow::Result<_>>()?;
             let (_, writer, _) = clients[0].request_and_wait("PUT", "new", "value")?;
-            let mut other_worker_answers = 0;
+            let mut other_worker_answer_count = 0;
             for client in &mut clients {
                 let (status, worker, pairs) = client.request_and_wait("GET", "new", "")?;
-                other_worker_answers += usize::from(worker != writer);
+                other_worker_answer_count += usize::from(worker != writer);
                 if is_store_shared || worker == writer {
                     assert_eq!(
                         (status, pairs),
@@ -92,7 +92,7 @@ fn get_returns_the_value_of_the_last_put() -> anyhow::Result<()> {
                 assert_eq!(pairs[104].0, key_name(5_104).into_bytes());
             }
             // All 24 flows reach the same of four workers only once in 4^23 runs.
-            assert!(other_worker_answers > 0, "every flow at worker {writer}");
+            assert!(other_worker_answer_count > 0, "every flow at worker {writer}");
             Ok(())
         })
     };
@@ -151,9 +151,9 @@ fn requests_of_a_dead_worker_are_lost_and_counted() -> anyhow::Result<()> {
         report_count("lost") > report_count("requests") / 20 && report_count("lost") < report_count("requests") / 2,
         "{report}"
     );
-    let answered_requests: u64 = server.read_counters()?.iter().map(|counters| counters.answered).sum();
+    let answered_request_count: u64 = server.read_counters()?.iter().map(|counters| counters.answered).sum();
     // The worker may be killed between an answer and its count, or its answer may have arrived too late.
-    assert!(answered_requests.abs_diff(report_count("completed")) <= 1, "{answered_requests}: {report}");
+    assert!(answered_request_count.abs_diff(report_count("completed")) <= 1, "{answered_request_count}: {report}");
     let sum_over_classes = |name: &str| -> u64 {
         report["classes"].as_array().unwrap().iter().map(|class| class[name].as_u64().unwrap()).sum()
     };
@@ -202,7 +202,7 @@ fn killed_worker_is_restarted() -> anyhow::Result<()> {
 }
 
 #[test]
-fn interrupted_load_reports_its_measurements() -> anyhow::Result<()> {
+fn interrupted_load_generator_reports_its_measurements() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_without_load_balancing("tkvctrlc")?;
     let server = testbed.start_key_value_server(1, &[])?;

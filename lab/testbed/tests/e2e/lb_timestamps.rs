@@ -12,12 +12,12 @@ use serde_json::Value;
 
 use crate::support::{TestEnv, assert_streams_unbroken, eventually};
 
-/// Starts one server for each of these values of net.ipv4.tcp_timestamps, which apply to both address families.
+/// Starts one server with each value in `tcp_timestamps` of net.ipv4.tcp_timestamps, which also applies to IPv6.
 fn start_env(instance: &str, family: AddressFamily, tcp_timestamps: &[&str]) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
         family,
-        servers: tcp_timestamps.len() as u16,
+        server_count: tcp_timestamps.len() as u16,
         router_mtu: Some(1500),
         routes_answers_via_load_balancer: true,
         ..TestbedOptions::default()
@@ -39,7 +39,7 @@ fn query_lb_state(env: &TestEnv) -> Value {
     env.fleet.query_status(&env.testbed).unwrap()["load_balancers"][0]["state"].clone()
 }
 
-/// Returns the state and the fault of the load balancer's model of a server's timestamp clock.
+/// Returns the state that the load balancer has determined for a server's timestamp clock, and the clock's fault.
 fn query_server_clock_state_and_fault(env: &TestEnv, server: &str) -> (String, String) {
     let lb_state = query_lb_state(env);
     let server_clocks = lb_state["server_clocks"].as_array().cloned().unwrap_or_default();
@@ -57,8 +57,9 @@ fn set_kernel_forwarding(env: &TestEnv, value: &str) {
     lb_host.set_sysctls(&[(&forwarding_sysctl, value)]).unwrap();
 }
 
-/// Values of net.ipv4.tcp_timestamps, with one clock for all connections, or one for each connection (Linux' default).
-const ONE_CLOCK_FOR_ALL: &str = "2";
+/// Values of net.ipv4.tcp_timestamps with which the kernel uses one clock for all connections, or one for each
+/// connection (the default).
+const ONE_CLOCK_FOR_ALL_CONNECTIONS: &str = "2";
 const CLOCK_PER_CONNECTION: &str = "1";
 
 /// Opens connections to every server until all servers' clocks have this state at the load balancer.
@@ -83,13 +84,13 @@ fn open_connections_until_clocks_known(env: &TestEnv, state: &str) {
 #[test]
 fn servers_without_an_agent_join_and_leave_without_breaking_connections() {
     skip_if!(missing_testbed_rights());
-    assert_no_connection_breaks("lbts", AddressFamily::Ipv4, ONE_CLOCK_FOR_ALL, "known");
+    assert_no_connection_breaks("lbts", AddressFamily::Ipv4, ONE_CLOCK_FOR_ALL_CONNECTIONS, "known");
 }
 
 #[test]
 fn servers_without_an_agent_join_and_leave_without_breaking_ipv6_connections() {
     skip_if!(missing_testbed_rights());
-    assert_no_connection_breaks("lbts6", AddressFamily::Ipv6, ONE_CLOCK_FOR_ALL, "known");
+    assert_no_connection_breaks("lbts6", AddressFamily::Ipv6, ONE_CLOCK_FOR_ALL_CONNECTIONS, "known");
 }
 
 #[test]
@@ -98,16 +99,18 @@ fn plain_linux_servers_join_and_leave_without_breaking_connections() {
     assert_no_connection_breaks("lbtsplain", AddressFamily::Ipv4, CLOCK_PER_CONNECTION, "per-connection");
 }
 
-/// Returns how many packets of established connections were placed by the cookie, and how many by the flow table.
+/// Returns the numbers of packets of established connections whose server was found by cookie and by flow table.
 fn query_packets_by_decision(env: &TestEnv) -> [u64; 2] {
     let stamped_services = query_lb_state(env)["stamped_services"].clone();
     ["by_cookie", "by_flow_table"].map(|decision| stamped_services[0][decision].as_u64().unwrap())
 }
 
-/// Asserts that the cookie has placed at least 99 % of the packets of established connections since `packets_before`.
-fn assert_packets_decided_by_cookie(env: &TestEnv, packets_before: [u64; 2]) {
-    let packets_after = query_packets_by_decision(env);
-    let [by_cookie, by_flow_table] = [0, 1].map(|decision| packets_after[decision] - packets_before[decision]);
+/// Asserts that the server of at least 99 % of the packets of established connections since `packet_counts_before` was
+/// found by cookie.
+fn assert_packets_decided_by_cookie(env: &TestEnv, packet_counts_before: [u64; 2]) {
+    let packet_counts_after = query_packets_by_decision(env);
+    let [by_cookie, by_flow_table] =
+        [0, 1].map(|decision| packet_counts_after[decision] - packet_counts_before[decision]);
     println!("{by_cookie} packets by the cookie, {by_flow_table} by the flow table");
     assert!(by_cookie > 1_000 && by_flow_table <= by_cookie / 100, "{by_cookie} by the cookie, {by_flow_table} not");
     let vip = env.testbed.service_address().to_string();
@@ -116,7 +119,7 @@ fn assert_packets_decided_by_cookie(env: &TestEnv, packets_before: [u64; 2]) {
     assert!(explain_output.contains(" % of its established packets by the cookie."), "{explain_output}");
 }
 
-/// Restarts the load balancer without state. It must not route unknown packets unchanged in the meantime.
+/// Restarts the load balancer without its state. Until it is ready, its kernel must not route unknown packets.
 fn reboot_load_balancer(env: &mut TestEnv) {
     set_kernel_forwarding(env, "0");
     env.fleet.reboot_load_balancer(&env.testbed, 1).unwrap();
@@ -140,14 +143,14 @@ fn assert_no_connection_breaks(
     open_connections_until_clocks_known(&env, expected_clock_state);
     env.set_admin_state(5, None);
     env.fleet.wait_until_ready(&env.testbed).unwrap();
-    let packets_before = query_packets_by_decision(&env);
+    let packet_counts_before = query_packets_by_decision(&env);
     let stream_client = env.start_streams(150.0);
     env.wait_for_connections(300);
     env.set_admin_state(1, Some(AdminState::Draining));
     env.wait_for_connections(75);
     env.set_admin_state(5, Some(AdminState::Active));
     env.wait_for_connections(75);
-    assert_packets_decided_by_cookie(&env, packets_before);
+    assert_packets_decided_by_cookie(&env, packet_counts_before);
     env.fleet.kill_daemon("lb1").unwrap();
     env.wait_for_connections(30);
     env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
@@ -177,7 +180,7 @@ fn hundred_thousand_connections_to_plain_linux_servers_continue() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env("lbtslong", AddressFamily::Ipv4, &[CLOCK_PER_CONNECTION; 5]);
     open_connections_until_clocks_known(&env, "per-connection");
-    let packets_before = query_packets_by_decision(&env);
+    let packet_counts_before = query_packets_by_decision(&env);
     let stream_client = env.start_streams(250.0);
     for round in 0..20 {
         let (drained_server, removed_server) = (1 + round % 5, 1 + (round + 2) % 5);
@@ -193,12 +196,12 @@ fn hundred_thousand_connections_to_plain_linux_servers_continue() {
         env.set_admin_state(removed_server, Some(AdminState::Active));
         env.wait_for_connections(1_250);
     }
-    assert_packets_decided_by_cookie(&env, packets_before);
+    assert_packets_decided_by_cookie(&env, packet_counts_before);
     let report = assert_streams_unbroken(stream_client);
     assert!(report.sum_of_seconds().opened >= 100_000, "{:?}", report.sum_of_seconds());
 }
 
-/// Asserts that a load balancer that does not route packets reports this, with the remedy.
+/// Asserts that a load balancer whose kernel does not route packets reports the missing setting.
 fn assert_missing_forwarding_is_reported(env: &TestEnv) {
     assert_eq!(query_lb_state(env)["warnings"], Value::Array(Vec::new()));
     set_kernel_forwarding(env, "0");
@@ -210,11 +213,14 @@ fn assert_missing_forwarding_is_reported(env: &TestEnv) {
 }
 
 #[test]
-fn unstampable_server_is_reported_and_its_connections_continue() {
+fn server_with_unusable_clock_is_reported_and_keeps_connections() {
     skip_if!(missing_testbed_rights());
     // One server has no timestamps, and one of the other servers drains.
-    let mut env =
-        start_env("lbtsown", AddressFamily::Ipv4, &["0", CLOCK_PER_CONNECTION, ONE_CLOCK_FOR_ALL, ONE_CLOCK_FOR_ALL]);
+    let mut env = start_env(
+        "lbtsown",
+        AddressFamily::Ipv4,
+        &["0", CLOCK_PER_CONNECTION, ONE_CLOCK_FOR_ALL_CONNECTIONS, ONE_CLOCK_FOR_ALL_CONNECTIONS],
+    );
     let stream_client = env.start_streams(150.0);
     env.wait_for_connections(375);
     env.set_admin_state(4, Some(AdminState::Draining));

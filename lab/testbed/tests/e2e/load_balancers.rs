@@ -15,8 +15,8 @@ const FAILURE_DETECTION_TIME: Duration = Duration::from_millis(150);
 fn start_env(instance: &str, consistency: Consistency, family: AddressFamily) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
-        servers: 4,
-        load_balancers: 2,
+        server_count: 4,
+        load_balancer_count: 2,
         family,
         ..TestbedOptions::default()
     };
@@ -65,7 +65,7 @@ fn connections_survive_lost_connection_tables() {
     assert_lost_tables_break_no_connection("lbsfull", AddressFamily::Ipv4);
 }
 
-/// The load balancers change as when a client draws a new flow label, which changes its path.
+/// Tests changes of the load balancer like those after a client draws a new IPv6 flow label, which changes its path.
 #[test]
 fn ipv6_connections_survive_lost_connection_tables() {
     skip_if!(missing_testbed_rights());

@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::support::eventually;
 use crate::support::load::{start_load_generator, wait_for_report};
 
-fn report_count(report: &Value, name: &str) -> u64 {
+fn count_in_report(report: &Value, name: &str) -> u64 {
     report[name].as_u64().unwrap_or_else(|| panic!("{name}: {report}"))
 }
 
@@ -21,11 +21,11 @@ fn requests_to_a_paced_server_take_their_service_times() -> anyhow::Result<()> {
     let load_options = "--transport tcp --rate 500 --arrivals fixed --seconds 2 --warm-up 0 --flows 16 --timeout 10";
     let load_options_with_mix = format!("{load_options} --mix GET=0.5,PUT=0.5 --multiplier 400");
     let report = wait_for_report(start_load_generator(&testbed, &load_options_with_mix)?)?;
-    assert_eq!((report_count(&report, "requests"), report_count(&report, "lost")), (999, 0), "{report}");
+    assert_eq!((count_in_report(&report, "requests"), count_in_report(&report, "lost")), (999, 0), "{report}");
     let completed_of_class = |index: usize| report["classes"][index]["completed"].as_u64().unwrap();
     // Service times are 975 ns and 1.35 us, multiplied by 400.
     assert_eq!(
-        server.read_busy_ns()?.iter().sum::<u64>(),
+        server.read_core_busy_ns()?.iter().sum::<u64>(),
         (completed_of_class(0) * 390 + completed_of_class(1) * 540) * 1_000,
         "{report}"
     );
@@ -43,25 +43,26 @@ fn broken_connections_are_counted_and_reopened() -> anyhow::Result<()> {
     let options = "--transport tcp --rate 400 --seconds 12 --warm-up 0 --flows 8 --timeout 1 --service exp:1000";
     let load_process = start_load_generator(&testbed, options)?;
     // 800 requests of a millisecond are 2 s of the load.
-    let has_much_work = || server.read_busy_ns().unwrap().iter().sum::<u64>() > 800_000_000;
-    eventually(Duration::from_secs(40), "requests are served", has_much_work);
+    let has_worked_long_enough = || server.read_core_busy_ns().unwrap().iter().sum::<u64>() > 800_000_000;
+    eventually(Duration::from_secs(40), "requests are served", has_worked_long_enough);
     drop(server);
     std::thread::sleep(Duration::from_millis(1_000));
     let server = testbed.start_paced_server(1)?;
     let report = wait_for_report(load_process)?;
     assert_eq!(
-        report_count(&report, "requests"),
-        report_count(&report, "completed") + report_count(&report, "lost"),
+        count_in_report(&report, "requests"),
+        count_in_report(&report, "completed") + count_in_report(&report, "lost"),
         "{report}"
     );
     // For a second, and until the next worker listened, there was no worker.
     assert!(
-        report_count(&report, "lost") > 100 && report_count(&report, "lost") < report_count(&report, "requests") / 2,
+        count_in_report(&report, "lost") > 100
+            && count_in_report(&report, "lost") < count_in_report(&report, "requests") / 2,
         "{report}"
     );
-    assert!(report_count(&report, "refused") > 0, "{report}");
+    assert!(count_in_report(&report, "refused") > 0, "{report}");
     // The server served requests again after the pause.
-    assert!(server.read_busy_ns()?.iter().sum::<u64>() > 0, "{report}");
+    assert!(server.read_core_busy_ns()?.iter().sum::<u64>() > 0, "{report}");
     Ok(())
 }
 
@@ -77,17 +78,18 @@ fn http_load_is_answered_by_nginx() -> anyhow::Result<()> {
         )
     };
     let worker_path_report = wait_for_report(start_http_load(WORKER_IDENTITY_PATH, 500)?)?;
-    let error_counts =
-        |report: &Value| ["lost", "failed", "broken_connections", "malformed"].map(|name| report_count(report, name));
+    let error_counts = |report: &Value| {
+        ["lost", "failed", "broken_connections", "malformed"].map(|name| count_in_report(report, name))
+    };
     assert_eq!(error_counts(&worker_path_report), [0; 4], "{worker_path_report}");
-    assert!((850..1_150).contains(&report_count(&worker_path_report, "requests")), "{worker_path_report}");
+    assert!((850..1_150).contains(&count_in_report(&worker_path_report, "requests")), "{worker_path_report}");
     // Responses of a megabyte need many reads each.
     let large_file_report = wait_for_report(start_http_load(LARGE_FILE_PATH, 20)?)?;
     assert_eq!(error_counts(&large_file_report), [0; 4], "{large_file_report}");
     let missing_file_report = wait_for_report(start_http_load("/missing", 100)?)?;
     assert_eq!(
         error_counts(&missing_file_report),
-        [0, report_count(&missing_file_report, "requests"), 0, 0],
+        [0, count_in_report(&missing_file_report, "requests"), 0, 0],
         "{missing_file_report}"
     );
     // A reload ends all connections of old workers, and the generator opens new ones to the new workers.
@@ -96,19 +98,19 @@ fn http_load_is_answered_by_nginx() -> anyhow::Result<()> {
     nginx.reload(&testbed, 1, 2)?;
     let reload_report = wait_for_report(running_load)?;
     assert_eq!(
-        report_count(&reload_report, "requests"),
-        report_count(&reload_report, "completed") + report_count(&reload_report, "lost"),
+        count_in_report(&reload_report, "requests"),
+        count_in_report(&reload_report, "completed") + count_in_report(&reload_report, "lost"),
         "{reload_report}"
     );
     assert!(
-        report_count(&reload_report, "completed") * 10 > report_count(&reload_report, "requests") * 9,
+        count_in_report(&reload_report, "completed") * 10 > count_in_report(&reload_report, "requests") * 9,
         "{reload_report}"
     );
     Ok(())
 }
 
 #[test]
-fn wait_for_a_free_connection_counts_as_latency() -> anyhow::Result<()> {
+fn waiting_for_a_free_connection_counts_as_latency() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_without_load_balancing("tloadwait")?;
     let _nginx = testbed.start_nginx(1)?;
@@ -117,6 +119,6 @@ fn wait_for_a_free_connection_counts_as_latency() -> anyhow::Result<()> {
     let options =
         "--transport http --path /slow --rate 50 --arrivals fixed --seconds 1 --warm-up 0 --flows 1 --timeout 1";
     let report = wait_for_report(start_load_generator(&testbed, options)?)?;
-    assert_eq!((report_count(&report, "requests"), report_count(&report, "lost")), (49, 49), "{report}");
+    assert_eq!((count_in_report(&report, "requests"), count_in_report(&report, "lost")), (49, 49), "{report}");
     Ok(())
 }

@@ -29,7 +29,8 @@ impl TestEnv {
     /// Starts the environment. The command `switch_script` changes the other end of the load balancer's device before
     /// the daemon starts.
     fn start(instance: &str, switch_script: &str) -> Self {
-        let options = TestbedOptions { instance: instance.to_owned(), servers: 2, cores: 1, ..Default::default() };
+        let options =
+            TestbedOptions { instance: instance.to_owned(), server_count: 2, core_count: 1, ..Default::default() };
         let testbed = Testbed::create(options).unwrap();
         run_script(&testbed, testbed.switch(), switch_script);
         let metrics_config = format!("metrics = \"{METRICS_ADDRESS}\"\n");
@@ -57,7 +58,7 @@ impl TestEnv {
         self.query_lb_state()["warnings"].to_string()
     }
 
-    /// Returns the value of a load balancer's metric, by its series.
+    /// Returns the value of a time series in the load balancer's metrics.
     fn fetch_metric_value(&self, series: &str) -> f64 {
         let page = fetch_metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).unwrap();
         support::series_value(&page, series).unwrap_or_else(|| panic!("no {series} in {page}"))
@@ -93,8 +94,8 @@ fn dropped_frames_and_failing_handshakes_are_reported() {
     });
 }
 
-/// With GRO alone at a veth's other end, native XDP seems to work while the daemon runs, because the daemon's frames
-/// wake that end's poll. When the daemon is killed, connections stall.
+/// Tests that new connections do not depend on the running daemon. With GRO alone at a veth's other end, native XDP
+/// works only as long as the daemon's frames wake that end's poll.
 #[test]
 fn new_connections_continue_when_the_daemon_is_killed() {
     skip_if!(missing_testbed_rights());

@@ -19,18 +19,19 @@ const METRICS_ADDRESS: &str = "127.0.0.1:9440";
 const FLEET_DOCUMENT: &str = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n\
                         [[server]]\nname = \"s2\"\naddress = \"10.1.1.2\"\n\
                         [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n";
-/// Service whose load balancers must all choose the same server, so none of them makes its own table.
+/// Configuration of a service for which load balancers make no tables of their own, because all must choose the same
+/// server.
 const BUCKET_SERVICE_CONFIG: &str = "[[service]]\nname = \"bucket\"\nvip = \"10.200.0.1:81\"\npolicy = \"hash\"\n\
                          consistency = \"beamer\"\n";
 
-/// Asserts that `coreward status` reports that the store is lost while the load balancer has a configuration.
+/// Asserts that `status` warns that the store is lost while the load balancer still has a configuration.
 fn assert_lost_store_is_reported(status: &Value) {
     let warning_text = status["warnings"].to_string();
     assert!(warning_text.contains("the store has no document"), "{warning_text}");
     assert!(warning_text.contains("load balancer lb1 had configuration"), "{warning_text}");
 }
 
-/// Returns a value from the metrics page of load balancer 1.
+/// Returns the value of the time series `name` on the metrics page of load balancer 1.
 fn fetch_metric_value(testbed: &Testbed, name: &str) -> Option<f64> {
     let page = fetch_metrics_page(testbed, testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).ok()?;
     series_value(&page, name)
@@ -48,7 +49,7 @@ fn can_connect(testbed: &Testbed, vip: &str) -> bool {
 #[test]
 fn loss_of_the_store_interrupts_no_service() {
     skip_if!(missing_testbed_rights());
-    let options = TestbedOptions { instance: "lost".to_owned(), servers: 2, cores: 1, ..Default::default() };
+    let options = TestbedOptions { instance: "lost".to_owned(), server_count: 2, core_count: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx_servers = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
     let options = FleetOptions {
@@ -68,8 +69,8 @@ fn loss_of_the_store_interrupts_no_service() {
         first_lb(&query_status())["state"].is_object()
     });
     assert_lost_store_is_reported(&query_status());
-    let generations_in_force = first_lb(&query_status())["state"]["table_generations"].to_string();
-    assert!(generations_in_force.contains("web"), "{generations_in_force}");
+    let used_generations = first_lb(&query_status())["state"]["table_generations"].to_string();
+    assert!(used_generations.contains("web"), "{used_generations}");
     open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     assert_connections_answered(&mut connections_before);
 
@@ -86,9 +87,10 @@ fn loss_of_the_store_interrupts_no_service() {
 }
 
 #[test]
-fn configuration_is_saved_once_the_disk_has_room() {
+fn configuration_is_saved_as_soon_as_disk_has_space() {
     skip_if!(missing_testbed_rights());
-    let options = TestbedOptions { instance: "unsaved".to_owned(), servers: 2, cores: 1, ..Default::default() };
+    let options =
+        TestbedOptions { instance: "unsaved".to_owned(), server_count: 2, core_count: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let load_balancer_text = format!("metrics = \"{METRICS_ADDRESS}\"\n");
     let options = FleetOptions {
@@ -138,7 +140,8 @@ fn restart_without_pins(testbed: &Testbed, fleet: &mut Fleet) {
 #[test]
 fn rebooted_load_balancer_takes_new_connections_without_a_controller() {
     skip_if!(missing_testbed_rights());
-    let options = TestbedOptions { instance: "unpinned".to_owned(), servers: 2, cores: 1, ..Default::default() };
+    let options =
+        TestbedOptions { instance: "unpinned".to_owned(), server_count: 2, core_count: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx_servers = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
     let load_balancer_text = format!("metrics = \"{METRICS_ADDRESS}\"\n");

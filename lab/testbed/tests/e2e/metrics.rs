@@ -17,13 +17,13 @@ use crate::support::{TestEnv, assert_streams_unbroken, eventually, fetch_metrics
 
 const METRICS_ADDRESS: &str = "127.0.0.1:9440";
 
-/// Values of the samples on a metrics page, by name and labels, as a parser for Prometheus' format reads them.
+/// Values of the samples on a metrics page, by metric name and labels, as the crate `prometheus_parse` parses them.
 type SampleValues = BTreeMap<(String, BTreeMap<String, String>), f64>;
 
 fn scrape_metrics(env: &TestEnv, host: &Namespace) -> Option<SampleValues> {
     let text = fetch_metrics_page(&env.testbed, host, METRICS_ADDRESS).ok()?;
     assert!(text.ends_with("# EOF\n"), "{text}");
-    // Remove the end marker, because the parser knows only Prometheus' own format, which has none.
+    // Remove the end marker, because the parser accepts only Prometheus' own format, which has no end marker.
     let page_lines = text.lines().filter(|line| *line != "# EOF").map(|line| Ok(line.to_owned()));
     let samples = Scrape::parse(page_lines).unwrap().samples;
     assert!(!samples.is_empty(), "{text}");
@@ -43,12 +43,12 @@ fn scrape_metrics(env: &TestEnv, host: &Namespace) -> Option<SampleValues> {
     )
 }
 
-fn sum_with_label(values: &SampleValues, name: &str, label: (&str, &str)) -> f64 {
+fn sum_samples_with_label(values: &SampleValues, name: &str, label: (&str, &str)) -> f64 {
     let has_label = |labels: &BTreeMap<String, String>| labels.get(label.0).is_some_and(|value| value == label.1);
     values.iter().filter(|((metric, labels), _)| metric == name && has_label(labels)).map(|(_, value)| value).sum()
 }
 
-/// Asserts that a component serves all of its documented metrics, except those of events that have not happened.
+/// Asserts that a component serves all of its documented metrics, except for those that appear only after an event.
 fn assert_documented_metrics_are_served(component: Component, values: &SampleValues) {
     let find_documented_metric = |name: &str| {
         METRICS.iter().find(|metric| {
@@ -83,7 +83,8 @@ fn assert_documented_metrics_are_served(component: Component, values: &SampleVal
 /// Starts a fleet in which every daemon serves its metrics.
 fn start_env() -> TestEnv {
     let metrics_config = format!("metrics = \"{METRICS_ADDRESS}\"\n");
-    let testbed_options = TestbedOptions { instance: "metrics".to_owned(), servers: 2, ..TestbedOptions::default() };
+    let testbed_options =
+        TestbedOptions { instance: "metrics".to_owned(), server_count: 2, ..TestbedOptions::default() };
     let options = FleetOptions {
         extra_load_balancer_text: metrics_config.clone(),
         extra_agent_text: metrics_config.clone(),
@@ -103,23 +104,23 @@ fn start_env() -> TestEnv {
 /// Asserts that the controller's metrics and `coreward status` count the same refused reports.
 fn assert_refused_reports_are_counted(env: &TestEnv, controller_samples: &SampleValues) {
     let status = env.fleet.query_status(&env.testbed).unwrap();
-    let refused_reports: u64 = status["refused_reports"]
+    let refused_report_count: u64 = status["refused_reports"]
         .as_object()
         .map_or(0, |reasons| reasons.values().filter_map(|count| count.as_u64()).sum());
-    let refused_reports_in_metrics: f64 = controller_samples
+    let refused_report_count_in_metrics: f64 = controller_samples
         .iter()
         .filter(|((name, _), _)| name == "coreward_reports_refused_total")
         .map(|(_, value)| value)
         .sum();
-    assert_eq!(refused_reports_in_metrics, refused_reports as f64);
+    assert_eq!(refused_report_count_in_metrics, refused_report_count as f64);
 }
 
-/// Asserts that the agent, the controller and `status` count the same warnings, including one that is caused here.
+/// Asserts that the agent, the controller and `status` count the same warnings, including one that this test causes.
 fn assert_warnings_are_counted(env: &TestEnv) {
     let (controller, server) = (env.testbed.controller(), env.testbed.server(1).unwrap());
     server.run_within(|| Ok(fs::write("/proc/sys/net/ipv4/tcp_timestamps", "0")?)).unwrap();
     let warning_count = |host: &Namespace| {
-        sum_with_label(&scrape_metrics(env, host).unwrap(), "coreward_server_warnings", ("server", "s1"))
+        sum_samples_with_label(&scrape_metrics(env, host).unwrap(), "coreward_server_warnings", ("server", "s1"))
     };
     eventually(*DEFAULT_TIMEOUT, "all count the agent's warning", || {
         let status = env.fleet.query_status(&env.testbed).unwrap_or_default();
@@ -150,19 +151,22 @@ fn endpoints_serve_the_documented_metrics() {
     // Wait, because the controller has a load balancer's last report, which is at most a second old.
     eventually(*DEFAULT_TIMEOUT, "the controller has its load balancer's counts", || {
         let (controller_samples, lb_samples) = (scrape_all(controller), scrape_all(balancer));
-        let new_connections =
-            |values: &SampleValues| sum_with_label(values, "coreward_lb_packets_total", ("decision", "new_connection"));
+        let new_connections = |values: &SampleValues| {
+            sum_samples_with_label(values, "coreward_lb_packets_total", ("decision", "new_connection"))
+        };
         new_connections(&controller_samples) > 0.0
             && new_connections(&controller_samples) == new_connections(&lb_samples)
     });
     let (controller_samples, lb_samples) = (scrape_all(controller), scrape_all(balancer));
     assert_documented_metrics_are_served(Component::Controller, &controller_samples);
     for name in ["coreward_lb_packets_total", "coreward_lb_service_packets_total"] {
-        assert!(sum_with_label(&lb_samples, name, ("decision", "new_connection")) > 100.0, "{name}");
+        assert!(sum_samples_with_label(&lb_samples, name, ("decision", "new_connection")) > 100.0, "{name}");
     }
-    assert!(sum_with_label(&lb_samples, "coreward_lb_service_forwarded_bytes_total", ("service", "web0")) > 1000.0);
     assert!(
-        sum_with_label(&controller_samples, "coreward_servers", ("state", "active")) == 2.0,
+        sum_samples_with_label(&lb_samples, "coreward_lb_service_forwarded_bytes_total", ("service", "web0")) > 1000.0
+    );
+    assert!(
+        sum_samples_with_label(&controller_samples, "coreward_servers", ("state", "active")) == 2.0,
         "{controller_samples:?}"
     );
     assert_refused_reports_are_counted(&env, &controller_samples);

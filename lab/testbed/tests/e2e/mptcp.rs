@@ -10,7 +10,7 @@ use std::net::{SocketAddr, SocketAddrV4, TcpListener, TcpStream};
 use std::process::Command;
 use std::time::Duration;
 
-use coreward_testbed::addresses::{FIRST_VIP, SERVICE_ADDRESS};
+use coreward_testbed::addresses::{FIRST_IPV4_VIP, SERVICE_ADDRESS};
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions};
 use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, counters, missing_testbed_rights, skip_if};
 use socket2::{Domain, Protocol, Socket, Type};
@@ -18,13 +18,13 @@ use socket2::{Domain, Protocol, Socket, Type};
 use crate::support::{eventually, run_command_line, sleep_ms};
 
 const SERVER_COUNT: u16 = 3;
-/// Number of connections. With random placement, a server gets none of them once in 10^6 runs.
+/// Number of connections in the test. With random placement, a server gets no connection once in 10^6 runs.
 const CONNECTION_COUNT: u64 = 36;
 const TRANSFER_BYTES: usize = 100_000;
-/// Port for joins to server 0. Server K has this port plus K.
+/// Port of the VIP at which subflows join connections to server 0. Server K has this port plus K.
 const FIRST_JOIN_PORT: u16 = 8000;
 
-fn missing_mptcp() -> Option<String> {
+fn missing_mptcp_reason() -> Option<String> {
     if let Some(rights) = missing_testbed_rights() {
         return Some(rights);
     }
@@ -47,7 +47,7 @@ fn join_service_configs() -> String {
         let join_port = FIRST_JOIN_PORT + number;
         write!(
             text,
-            "\n[[service]]\nname = \"join{number}\"\nvip = \"{FIRST_VIP}:{join_port}\"\npolicy = \"hash\"\nservers = \
+            "\n[[service]]\nname = \"join{number}\"\nvip = \"{FIRST_IPV4_VIP}:{join_port}\"\npolicy = \"hash\"\nservers = \
              [\"s{number}\"]\n"
         )
         .unwrap();
@@ -55,7 +55,7 @@ fn join_service_configs() -> String {
     })
 }
 
-/// Starts threads that answer each byte with the server's number, on every connection. Each thread ends with its
+/// Starts a listener whose threads answer each byte on a connection with the server's number. Each thread ends with its
 /// connection.
 fn start_answering_server(testbed: &Testbed, number: u16) {
     let listener: TcpListener = testbed
@@ -112,15 +112,15 @@ fn query_server(stream: &mut TcpStream, length: usize) -> u16 {
 fn create_testbed() -> Testbed {
     let options = TestbedOptions {
         instance: "mptcp".to_owned(),
-        servers: SERVER_COUNT,
-        cores: 1,
-        load_balancers: 2,
+        server_count: SERVER_COUNT,
+        core_count: 1,
+        load_balancer_count: 2,
         ..TestbedOptions::default()
     };
     Testbed::create(options).unwrap()
 }
 
-/// Starts servers that announce their own port of the VIP for further subflows.
+/// Starts servers, each of which announces its own port of the VIP for additional subflows.
 fn start_mptcp_servers(testbed: &Testbed) {
     for number in 1..=SERVER_COUNT {
         let server = testbed.server(number).unwrap();
@@ -129,7 +129,7 @@ fn start_mptcp_servers(testbed: &Testbed) {
         run_command_line(
             testbed,
             server,
-            &format!("ip mptcp endpoint add {FIRST_VIP} port {} id 1 signal", FIRST_JOIN_PORT + number),
+            &format!("ip mptcp endpoint add {FIRST_IPV4_VIP} port {} id 1 signal", FIRST_JOIN_PORT + number),
         );
         start_answering_server(testbed, number);
     }
@@ -167,14 +167,14 @@ fn abort_first_subflows(testbed: &Testbed, client: &coreward_testbed::Namespace)
         "state",
         "established",
         "dst",
-        &SocketAddrV4::new(FIRST_VIP, SERVICE_ADDRESS.port()).to_string(),
+        &SocketAddrV4::new(FIRST_IPV4_VIP, SERVICE_ADDRESS.port()).to_string(),
     ]);
     testbed.run_command(client, ss).unwrap();
 }
 
 #[test]
 fn mptcp_subflows_reach_the_server_of_the_first_subflow() {
-    skip_if!(missing_mptcp());
+    skip_if!(missing_mptcp_reason());
     let mut testbed = create_testbed();
     start_mptcp_servers(&testbed);
     run_command_line(&testbed, testbed.client(), "ip mptcp limits set subflows 4 add_addr_accepted 4");

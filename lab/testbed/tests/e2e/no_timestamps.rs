@@ -8,9 +8,13 @@ use coreward_testbed::{TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{TestEnv, assert_streams_unbroken};
 
-fn start_env(instance: &str, load_balancers: u16) -> TestEnv {
-    let options =
-        TestbedOptions { instance: instance.to_owned(), servers: 5, load_balancers, ..TestbedOptions::default() };
+fn start_env(instance: &str, load_balancer_count: u16) -> TestEnv {
+    let options = TestbedOptions {
+        instance: instance.to_owned(),
+        server_count: 5,
+        load_balancer_count,
+        ..TestbedOptions::default()
+    };
     let mut env = TestEnv::start(options, FleetOptions::default());
     env.testbed.client().set_sysctls(&[("ipv4/tcp_timestamps", "0")]).unwrap();
     env.set_admin_state(5, None);
@@ -38,12 +42,12 @@ fn flow_table_keeps_connections_while_servers_join_and_leave() {
 }
 
 #[test]
-fn load_balancer_without_the_flow_entry_finds_its_server() {
+fn load_balancer_without_flow_entry_finds_the_server() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env("notslb", 2);
     let stream_client = env.start_streams(150.0);
     env.wait_for_connections(300);
-    // The load balancer that takes over knows the previous server of a bucket that has moved once.
+    // The table of the load balancer that takes over contains the previous server of a bucket that has moved once.
     env.set_admin_state(5, Some(AdminState::Active));
     env.wait_for_connections(300);
     env.fleet.kill_load_balancer(&mut env.testbed, 1, Duration::from_millis(150)).unwrap();

@@ -19,7 +19,7 @@ use serde_json::Value;
 
 use crate::support::{effective_capabilities, eventually, retained_capabilities};
 
-/// Timeout of a response, which takes microseconds. A request gets none if its worker has just died.
+/// Timeout of a response, which normally takes microseconds. A request gets no response if its worker has just died.
 const RESPONSE_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub struct RunningProcess(Child);
@@ -107,8 +107,8 @@ impl TestEnv {
 pub struct RequestClient {
     pub socket: UdpSocket,
     next_id: u32,
-    pub sent_requests: u64,
-    received_responses: Cell<u64>,
+    pub sent_request_count: u64,
+    received_response_count: Cell<u64>,
 }
 
 impl RequestClient {
@@ -120,7 +120,7 @@ impl RequestClient {
         let socket = UdpSocket::bind("0.0.0.0:0")?;
         socket.connect(server)?;
         socket.set_read_timeout(Some(RESPONSE_TIMEOUT))?;
-        Ok(Self { socket, next_id: 0, sent_requests: 0, received_responses: Cell::new(0) })
+        Ok(Self { socket, next_id: 0, sent_request_count: 0, received_response_count: Cell::new(0) })
     }
 
     /// Sends a request of a type that needs `service_us` of core time. Returns its id.
@@ -141,7 +141,7 @@ impl RequestClient {
         request.write_datagram(&mut datagram);
         // Sending fails when no orchestrator has the port.
         if self.socket.send(&datagram).is_ok() {
-            self.sent_requests += 1;
+            self.sent_request_count += 1;
         }
         self.next_id += 1;
         Ok(id)
@@ -151,20 +151,20 @@ impl RequestClient {
     pub fn receive_response(&self) -> Option<(u32, u16, usize)> {
         let mut buffer = [0; MAX_DATAGRAM_BYTES];
         let length = self.socket.recv(&mut buffer).ok()?;
-        self.received_responses.set(self.received_responses.get() + 1);
+        self.received_response_count.set(self.received_response_count.get() + 1);
         let (header, pairs) = parse_response(&buffer[..length]).expect("a response");
         Some((header.id.get(), header.worker_index.get(), pairs.len()))
     }
 
-    /// Sends requests in bursts of 8, until each of these cores has answered.
-    fn request_until_answered_by(&mut self, cores: &[u16]) {
-        self.send_bursts_until_answered_by(8, cores);
+    /// Sends requests in bursts of 8 until each core in `cores` has answered.
+    fn send_requests_until_cores_answer(&mut self, cores: &[u16]) {
+        self.send_bursts_until_cores_answer(8, cores);
     }
 
-    fn send_bursts_until_answered_by(&mut self, burst: usize, cores: &[u16]) {
+    fn send_bursts_until_cores_answer(&mut self, burst_size: usize, cores: &[u16]) {
         let mut has_answered = [false; 4];
         eventually(*DEFAULT_TIMEOUT, "each core answers", || {
-            (0..burst).for_each(|_| _ = self.send_request("GET", 50).unwrap());
+            (0..burst_size).for_each(|_| _ = self.send_request("GET", 50).unwrap());
             while let Some((_, core, pairs)) = self.receive_response() {
                 assert_eq!(pairs, 1);
                 has_answered[usize::from(core)] = true;
@@ -177,9 +177,9 @@ impl RequestClient {
     }
 
     /// Sends a burst and returns the number of responses received, including those to earlier requests.
-    fn send_burst_and_count_responses(&mut self, burst: usize) -> usize {
-        (0..burst).for_each(|_| _ = self.send_request("GET", 50).unwrap());
-        (0..burst).map_while(|_| self.receive_response()).count()
+    fn send_burst_and_count_responses(&mut self, burst_size: usize) -> usize {
+        (0..burst_size).for_each(|_| _ = self.send_request("GET", 50).unwrap());
+        (0..burst_size).map_while(|_| self.receive_response()).count()
     }
 
     pub fn discard_responses(&self) {
@@ -192,12 +192,12 @@ pub fn sum_over_services(report: &Value, counter_name: &str) -> u64 {
 }
 
 /// Asserts that the report counts every received request under exactly one outcome.
-pub fn assert_every_request_is_counted_once(report: &Value, received: u64) {
+pub fn assert_every_request_is_counted_once(report: &Value, received_count: u64) {
     let outcome_counts = ["dropped", "rejected", "completed", "lost", "waiting", "outstanding"]
         .map(|counter_name| sum_over_services(report, counter_name));
     assert_eq!(
         (sum_over_services(report, "received"), outcome_counts.iter().sum::<u64>()),
-        (received, received),
+        (received_count, received_count),
         "{report}"
     );
     for counter_name in ["unclassified", "bad_messages", "bad_feedback", "damaged"] {
@@ -211,9 +211,9 @@ fn requests_of_two_priorities_are_answered() -> anyhow::Result<()> {
     let orchestrator = env.start_orchestrator()?;
     let server = env.start_server("0,1,2,3")?;
     let mut client = RequestClient::new(&env)?;
-    client.request_until_answered_by(&[0, 1, 2, 3]);
+    client.send_requests_until_cores_answer(&[0, 1, 2, 3]);
     client.discard_responses();
-    let sent_requests_before = client.sent_requests;
+    let sent_request_count_before = client.sent_request_count;
     for _ in 0..500 {
         let request_ids = [client.send_request("GET", 0)?, client.send_request("SCAN18", 20)?];
         let mut responses: Vec<_> = (0..2).filter_map(|_| client.receive_response()).collect();
@@ -221,17 +221,17 @@ fn requests_of_two_priorities_are_answered() -> anyhow::Result<()> {
         let ids_and_pair_counts: Vec<_> = responses.iter().map(|(id, _, pairs)| (*id, *pairs)).collect();
         assert_eq!(ids_and_pair_counts, [(request_ids[0], 1), (request_ids[1], 18)]);
     }
-    let served_requests: u64 =
+    let served_request_count: u64 =
         server.terminate_and_report()?.as_array().unwrap().iter().map(|count| count.as_u64().unwrap()).sum();
-    assert_eq!(served_requests, client.sent_requests);
+    assert_eq!(served_request_count, client.sent_request_count);
     let report = orchestrator.terminate_and_report()?;
-    assert_every_request_is_counted_once(&report, client.sent_requests);
+    assert_every_request_is_counted_once(&report, client.sent_request_count);
     assert_eq!(
         (sum_over_services(&report, "completed"), sum_over_services(&report, "lost")),
-        (client.sent_requests, 0)
+        (client.sent_request_count, 0)
     );
     assert_eq!(report["services"][1]["completed"], 500);
-    assert_eq!((sent_requests_before + 1000, &report["workers"]), (client.sent_requests, &4.into()));
+    assert_eq!((sent_request_count_before + 1000, &report["workers"]), (client.sent_request_count, &4.into()));
     Ok(())
 }
 
@@ -250,7 +250,7 @@ fn dead_and_stopped_workers_get_no_requests() -> anyhow::Result<()> {
     let orchestrator = env.start_orchestrator()?;
     let (first_server, stopped_server) = (env.start_server("0,1")?, env.start_server("2,3")?);
     let mut client = RequestClient::new(&env)?;
-    client.request_until_answered_by(&[0, 1, 2, 3]);
+    client.send_requests_until_cores_answer(&[0, 1, 2, 3]);
     client.discard_responses();
     stopped_server.send_signal(Signal::SIGSTOP);
     eventually(*DEFAULT_TIMEOUT, "stopped workers have requests", || client.send_burst_and_count_responses(8) < 8);
@@ -258,19 +258,19 @@ fn dead_and_stopped_workers_get_no_requests() -> anyhow::Result<()> {
     drop(stopped_server);
     eventually(*DEFAULT_TIMEOUT, "the other process answers all", || client.send_burst_and_count_responses(8) == 8);
     let second_server = env.start_server("2,3")?;
-    client.request_until_answered_by(&[0, 1, 2, 3]);
+    client.send_requests_until_cores_answer(&[0, 1, 2, 3]);
     client.discard_responses();
     first_server.send_signal(Signal::SIGSTOP);
     eventually(*DEFAULT_TIMEOUT, "stopped workers have requests", || client.send_burst_and_count_responses(8) < 8);
     eventually(*DEFAULT_TIMEOUT, "the other process answers all", || client.send_burst_and_count_responses(8) == 8);
     // The worker answers its requests when it continues.
     first_server.send_signal(Signal::SIGCONT);
-    client.request_until_answered_by(&[0, 1, 2, 3]);
+    client.send_requests_until_cores_answer(&[0, 1, 2, 3]);
     client.discard_responses();
     first_server.terminate_and_report()?;
     second_server.terminate_and_report()?;
     let report = orchestrator.terminate_and_report()?;
-    assert_every_request_is_counted_once(&report, client.sent_requests);
+    assert_every_request_is_counted_once(&report, client.sent_request_count);
     assert!((1..=8).contains(&sum_over_services(&report, "lost")), "two cores with a depth of 4 had died: {report}");
     assert_eq!(report["workers"], 6);
     Ok(())
@@ -283,7 +283,7 @@ fn workers_reconnect_to_a_restarted_orchestrator() -> anyhow::Result<()> {
     let server = env.start_server("0,1,2,3")?;
     for signal in [Signal::SIGTERM, Signal::SIGKILL] {
         let orchestrator = env.start_orchestrator()?;
-        client.request_until_answered_by(&[0, 1, 2, 3]);
+        client.send_requests_until_cores_answer(&[0, 1, 2, 3]);
         client.discard_responses();
         orchestrator.send_signal(signal);
         drop(orchestrator);
@@ -300,13 +300,13 @@ fn burst_takes_over_a_core_of_the_other_service() -> anyhow::Result<()> {
     let options = ["--assignment", "dedicated", "--reserved", "1", "--epoch-us", "200"];
     let server = env.start_server_with_options("0,1,2,3", &options)?;
     let mut client = RequestClient::new(&env)?;
-    client.send_bursts_until_answered_by(100, &[0, 1, 2]);
+    client.send_bursts_until_cores_answer(100, &[0, 1, 2]);
     client.discard_responses();
     client.send_request("SCAN18", 0)?;
     assert_eq!(client.receive_response().map(|(_, _, pairs)| pairs), Some(18), "some core runs the other service");
     server.terminate_and_report()?;
     let report = orchestrator.terminate_and_report()?;
-    assert_every_request_is_counted_once(&report, client.sent_requests);
+    assert_every_request_is_counted_once(&report, client.sent_request_count);
     assert!(report["hints"].as_u64().unwrap() >= 1, "{report}");
     Ok(())
 }
@@ -388,12 +388,12 @@ fn every_request_has_exactly_one_outcome_while_workers_die() -> anyhow::Result<(
     client.discard_responses();
     let report = orchestrator.terminate_and_report()?;
     // A full socket buffer drops requests before they are received.
-    let received_requests = sum_over_services(&report, "received");
-    assert!(received_requests <= client.sent_requests && sum_over_services(&report, "lost") > 0, "{report}");
-    assert_every_request_is_counted_once(&report, received_requests);
+    let received_request_count = sum_over_services(&report, "received");
+    assert!(received_request_count <= client.sent_request_count && sum_over_services(&report, "lost") > 0, "{report}");
+    assert_every_request_is_counted_once(&report, received_request_count);
     assert_eq!(
         sum_over_services(&report, "completed"),
-        client.received_responses.get(),
+        client.received_response_count.get(),
         "each completed request was answered: {report}"
     );
     Ok(())

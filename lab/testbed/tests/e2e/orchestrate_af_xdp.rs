@@ -25,7 +25,8 @@ struct TestEnv {
 
 impl TestEnv {
     fn new(instance: &str) -> anyhow::Result<Self> {
-        let options = TestbedOptions { instance: instance.to_owned(), servers: 1, cores: 4, ..Default::default() };
+        let options =
+            TestbedOptions { instance: instance.to_owned(), server_count: 1, core_count: 4, ..Default::default() };
         Ok(Self { testbed: Testbed::create(options)?, directory: tempfile::tempdir()? })
     }
 
@@ -66,7 +67,7 @@ impl TestEnv {
         fetch_metrics_page(&self.testbed, self.server_host(), &service.metrics_address).unwrap()
     }
 
-    /// Returns the modes in which requests enter the orchestrator, according to its metrics.
+    /// Returns the modes in which the orchestrator receives requests (see [`INTAKE_MODES`]), according to its metrics.
     fn read_intake_modes(&self, service: &OrchestratedService) -> Vec<&'static str> {
         let metrics_text = self.fetch_metrics_page(service);
         let mode_value =
@@ -84,7 +85,7 @@ struct OrchestratedService {
 }
 
 impl OrchestratedService {
-    /// Waits until the workers answer, then sends requests one by one, each after the response to the last.
+    /// Waits until the workers answer, then sends requests one by one, each after the response to the previous one.
     fn send_requests_one_by_one(&mut self) {
         eventually(*DEFAULT_TIMEOUT, "a worker answers", || {
             self.client.send_request("GET", 0).is_ok() && self.client.receive_response().is_some()
@@ -103,7 +104,7 @@ impl OrchestratedService {
     fn stop_and_report(self) -> anyhow::Result<Value> {
         self.server_process.terminate_and_report()?;
         let report = self.orchestrator.terminate_and_report()?;
-        assert_every_request_is_counted_once(&report, self.client.sent_requests);
+        assert_every_request_is_counted_once(&report, self.client.sent_request_count);
         Ok(report)
     }
 }
@@ -132,7 +133,7 @@ fn requests_enter_by_af_xdp_and_other_traffic_passes() -> anyhow::Result<()> {
     let env = TestEnv::new("taxdp")?;
     let mut service = env.start_service(4000)?;
     service.send_requests_one_by_one();
-    let sent_by_af_xdp = service.client.sent_requests;
+    let af_xdp_request_count = service.client.sent_request_count;
     assert_eq!(env.read_intake_modes(&service), ["af-xdp"]);
     // Fragments and packets with IP options go to the kernel, and so to the UDP socket.
     set_ip_options(&service.client.socket)?;
@@ -148,10 +149,10 @@ fn requests_enter_by_af_xdp_and_other_traffic_passes() -> anyhow::Result<()> {
     assert_eq!((&intake_counters["mode"], &intake_counters["fallback"]), (&"af-xdp".into(), &Value::Null), "{report}");
     assert_eq!(
         (&intake_counters["redirected"], &intake_counters["received"]),
-        (&sent_by_af_xdp.into(), &sent_by_af_xdp.into()),
+        (&af_xdp_request_count.into(), &af_xdp_request_count.into()),
         "{report}"
     );
-    assert_eq!(sum_over_services(&report, "completed"), sent_by_af_xdp + 2, "{report}");
+    assert_eq!(sum_over_services(&report, "completed"), af_xdp_request_count + 2, "{report}");
     let is_unexpected = |name: &&String| name.starts_with("passed_") || name.starts_with("dropped_");
     for name in intake_counters.as_object().unwrap().keys().filter(is_unexpected) {
         assert_eq!(intake_counters[name], 0, "{name}: {report}");
@@ -159,7 +160,7 @@ fn requests_enter_by_af_xdp_and_other_traffic_passes() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sets an IP option that has no effect for all datagrams of the socket.
+/// Adds IP options without effect (no operation) to all datagrams that the socket sends.
 fn set_ip_options(socket: &UdpSocket) -> std::io::Result<()> {
     use std::os::fd::AsRawFd as _;
     const NO_OPERATION_OPTIONS: [u8; 4] = [1; 4];
@@ -170,7 +171,7 @@ fn set_ip_options(socket: &UdpSocket) -> std::io::Result<()> {
 }
 
 #[test]
-fn fallback_to_the_socket_is_reported() -> anyhow::Result<()> {
+fn fallback_from_af_xdp_to_socket_is_reported() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let env = TestEnv::new("tfallback")?;
     let mut first_service = env.start_service(4000)?;
@@ -192,7 +193,7 @@ fn fallback_to_the_socket_is_reported() -> anyhow::Result<()> {
     );
     assert!(intake_counters["fallback"].as_str().unwrap().contains("expected no other one there"), "{report}");
     // Without the device no request can enter by AF_XDP.
-    let sent_requests = first_service.client.sent_requests;
+    let sent_requests = first_service.client.sent_request_count;
     let mut ip = Command::new("ip");
     ip.args(["link", "delete", HOST_DEVICE]);
     env.testbed.run_command(env.server_host(), ip)?;

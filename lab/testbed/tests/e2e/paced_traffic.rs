@@ -44,7 +44,7 @@ fn every_request_is_served_for_its_service_time() -> anyhow::Result<()> {
     assert_eq!((report.broken.total_count(), report.answered), (0, request_count));
     assert_eq!(report.placed.iter().map(|core_connections| core_connections.connections).sum::<u64>(), report.opened);
     // Service times are exact to the nanosecond, however late the machine wakes the workers.
-    assert_eq!(server.read_busy_ns()?.iter().sum::<u64>(), work_us * 1_000);
+    assert_eq!(server.read_core_busy_ns()?.iter().sum::<u64>(), work_us * 1_000);
     assert!(report.latency_us.p50 >= u64::from(workload.service_us), "{:?}", report.latency_us);
     Ok(())
 }
@@ -63,7 +63,7 @@ fn broken_connections_are_counted_by_kind() -> anyhow::Result<()> {
                 source_address_index: 0,
                 source_port: 20_000 + i,
                 request_count,
-                interval_us: 100_000,
+                request_interval_us: 100_000,
                 service_us: 1_000,
             })
             .collect(),
@@ -80,8 +80,8 @@ fn broken_connections_are_counted_by_kind() -> anyhow::Result<()> {
     let server = testbed.start_paced_server(1)?;
     let load_generator = start_load_generator(&testbed, &log_with_requests(90))?;
     // 100 requests of a millisecond are served, 10 on each connection.
-    let has_much_work = || server.read_busy_ns().unwrap().iter().sum::<u64>() >= 100_000_000;
-    eventually(Duration::from_secs(30), "requests are served", has_much_work);
+    let has_worked_long_enough = || server.read_core_busy_ns().unwrap().iter().sum::<u64>() >= 100_000_000;
+    eventually(Duration::from_secs(30), "requests are served", has_worked_long_enough);
     drop(server);
     let reset_report = wait_for_load_report(load_generator)?;
     assert_eq!((reset_report.opened, reset_report.completed), (10, 0));

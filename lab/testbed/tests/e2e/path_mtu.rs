@@ -22,7 +22,7 @@ fn download_from_each_address(testbed: &Testbed) {
     }
 }
 
-fn read_received_unreachable_counts(testbed: &Testbed) -> Vec<u64> {
+fn read_icmp_unreachable_counts(testbed: &Testbed) -> Vec<u64> {
     let unreachable_count =
         |number| counters::read_kernel_counters(testbed.server(number).unwrap()).unwrap()["IcmpInDestUnreachs"];
     testbed.server_numbers().into_iter().map(unreachable_count).collect()
@@ -31,9 +31,9 @@ fn read_received_unreachable_counts(testbed: &Testbed) -> Vec<u64> {
 fn assert_downloads_pass_small_mtu(instance: &str, client_timestamps: &str) {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
-        servers: 3,
-        load_balancers: 2,
-        client_addresses: CLIENT_ADDRESS_COUNT,
+        server_count: 3,
+        load_balancer_count: 2,
+        client_address_count: CLIENT_ADDRESS_COUNT,
         router_mtu: Some(1000),
         ..TestbedOptions::default()
     })
@@ -50,11 +50,11 @@ fn assert_downloads_pass_small_mtu(instance: &str, client_timestamps: &str) {
     // in 43 runs.
     for _ in 0..DOWNLOAD_ROUND_COUNT {
         download_from_each_address(&testbed);
-        if read_received_unreachable_counts(&testbed).iter().all(|errors| *errors > 0) {
+        if read_icmp_unreachable_counts(&testbed).iter().all(|errors| *errors > 0) {
             return;
         }
     }
-    panic!("ICMP errors at servers: {:?}", read_received_unreachable_counts(&testbed));
+    panic!("ICMP errors at servers: {:?}", read_icmp_unreachable_counts(&testbed));
 }
 
 #[test]

@@ -29,12 +29,12 @@ use crate::support::{
 };
 
 const CORE_COUNT: u16 = 2;
-/// Number that no server has. It means that no server is idle.
-const NO_SERVER: u16 = 0;
+/// Value of `idle_server_number` with which no server is idle.
+const NO_IDLE_SERVER: u16 = 0;
 /// Value of `idle_server_number` that ends the thread of [`LoadWriter`].
-const END_OF_LOAD: u16 = u16::MAX;
+const STOP_LOAD_WRITER: u16 = u16::MAX;
 
-/// Writer of the servers' core load files. All cores are nearly always busy, except those of one server.
+/// Writer of the servers' core load files. It reports all cores as nearly always busy, except those of one server.
 struct LoadWriter {
     idle_server_number: Arc<AtomicU16>,
     writer_thread: Option<JoinHandle<()>>,
@@ -44,11 +44,11 @@ impl LoadWriter {
     fn start(testbed: &Testbed) -> Self {
         let core_load_files: Vec<_> =
             testbed.server_numbers().into_iter().map(|n| (n, core_load_file_path(testbed, n))).collect();
-        let idle_server_number = Arc::new(AtomicU16::new(NO_SERVER));
+        let idle_server_number = Arc::new(AtomicU16::new(NO_IDLE_SERVER));
         let idle_server_in_thread = idle_server_number.clone();
         let writer_thread = std::thread::spawn(move || {
             let (mut busy_ns, mut last_update) = (BTreeMap::new(), Instant::now());
-            while idle_server_in_thread.load(Ordering::Relaxed) != END_OF_LOAD {
+            while idle_server_in_thread.load(Ordering::Relaxed) != STOP_LOAD_WRITER {
                 let elapsed_time = last_update.elapsed();
                 last_update += elapsed_time;
                 for (number, file) in &core_load_files {
@@ -73,7 +73,7 @@ impl LoadWriter {
 
 impl Drop for LoadWriter {
     fn drop(&mut self) {
-        self.set_idle_server(END_OF_LOAD);
+        self.set_idle_server(STOP_LOAD_WRITER);
         let _ = self.writer_thread.take().map(JoinHandle::join);
     }
 }
@@ -88,13 +88,17 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    /// Starts the environment. `server_racks` has the rack controllers that each server's agent uses and the document
-    /// allows.
+    /// Starts the environment. `server_racks` lists pairs of a server and the rack controllers that its agent uses and
+    /// the document allows.
     fn start(instance: &str, server_racks: &[(u16, &[u16])]) -> Self {
-        let testbed_options =
-            TestbedOptions { instance: instance.to_owned(), cores: CORE_COUNT, racks: 2, ..Default::default() };
+        let testbed_options = TestbedOptions {
+            instance: instance.to_owned(),
+            core_count: CORE_COUNT,
+            rack_controller_count: 2,
+            ..Default::default()
+        };
         let server_count = server_racks.len() as u16;
-        let testbed = Testbed::create(TestbedOptions { servers: server_count, ..testbed_options }).unwrap();
+        let testbed = Testbed::create(TestbedOptions { server_count, ..testbed_options }).unwrap();
         let nginx_servers =
             testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
         let stream_load_file_path = |number| testbed.directory().join(format!("streams-s{number}"));
@@ -119,7 +123,7 @@ impl TestEnv {
         Self { fleet, load_writer, _nginx_servers: nginx_servers, _stream_servers: stream_servers, testbed }
     }
 
-    /// Makes one server the only idle one, and asserts that all new connections reach it.
+    /// Makes all servers except `server` busy, and asserts that all new connections reach `server`.
     fn assert_idle_server_gets_all_connections(&self, server: u16) {
         self.load_writer.set_idle_server(server);
         let all_reach_server = || {
@@ -178,8 +182,8 @@ impl TestEnv {
         racks.map(|rack| rack["name"].as_str().unwrap().to_owned()).collect()
     }
 
-    /// Runs a rack controller with a foreign certificate until the controller logs these words, then with its own
-    /// certificate.
+    /// Restarts a rack controller with a foreign certificate, waits until the controller logs `log_words`, and restarts
+    /// it with its own certificate.
     fn assert_certificate_is_rejected(&mut self, rack: &str, certificate: (Role, &str), log_words: &str) {
         let own_directory = credential_directory(&self.testbed, Role::Rack, rack);
         let backup_directory = self.testbed.directory().join("kept");
@@ -238,7 +242,8 @@ fn assert_busy_cores_are_measured(env: &TestEnv) {
     });
 }
 
-/// Asserts that the agents of a rack controller report to another one, or directly, while it does not run.
+/// Asserts that agents report to another rack controller or directly to the controller while their rack controller does
+/// not run.
 fn assert_agents_report_without_rack_controller(env: &mut TestEnv) {
     env.fleet.kill_daemon("rack1").unwrap();
     let kill_time = Instant::now();
@@ -252,7 +257,7 @@ fn assert_agents_report_without_rack_controller(env: &mut TestEnv) {
     env.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
 }
 
-/// Restarts the controller, and waits until every agent reports in a permitted way.
+/// Restarts the controller, and waits until every agent reports through an allowed rack controller or directly.
 fn restart_controller(env: &mut TestEnv) {
     env.fleet.kill_daemon("controller").unwrap();
     sleep_ms(1_000);
@@ -281,7 +286,7 @@ fn rack_and_controller_restarts_break_no_connection() {
     assert_busy_cores_are_measured(&env);
     assert_drain_waits_for_connections(&env);
 
-    env.load_writer.set_idle_server(NO_SERVER);
+    env.load_writer.set_idle_server(NO_IDLE_SERVER);
     let mut connections_before = open_keepalive_connections(&env.testbed, 20);
     let stream_workload = StreamWorkload::endless(40.0);
     let stream_client = env
@@ -300,8 +305,7 @@ fn rack_and_controller_restarts_break_no_connection() {
     assert_connections_answered(&mut connections_before);
 }
 
-/// Drains a server behind a rack controller by `coreward drain --wait`, which counts its connections and ends with the
-/// last one.
+/// Asserts that `coreward drain --wait` for a server behind a rack controller ends when its last connection closes.
 fn assert_drain_waits_for_connections(env: &TestEnv) {
     env.assert_idle_server_gets_all_connections(2);
     let mut drained_connections = open_keepalive_connections(&env.testbed, 3);
@@ -330,7 +334,7 @@ fn assert_drain_waits_for_connections(env: &TestEnv) {
     env.assert_idle_server_gets_all_connections(2);
 }
 
-/// Asserts that a new document disconnects an agent whose way through a rack controller it forbids.
+/// Asserts that the controller disconnects an agent when a new document forbids the agent's rack controller.
 fn assert_document_disconnects_forbidden_agent(env: &mut TestEnv, mut options: FleetOptions) {
     eventually(*DEFAULT_TIMEOUT, "s1 is connected through its rack", || {
         if env.query_agent_rack("s1").is_some_and(|rack| rack == "rack1") {

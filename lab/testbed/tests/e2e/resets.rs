@@ -60,7 +60,7 @@ fn count_connected_sockets(testbed: &Testbed) -> usize {
 #[test]
 fn resets_of_aborted_connections_reach_their_servers() {
     skip_if!(missing_testbed_rights());
-    let options = TestbedOptions { instance: "resets".to_owned(), servers: 4, ..TestbedOptions::default() };
+    let options = TestbedOptions { instance: "resets".to_owned(), server_count: 4, ..TestbedOptions::default() };
     let mut env = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
     let client = env.testbed.client().clone();
     client

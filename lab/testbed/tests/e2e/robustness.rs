@@ -19,8 +19,8 @@ struct TestEnv {
     nginx_servers: Vec<NginxServer>,
 }
 
-fn start_env(instance: &str, servers: u16, policy: &str) -> TestEnv {
-    let options = TestbedOptions { instance: instance.to_owned(), servers, ..Default::default() };
+fn start_env(instance: &str, server_count: u16, policy: &str) -> TestEnv {
+    let options = TestbedOptions { instance: instance.to_owned(), server_count, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let nginx_servers =
         testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
@@ -29,7 +29,7 @@ fn start_env(instance: &str, servers: u16, policy: &str) -> TestEnv {
 }
 
 impl TestEnv {
-    fn run_at_client<T: Send>(&self, action: impl FnOnce() -> T + Send) -> T {
+    fn run_in_client_namespace<T: Send>(&self, action: impl FnOnce() -> T + Send) -> T {
         self.testbed.client().run_within(|| Ok(action())).unwrap()
     }
 
@@ -121,7 +121,7 @@ fn explain_predicts_the_serving_server_and_core() {
     let env = start_env("explain", 3, "hash");
     let worker_pids: Vec<Vec<u32>> = env.nginx_servers.iter().map(NginxServer::worker_pids).collect();
     let client_address = env.testbed.client_ipv4_address(0);
-    // Wait, because an agent looks for workers once a second.
+    // Wait, because an agent searches for workers once a second.
     eventually(*DEFAULT_TIMEOUT, "connections are steered at every server", || {
         open_keepalive_connections(&env.testbed, 8);
         let status = env.fleet.query_status(&env.testbed).unwrap();
@@ -134,7 +134,7 @@ fn explain_predicts_the_serving_server_and_core() {
         let source_address = SocketAddrV4::new(client_address, port);
         let explanation = env.explain_connection(source_address);
         let answering_worker =
-            env.run_at_client(|| HttpConnection::open(Some(source_address)).unwrap().query_worker().unwrap());
+            env.run_in_client_namespace(|| HttpConnection::open(Some(source_address)).unwrap().query_worker().unwrap());
         assert_eq!(
             explanation["chosen_server"],
             format!("s{}", answering_worker.server_number),
@@ -156,7 +156,7 @@ fn explain_predicts_the_serving_server_and_core() {
 #[test]
 fn error_of_a_missing_interface_contains_its_name() {
     skip_if!(missing_testbed_rights());
-    let options = TestbedOptions { instance: "noif".to_owned(), servers: 0, ..Default::default() };
+    let options = TestbedOptions { instance: "noif".to_owned(), server_count: 0, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let config_path = testbed.directory().join("lb.toml");
     let lb_config = format!(

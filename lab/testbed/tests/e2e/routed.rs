@@ -13,7 +13,7 @@ use crate::support::{TestEnv, assert_streams_unbroken, duration_until_logged, ev
 fn start_env(instance: &str, forwarding: Forwarding, family: AddressFamily, servers_family: AddressFamily) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
-        servers: 3,
+        server_count: 3,
         has_server_router: true,
         family,
         ..TestbedOptions::default()
@@ -22,8 +22,8 @@ fn start_env(instance: &str, forwarding: Forwarding, family: AddressFamily, serv
     TestEnv::start(options, FleetOptions { forwarding, servers_family, policy, ..FleetOptions::default() })
 }
 
-/// Asserts that no stream breaks. `family` is the service's address family. `servers_family` is that of the servers'
-/// addresses, and so of the outer headers.
+/// Asserts that no stream breaks when the pool changes. `family` is the service's address family. `servers_family` is
+/// that of the servers' addresses, and so of the outer headers.
 fn assert_streams_survive_pool_changes(
     instance: &str,
     forwarding: Forwarding,
@@ -94,7 +94,7 @@ fn streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
     assert_streams_survive_pool_changes("routed46gue", Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv6);
 }
 
-/// Routers have no IPv4 address on this link, as in fabrics with unnumbered links (RFC 8950).
+/// Tests a link on which the router has no IPv4 address, as in fabrics with unnumbered links (RFC 8950).
 #[test]
 fn streams_survive_a_change_to_an_ipv6_next_hop() {
     skip_if!(missing_testbed_rights());

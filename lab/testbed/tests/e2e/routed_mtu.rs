@@ -23,7 +23,7 @@ const DATAGRAM_LENGTHS: [usize; 2] = [8_000, 1_400];
 /// Time without an answer after which a client repeats a datagram.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Two threads on every server that echo 1 MB per TCP connection and each datagram, until this value is dropped.
+/// Echo servers on every server, which return 1 MB per TCP connection and each datagram until this value is dropped.
 struct EchoServers(Arc<AtomicBool>);
 
 impl EchoServers {
@@ -87,12 +87,12 @@ fn exchange_megabyte_by_tcp(service: SocketAddr) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns whether the error is an ICMP error for a long packet, after which the kernel sends shorter fragments.
+/// Returns whether the error is due to an ICMP error for a long packet, after which the kernel sends shorter fragments.
 fn is_message_too_long(error: &std::io::Error) -> bool {
     error.raw_os_error() == Some(libc::EMSGSIZE)
 }
 
-/// Sends 1 MB to the service and back in datagrams of `length`, one by one. Returns how many datagrams were repeated.
+/// Sends 1 MB to the service and back in datagrams of `length`, one by one. Returns the number of repeated datagrams.
 fn exchange_megabyte_by_udp(service: SocketAddr, length: usize) -> anyhow::Result<usize> {
     let socket = UdpSocket::bind(if service.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" })?;
     socket.connect(service)?;
@@ -134,7 +134,7 @@ fn start_env(instance: &str, (forwarding, family, servers_family): TunnelKind) -
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
         family,
-        servers: 2,
+        server_count: 2,
         has_server_router: true,
         router_mtu: Some(ETHERNET_MTU as u16),
         ..TestbedOptions::default()
@@ -163,12 +163,12 @@ fn query_lb_counter(fleet: &Fleet, testbed: &Testbed, name: &str) -> u64 {
     status["load_balancers"][0]["state"]["counters"][name].as_u64().unwrap_or(0)
 }
 
-/// Asserts that all megabytes arrive. `client_mtu` is the MTU of the client's link, at both ends, or only at the
-/// router's end if `is_mtu_at_router` is true.
-fn assert_megabytes_pass(instance: &str, tunnel: TunnelKind, client_mtu: u16, is_mtu_at_router: bool) {
+/// Asserts that 1 MB passes to the service and back by TCP and by UDP. `client_mtu` is the MTU of the client's link, at
+/// both ends, or only at the router's end if `is_mtu_only_at_router` is true.
+fn assert_megabytes_pass(instance: &str, tunnel: TunnelKind, client_mtu: u16, is_mtu_only_at_router: bool) {
     let (fleet, _echoes, testbed) = start_env(instance, tunnel);
     let router = testbed.client_router().unwrap();
-    if is_mtu_at_router {
+    if is_mtu_only_at_router {
         let client_prefix = if tunnel.1 == AddressFamily::Ipv4 { "10.2.0.0/16" } else { "2001:db8::a02:0/112" };
         run_command_line(
             &testbed,
@@ -180,23 +180,27 @@ fn assert_megabytes_pass(instance: &str, tunnel: TunnelKind, client_mtu: u16, is
         run_command_line(&testbed, router, &format!("ip link set {CLIENT_SIDE_DEVICE} mtu {client_mtu}"));
     }
     let max_inner_length = ETHERNET_MTU - tunnel.0.overhead_bytes(tunnel.2.host_address(server_address(1)));
-    let max_client_packet = if is_mtu_at_router { ETHERNET_MTU } else { client_mtu.into() };
+    let max_client_packet_length = if is_mtu_only_at_router { ETHERNET_MTU } else { client_mtu.into() };
     let service_address = testbed.service_address();
     testbed
         .client()
         .run_within(|| {
             (0..4).try_for_each(|_| exchange_megabyte_by_tcp(service_address))?;
             for length in DATAGRAM_LENGTHS {
-                let repeated_datagrams = exchange_megabyte_by_udp(service_address, length)?;
-                println!("{length} bytes: {repeated_datagrams} sent again");
-                anyhow::ensure!(repeated_datagrams <= 10, "{repeated_datagrams} of {} sent again", MEGABYTE / length);
+                let repeated_datagram_count = exchange_megabyte_by_udp(service_address, length)?;
+                println!("{length} bytes: {repeated_datagram_count} sent again");
+                anyhow::ensure!(
+                    repeated_datagram_count <= 10,
+                    "{repeated_datagram_count} of {} sent again",
+                    MEGABYTE / length
+                );
             }
             Ok(())
         })
         .unwrap();
     // The kernel stores an MTU for each destination.
-    assert_eq!(read_learned_mtu(&testbed), (max_client_packet > max_inner_length).then_some(max_inner_length));
-    if max_client_packet > max_inner_length {
+    assert_eq!(read_learned_mtu(&testbed), (max_client_packet_length > max_inner_length).then_some(max_inner_length));
+    if max_client_packet_length > max_inner_length {
         let fragmentation_needed_count = || query_lb_counter(&fleet, &testbed, "drop_fragmentation_needed");
         eventually(*DEFAULT_TIMEOUT, "the load balancer reports its ICMP errors", || fragmentation_needed_count() > 0);
     }

@@ -9,14 +9,14 @@ use std::time::Duration;
 use anyhow::Context as _;
 use coreward_model::FourTuple;
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey};
-use coreward_testbed::addresses::{FIRST_VIP, HOST_DEVICE, SERVICE_ADDRESS, server_address};
+use coreward_testbed::addresses::{FIRST_IPV4_VIP, HOST_DEVICE, SERVICE_ADDRESS, server_address};
 use coreward_testbed::instance::find_remains;
 use coreward_testbed::rss_emulation::{ReceiveQueueRecorder, attach_xdp_pass, read_registers, write_registers};
 use coreward_testbed::{Testbed, TestbedOptions, counters, missing_testbed_rights, nginx, skip_if};
 use nix::unistd::{Pid, getpgid};
 
-fn testbed_options(instance: &str, servers: u16) -> TestbedOptions {
-    TestbedOptions { instance: instance.to_owned(), servers, ..TestbedOptions::default() }
+fn testbed_options(instance: &str, server_count: u16) -> TestbedOptions {
+    TestbedOptions { instance: instance.to_owned(), server_count, ..TestbedOptions::default() }
 }
 
 fn fetch_with_curl(testbed: &Testbed, path: &str, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
@@ -61,19 +61,20 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Opens a connection per source port. Asserts that the Toeplitz hash and the table predict each one's receive queue.
+/// Opens a connection per source port. Asserts that Toeplitz hash and indirection table predict its receive queue.
 fn assert_queues_match_prediction(
     testbed: &Testbed,
     queues: &ReceiveQueueRecorder,
     rss: &RssConfig,
     first_port: u16,
 ) -> anyhow::Result<()> {
-    let mut used_queues = vec![false; usize::from(testbed.options().cores)];
+    let mut used_queues = vec![false; usize::from(testbed.options().core_count)];
     for port in first_port..first_port + 32 {
         fetch_with_curl(testbed, nginx::WORKER_IDENTITY_PATH, &["--local-port", &port.to_string()])?;
-        let four_tuple = FourTuple::ipv4((testbed.client_ipv4_address(0), port), (FIRST_VIP, SERVICE_ADDRESS.port()));
+        let four_tuple =
+            FourTuple::ipv4((testbed.client_ipv4_address(0), port), (FIRST_IPV4_VIP, SERVICE_ADDRESS.port()));
         let toeplitz_hash = rss.key.toeplitz_hash(&four_tuple.bytes());
-        let predicted_queue = rss.indirection_table.queue_of_hash(toeplitz_hash);
+        let predicted_queue = rss.indirection_table.queue_for_hash(toeplitz_hash);
         assert_eq!(queues.queue_and_hash(&four_tuple)?, Some((predicted_queue, toeplitz_hash)), "source port {port}");
         used_queues[usize::from(predicted_queue)] = true;
     }
@@ -82,7 +83,7 @@ fn assert_queues_match_prediction(
 }
 
 #[test]
-fn emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue() -> anyhow::Result<()> {
+fn emulated_rss_delivers_all_flows_to_the_predicted_queues() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create(testbed_options("trss", 1))?;
     let _nginx = testbed.start_nginx(1)?;
@@ -91,10 +92,13 @@ fn emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue() -> anyhow::Resu
     let registers_path = testbed.emulated_rss_path(1);
 
     let initial_rss = read_registers(&registers_path)?;
-    assert_eq!(initial_rss.indirection_table.queues()[..6], [0, 1, 2, 3, 0, 1]);
+    assert_eq!(initial_rss.indirection_table.queue_by_entry()[..6], [0, 1, 2, 3, 0, 1]);
     assert_queues_match_prediction(&testbed, &queue_recorder, &initial_rss, 20_000)?;
 
-    let changed_rss = RssConfig { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(7, 256, 4)? };
+    let changed_rss = RssConfig {
+        key: RssKey::microsoft_verification_key(),
+        indirection_table: IndirectionTable::balanced(7, 256, 4)?,
+    };
     write_registers(&registers_path, &changed_rss)?;
     assert_eq!(read_registers(&registers_path)?, changed_rss);
     assert_queues_match_prediction(&testbed, &queue_recorder, &changed_rss, 21_000)
@@ -126,31 +130,32 @@ fn route_by_load_balancer_kernels(testbed: &Testbed) -> anyhow::Result<()> {
 /// Returns the number of packets that the kernel of each load balancer has routed.
 fn read_routed_packet_counts(testbed: &Testbed) -> anyhow::Result<Vec<u64>> {
     let lb_numbers = testbed.load_balancer_numbers();
-    let routed_packets =
+    let routed_packet_count =
         |number| anyhow::Ok(counters::read_kernel_counters(testbed.load_balancer(number)?)?["IpForwDatagrams"]);
-    lb_numbers.into_iter().map(routed_packets).collect()
+    lb_numbers.into_iter().map(routed_packet_count).collect()
 }
 
 #[test]
 fn connections_are_spread_over_the_next_hops() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let mut testbed = Testbed::create(TestbedOptions { load_balancers: 2, ..testbed_options("tecmp", 1) })?;
+    let mut testbed = Testbed::create(TestbedOptions { load_balancer_count: 2, ..testbed_options("tecmp", 1) })?;
     let _nginx = testbed.start_nginx(1)?;
     route_by_load_balancer_kernels(&testbed)?;
     let send_many_requests = |testbed: &Testbed| {
         (0..32).try_for_each(|_| fetch_with_curl(testbed, nginx::WORKER_IDENTITY_PATH, &[]).map(drop))
     };
     send_many_requests(&testbed)?;
-    let packets_with_both = read_routed_packet_counts(&testbed)?;
+    let packet_counts_with_both_hops = read_routed_packet_counts(&testbed)?;
     // With 32 connections one load balancer gets none once in 2^31 runs.
-    assert!(packets_with_both.iter().all(|packets| *packets > 0), "{packets_with_both:?}");
+    assert!(packet_counts_with_both_hops.iter().all(|packets| *packets > 0), "{packet_counts_with_both_hops:?}");
 
     testbed.route_vips_to_load_balancers(&[2])?;
     send_many_requests(&testbed)?;
-    let packets_with_second = read_routed_packet_counts(&testbed)?;
+    let packet_counts_with_second_hop = read_routed_packet_counts(&testbed)?;
     assert!(
-        packets_with_second[0] == packets_with_both[0] && packets_with_second[1] > packets_with_both[1],
-        "{packets_with_both:?}, then {packets_with_second:?}"
+        packet_counts_with_second_hop[0] == packet_counts_with_both_hops[0]
+            && packet_counts_with_second_hop[1] > packet_counts_with_both_hops[1],
+        "{packet_counts_with_both_hops:?}, then {packet_counts_with_second_hop:?}"
     );
 
     assert_eq!(testbed.add_load_balancer()?, 3);
@@ -174,8 +179,8 @@ fn router_with_a_small_mtu_sends_icmp_errors_to_the_server() -> anyhow::Result<(
     let _nginx = testbed.start_nginx(1)?;
     route_by_load_balancer_kernels(&testbed)?;
     assert_eq!(fetch_with_curl(&testbed, nginx::LARGE_FILE_PATH, &[])?.len(), nginx::LARGE_FILE_BYTES);
-    let unreachables_before = counters::read_kernel_counters(testbed.server(1)?)?["IcmpInDestUnreachs"];
-    assert!(unreachables_before > 0, "no ICMP error reached the server");
+    let unreachable_count_before = counters::read_kernel_counters(testbed.server(1)?)?["IcmpInDestUnreachs"];
+    assert!(unreachable_count_before > 0, "no ICMP error reached the server");
     Ok(())
 }
 
@@ -203,7 +208,7 @@ fn is_running(pid: u32) -> bool {
 }
 
 #[test]
-fn killed_testbed_is_removed_by_the_next_one() -> anyhow::Result<()> {
+fn killed_testbed_is_removed_by_next_testbed_of_same_name() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     // The test's name is its path without the executable's name.
     let (_, module) = module_path!().split_once("::").context("a module")?;
@@ -242,10 +247,10 @@ fn host_addresses_are_as_documented() {
 }
 
 #[test]
-fn testbeds_outside_the_limits_are_rejected() {
+fn testbed_options_outside_limits_are_rejected() {
     let create_error = |options| Testbed::create(options).unwrap_err().to_string();
-    let error = create_error(TestbedOptions { cores: 0, ..TestbedOptions::default() });
+    let error = create_error(TestbedOptions { core_count: 0, ..TestbedOptions::default() });
     assert_eq!(error, "0 cores in a testbed: expected 1 to 64");
-    let error = create_error(TestbedOptions { servers: 251, ..TestbedOptions::default() });
+    let error = create_error(TestbedOptions { server_count: 251, ..TestbedOptions::default() });
     assert_eq!(error, "251 servers in a testbed: expected 0 to 250");
 }

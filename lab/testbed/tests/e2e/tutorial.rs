@@ -27,7 +27,7 @@ fn remove_vip_addresses_and_routes(testbed: &Testbed) {
     testbed.client().set_sysctls(&[("ipv4/fib_multipath_hash_policy", "0")]).unwrap();
 }
 
-/// Runs the shell blocks in `document` without changes, each on the machines that it names.
+/// Runs the shell blocks in `document` without changes, each on the machines that the block names.
 fn run_shell_blocks(testbed: &Testbed, document: &str) {
     remove_vip_addresses_and_routes(testbed);
     let mut hosts_by_name =
@@ -55,9 +55,9 @@ fn run_shell_blocks(testbed: &Testbed, document: &str) {
         for name in &block.machines {
             let log_path = testbed.directory().join(format!("block-{number}-{name}.log"));
             let machine = machines.get(name.as_str());
-            let machine = machine.unwrap_or_else(|| panic!("line {}: there is no machine {name}", block.line));
+            let machine = machine.unwrap_or_else(|| panic!("line {}: there is no machine {name}", block.line_number));
             let block_output = machine.run_block(block, &log_path).unwrap_or_else(|error| panic!("{error:#}"));
-            println!("== line {}, {name}\n{block_output}", block.line);
+            println!("== line {}, {name}\n{block_output}", block.line_number);
             assert!(!block_output.contains("not every listening socket"), "the agent finds nginx's workers");
         }
     }
@@ -68,9 +68,9 @@ fn commands_in_the_tutorial_succeed() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions {
         instance: "tutorial".to_owned(),
-        servers: 2,
-        load_balancers: 2,
-        client_addresses: 1,
+        server_count: 2,
+        load_balancer_count: 2,
+        client_address_count: 1,
         ..TestbedOptions::default()
     };
     run_shell_blocks(&Testbed::create(options).unwrap(), include_str!("../../../../docs/tutorial.md"));
@@ -80,8 +80,8 @@ fn commands_in_the_tutorial_succeed() {
 fn run_blocks_with_routed_servers(instance: &str, document: &str) {
     let options = TestbedOptions {
         instance: instance.to_owned(),
-        servers: 2,
-        client_addresses: 1,
+        server_count: 2,
+        client_address_count: 1,
         has_server_router: true,
         ..TestbedOptions::default()
     };

@@ -9,30 +9,30 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_testbed::addresses::{FIRST_VIP, SERVICE_ADDRESS};
+use coreward_testbed::addresses::{FIRST_IPV4_VIP, SERVICE_ADDRESS};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{TestEnv, eventually};
 
 /// Returns the configuration of a UDP service at the address and port of the TCP service.
-fn udp_service_config(udp: &str, policy: &str) -> String {
+fn udp_service_config(udp_mode: &str, policy: &str) -> String {
     format!(
-        "\n[[service]]\nname = \"datagrams\"\nvip = \"{SERVICE_ADDRESS}\"\nprotocol = \"udp\"\nudp = \"{udp}\"\n\
+        "\n[[service]]\nname = \"datagrams\"\nvip = \"{SERVICE_ADDRESS}\"\nprotocol = \"udp\"\nudp = \"{udp_mode}\"\n\
          policy = \"{policy}\"\n"
     )
 }
 
-fn start_env(instance: &str, udp: &str, policy: &str) -> TestEnv {
-    let options = TestbedOptions { instance: instance.to_owned(), servers: 4, ..TestbedOptions::default() };
+fn start_env(instance: &str, udp_mode: &str, policy: &str) -> TestEnv {
+    let options = TestbedOptions { instance: instance.to_owned(), server_count: 4, ..TestbedOptions::default() };
     TestEnv::start(
         options,
-        FleetOptions { extra_fleet_text: udp_service_config(udp, policy), ..FleetOptions::default() },
+        FleetOptions { extra_fleet_text: udp_service_config(udp_mode, policy), ..FleetOptions::default() },
     )
 }
 
-/// Threads, one on every server, that answer each datagram with the server's number and the datagram, until this value
-/// is dropped.
+/// Echo servers, one thread on every server, until this value is dropped. They answer each datagram with the server's
+/// number and the datagram.
 struct EchoServers(Arc<AtomicBool>);
 
 impl EchoServers {
@@ -42,7 +42,7 @@ impl EchoServers {
             let socket = testbed
                 .server(number)
                 .unwrap()
-                .run_within(|| Ok(UdpSocket::bind((FIRST_VIP, SERVICE_ADDRESS.port()))?))
+                .run_within(|| Ok(UdpSocket::bind((FIRST_IPV4_VIP, SERVICE_ADDRESS.port()))?))
                 .unwrap();
             socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
             let thread_stop_flag = Arc::clone(&stop_flag);
@@ -73,8 +73,8 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 struct ClientFlow {
     socket: UdpSocket,
     newest_request_id: Cell<u32>,
-    repeated_requests: Cell<u32>,
-    duplicate_answers: Cell<u32>,
+    repeated_request_count: Cell<u32>,
+    duplicate_answer_count: Cell<u32>,
 }
 
 impl ClientFlow {
@@ -85,8 +85,8 @@ impl ClientFlow {
         Self {
             socket,
             newest_request_id: Cell::new(0),
-            repeated_requests: Cell::new(0),
-            duplicate_answers: Cell::new(0),
+            repeated_request_count: Cell::new(0),
+            duplicate_answer_count: Cell::new(0),
         }
     }
 
@@ -102,28 +102,28 @@ impl ClientFlow {
         loop {
             match self.socket.recv(&mut buffer) {
                 Ok(received_length) if buffer[1..received_length] == sent_datagram[..] => return Ok(buffer[0].into()),
-                Ok(received_length) => self.count_duplicate(&buffer[1..received_length])?,
+                Ok(received_length) => self.count_duplicate_answer(&buffer[1..received_length])?,
                 // Repeat the request, because the kernel drops datagrams when its backlog, which all tests share, is
                 // full.
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
                     anyhow::ensure!(Instant::now() < deadline, "no answer to {length} bytes");
                     self.socket.send(&sent_datagram)?;
-                    self.repeated_requests.set(self.repeated_requests.get() + 1);
+                    self.repeated_request_count.set(self.repeated_request_count.get() + 1);
                 }
                 Err(error) => return Err(error.into()),
             }
         }
     }
 
-    /// Counts a second answer to a request. Fails if the request was not repeated.
-    fn count_duplicate(&self, answer: &[u8]) -> anyhow::Result<()> {
+    /// Counts an answer to a request that was already answered. Fails if the request was not repeated.
+    fn count_duplicate_answer(&self, answer: &[u8]) -> anyhow::Result<()> {
         let id = answer.first_chunk().map(|id| u32::from_be_bytes(*id));
         anyhow::ensure!(
             id.is_some_and(|id| (1..self.newest_request_id.get()).contains(&id)),
             "question {id:?} came back"
         );
-        self.duplicate_answers.set(self.duplicate_answers.get() + 1);
-        let (duplicates, repeats) = (self.duplicate_answers.get(), self.repeated_requests.get());
+        self.duplicate_answer_count.set(self.duplicate_answer_count.get() + 1);
+        let (duplicates, repeats) = (self.duplicate_answer_count.get(), self.repeated_request_count.get());
         anyhow::ensure!(duplicates <= repeats, "{duplicates} duplicates of {repeats} questions sent again");
         Ok(())
     }
@@ -168,7 +168,7 @@ fn datagrams_of_a_flow_reach_the_same_server() {
 }
 
 #[test]
-fn datagrams_placed_by_packet_follow_the_policy() {
+fn datagrams_balanced_per_packet_follow_the_policy() {
     skip_if!(missing_testbed_rights());
     let env = start_env("udppacket", "packet", "rr");
     let _echo_servers = EchoServers::start(&env.testbed);

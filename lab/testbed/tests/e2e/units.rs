@@ -16,9 +16,9 @@ const LOG_TIMEOUT: Duration = Duration::from_secs(60);
 /// User id that replaces the unit's `User=`, because the machine may lack the user.
 const UNPRIVILEGED_USER_ID: &str = "65534";
 
-/// Shell script that runs a unit's command in a separate root. This root is an overlay over the machine's root, which
-/// ends with the mount namespace, and contains binary and files. Only the paths that the unit leaves writable stay
-/// writable.
+/// Shell script that runs a unit's command in a separate root directory. This root is an overlay over the machine's
+/// root, which ends with the mount namespace, and contains binary and files. Only the paths that the unit leaves
+/// writable stay writable.
 ///
 /// Arguments: directory for the overlay, binary, directory of /etc/coreward's files, state directory or nothing,
 /// further writable path or nothing, limit of open files, user, bounding set, command.
@@ -120,14 +120,14 @@ impl UnitProcess {
         fs::read_to_string(self.directory.path().join("log")).unwrap()
     }
 
-    /// Waits until the log contains `expected`. Fails unless the process then continues to run.
-    fn wait_for_log(&mut self, expected: &str) {
+    /// Waits until the log contains `expected_text`. Fails unless the process then continues to run.
+    fn wait_for_log(&mut self, expected_text: &str) {
         let deadline = Instant::now() + LOG_TIMEOUT;
-        while !self.read_log().contains(expected) {
+        while !self.read_log().contains(expected_text) {
             let exit_status = self.child.try_wait().unwrap();
             assert!(
                 exit_status.is_none() && Instant::now() < deadline,
-                "no {expected:?} ({exit_status:?}): {}",
+                "no {expected_text:?} ({exit_status:?}): {}",
                 self.read_log()
             );
             std::thread::sleep(Duration::from_millis(20));

@@ -18,11 +18,11 @@ use crate::support::{TestEnv, assert_streams_unbroken, eventually, sleep_ms, wai
 
 const SERVER_COUNT: u16 = 3;
 
-fn start_env(instance: &str, load_balancers: u16, consistency: Consistency) -> TestEnv {
+fn start_env(instance: &str, load_balancer_count: u16, consistency: Consistency) -> TestEnv {
     let testbed_options = TestbedOptions {
         instance: instance.to_owned(),
-        servers: SERVER_COUNT,
-        load_balancers,
+        server_count: SERVER_COUNT,
+        load_balancer_count,
         ..TestbedOptions::default()
     };
     TestEnv::start(testbed_options, FleetOptions { consistency, ..FleetOptions::default() })
@@ -32,7 +32,7 @@ fn agent_names() -> impl Iterator<Item = String> {
     (1..=SERVER_COUNT).map(|number| format!("agent-s{number}"))
 }
 
-/// Stores another layout version in a daemon's pinned state. `T` is the type of the map's value.
+/// Stores an unknown layout version in a daemon's pinned map `state`, whose values have type `T`.
 fn set_layout_version<T: FromBytes + IntoBytes>(state: &Path) {
     let mapped_state = MmapArray::<T>::new(MapHandle::from_pinned_path(state).unwrap()).unwrap();
     // The first word of both types is the version (bpf/include/intf.h).
@@ -47,13 +47,13 @@ impl TestEnv {
         }
     }
 
-    /// Starts a client with this range of addresses, because a second run cannot bind the ports of the first one.
+    /// Starts a stream client with the source addresses `addresses`, because two runs cannot bind the same ports.
     fn start_streams_from(&self, addresses: Range<u16>) -> StreamClient {
         let stream_workload = StreamWorkload::endless(150.0);
         self.testbed.start_stream_client_at_address(SERVICE_ADDRESS, addresses, &stream_workload, None).unwrap()
     }
 
-    /// Restarts a daemon whose pins have another layout version, and waits until it has replaced them.
+    /// Restarts a daemon whose pins have an unknown layout version, and waits until the daemon has replaced its pins.
     fn restart_with_other_layout(&mut self, daemon: &str) {
         let pin_directory = self.pin_path(daemon);
         self.fleet.kill_daemon(daemon).unwrap();
@@ -72,7 +72,7 @@ impl TestEnv {
 }
 
 #[test]
-fn pins_of_the_same_layout_are_taken_over() {
+fn pins_with_same_layout_are_reused() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env("upsame", 1, Consistency::Stateless);
     let stream_client = env.start_streams(150.0);
@@ -86,7 +86,7 @@ fn pins_of_the_same_layout_are_taken_over() {
 }
 
 #[test]
-fn pins_of_another_layout_are_replaced_when_new_ones_are_ready() {
+fn pins_with_other_layout_are_replaced_when_new_pins_are_ready() {
     skip_if!(missing_testbed_rights());
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
         let mut env = start_env("uplayout", 1, consistency);
@@ -100,7 +100,8 @@ fn pins_of_another_layout_are_replaced_when_new_ones_are_ready() {
     }
 }
 
-/// Tests with a real older version. `make test-upgrade` builds it and sets COREWARD_OLD to its path.
+/// Tests the change from a real older version and back. `make test-upgrade` builds the older version and sets
+/// COREWARD_OLD to its path.
 #[test]
 #[ignore = "needs an older version's binary: make test-upgrade"]
 fn connections_survive_upgrade_and_downgrade_between_versions() {
@@ -119,7 +120,7 @@ fn connections_survive_upgrade_and_downgrade_between_versions() {
     let stream_client = env.start_streams_from(0..2);
     for daemon in &daemon_names {
         sleep_ms(1_500);
-        env.fleet.replace_binary(&env.testbed, daemon, None).unwrap();
+        env.fleet.replace_daemon_binary(&env.testbed, daemon, None).unwrap();
         env.fleet.wait_until_ready(&env.testbed).unwrap();
         println!("{daemon}: of the newer version");
     }
@@ -130,7 +131,7 @@ fn connections_survive_upgrade_and_downgrade_between_versions() {
     let stream_client = env.start_streams_from(2..4);
     for daemon in &daemon_names {
         sleep_ms(1_500);
-        let replacement_result = env.fleet.replace_binary(&env.testbed, daemon, Some(&old_binary));
+        let replacement_result = env.fleet.replace_daemon_binary(&env.testbed, daemon, Some(&old_binary));
         if let (Err(error), Some(number)) = (replacement_result, daemon.strip_prefix("lb")) {
             println!("{daemon}: {error:#}");
             restart_without_pins_while_other_carries_traffic(&mut env, number.parse().unwrap());
@@ -159,7 +160,7 @@ fn restart_without_pins_while_other_carries_traffic(env: &mut TestEnv, load_bala
 fn restart_without_pins(env: &mut TestEnv, daemon: &str, binary: Option<&Path>) {
     let pin_directory = env.pin_path(daemon);
     // Ignore an error, because the binary may reject pins of the other version.
-    let _ = env.fleet.replace_binary(&env.testbed, daemon, binary);
+    let _ = env.fleet.replace_daemon_binary(&env.testbed, daemon, binary);
     let _ = env.fleet.kill_daemon(daemon);
     for subdirectory in ["lb", "server", "steer"] {
         if let Err(error) = std::fs::remove_dir_all(pin_directory.join(subdirectory)) {

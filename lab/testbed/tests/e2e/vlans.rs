@@ -11,18 +11,18 @@ use serde_json::Value;
 
 use crate::support::{TestEnv, assert_streams_unbroken, eventually, run_command_line};
 
-fn start_env(instance: &str, vlans: (u16, &[u16]), family: AddressFamily, fleet: FleetOptions) -> TestEnv {
+fn start_env(instance: &str, vlans: (u16, &[u16]), family: AddressFamily, fleet_options: FleetOptions) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
-        servers: 3,
+        server_count: 3,
         family,
         vlans: Some(Vlans { vip_vlan: vlans.0, server_vlans: vlans.1.to_vec() }),
         ..TestbedOptions::default()
     };
-    TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet })
+    TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet_options })
 }
 
-/// Changes the pool and restarts the load balancer's daemon under load. Asserts that no connection breaks.
+/// Asserts that no connection breaks when the pool changes and the load balancer's daemon restarts under load.
 fn assert_changes_break_no_connection(env: &mut TestEnv) {
     let stream_client = env.start_streams(100.0);
     env.wait_for_connections(150);
@@ -39,7 +39,7 @@ fn assert_changes_break_no_connection(env: &mut TestEnv) {
 }
 
 #[test]
-fn stamped_connections_cross_vlans_and_survive_pool_changes() {
+fn connections_with_cookies_cross_vlans_and_survive_pool_changes() {
     skip_if!(missing_testbed_rights());
     // In frames to servers 1 and 3 the tag is replaced, and frames to server 2 have none.
     let mut env = start_env("vlan", (10, &[20, 0]), AddressFamily::Ipv4, FleetOptions::default());
@@ -66,9 +66,9 @@ fn untagged_clients_reach_ipv6_servers_in_other_vlans() {
     assert!(env.sum_counter("established") > 500);
 }
 
-/// Unknown packets reach their server through a neighbour entry in the VLAN.
+/// Tests that packets of unknown connections reach their server, through a neighbour entry in the VLAN.
 #[test]
-fn chained_connections_in_one_vlan_survive_pool_changes() {
+fn daisy_chained_connections_in_one_vlan_survive_pool_changes() {
     skip_if!(missing_testbed_rights());
     let (consistency, timestamps) = (Consistency::Beamer, TimestampOrigin::Off);
     let fleet_options = FleetOptions { consistency, timestamps, ..FleetOptions::default() };
@@ -87,7 +87,7 @@ fn encapsulated_packets_have_the_tag_of_the_servers_vlan() {
 }
 
 #[test]
-fn tags_are_left_in_frames_and_a_missing_device_is_reported() {
+fn frames_keep_tags_and_missing_vlan_device_is_reported() {
     skip_if!(missing_testbed_rights());
     let env = start_env("vlanfault", (10, &[20]), AddressFamily::Ipv4, FleetOptions::default());
     let lb_host = env.testbed.load_balancer(1).unwrap();

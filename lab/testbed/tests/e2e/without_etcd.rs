@@ -17,8 +17,8 @@ use crate::support::{
     open_keepalive_connections, try_open_connections,
 };
 
-/// Maximum time to detect a fault with the document, which is interval x fall + timeout, and the daemon's tick. The
-/// check's timeout is long to allow for a busy machine.
+/// Maximum time in which the health check of [`FLEET_DOCUMENT`] detects a fault. It is interval x fall + timeout, plus
+/// the daemon's tick. The check's timeout is long to allow for a busy machine.
 const MAX_DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
 const SERVER_COUNT: u16 = 3;
 const FLEET_DOCUMENT: &str = "report_interval = \"100ms\"\n[[service]]\nname = \"web0\"\nvip = \
@@ -45,15 +45,15 @@ impl TestEnv {
     fn start() -> Self {
         let options = TestbedOptions {
             instance: "noetcd".to_owned(),
-            servers: SERVER_COUNT,
-            load_balancers: 2,
-            cores: 1,
+            server_count: SERVER_COUNT,
+            load_balancer_count: 2,
+            core_count: 1,
             ..TestbedOptions::default()
         };
         let testbed = Testbed::create(options).unwrap();
         let nginx_servers =
             testbed.server_numbers().into_iter().map(|n| Some(testbed.start_nginx(n).unwrap())).collect();
-        let etcd_member = LocalMember::local_cluster(1, CONTROLLER_ADDRESS.into(), 2379).remove(0);
+        let etcd_member = LocalMember::local_cluster_members(1, CONTROLLER_ADDRESS.into(), 2379).remove(0);
         let etcd_process = Some(start_etcd(&testbed, &etcd_member));
         let mut fleet_document = FLEET_DOCUMENT.to_owned();
         for number in 1..=SERVER_COUNT {
@@ -63,13 +63,13 @@ impl TestEnv {
             steers_connections: false,
             controller_count: 2,
             etcd_endpoints: vec![etcd_member.endpoint()],
-            lease_s: 5,
+            leader_lease_s: 5,
             applied_document: Some(fleet_document),
             ..FleetOptions::default()
         };
         let fleet = Fleet::start(&testbed, options).unwrap();
         let env = Self { fleet, etcd_process, etcd_member, nginx_servers, testbed };
-        env.wait_until_served_by(&[1, 2, 3]);
+        env.wait_until_only_servers_answer(&[1, 2, 3]);
         eventually(*DEFAULT_TIMEOUT, "every load balancer has checked every server", || {
             let service_members = env.query_status()["services"][0]["members"].as_array().unwrap().clone();
             let is_up = |member: &Value| {
@@ -103,7 +103,7 @@ impl TestEnv {
         serde_json::from_str(&status_text).unwrap()
     }
 
-    /// Returns the number of controllers that lead according to their API's health query.
+    /// Returns the number of controllers that are leaders according to the health queries of their APIs.
     fn count_leaders(&self) -> usize {
         let query_health = |number: u16| {
             let mut curl = Command::new("curl");
@@ -118,14 +118,14 @@ impl TestEnv {
     }
 
     /// Stops a server, and asserts that every load balancer masks it within the detection time of its checks.
-    fn stop_and_assert_masked(&mut self, number: u16) {
+    fn stop_server_and_assert_masked(&mut self, number: u16) {
         let stop_time = SystemTime::now();
         self.nginx_servers[usize::from(number) - 1] = None;
         assert_masked_within(MAX_DETECTION_TIME, &self.testbed, &format!("s{number}"), stop_time);
     }
 
     /// Waits until new connections go to exactly these servers, and none fails.
-    fn wait_until_served_by(&self, servers: &[u16]) {
+    fn wait_until_only_servers_answer(&self, servers: &[u16]) {
         eventually(*DEFAULT_TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
             let Ok(connections) = try_open_connections(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER) else {
                 return false;
@@ -147,19 +147,19 @@ fn connections_continue_without_etcd_and_controllers() {
     env.kill_etcd();
     eventually(*DEFAULT_TIMEOUT, "no controller leads", || env.count_leaders() == 0);
     assert!(env.run_coreward(&["drain", "s1"]).is_err());
-    env.stop_and_assert_masked(2);
-    env.wait_until_served_by(&[1, 3]);
+    env.stop_server_and_assert_masked(2);
+    env.wait_until_only_servers_answer(&[1, 3]);
     connections.retain(|(_, answerer)| answerer.server_number != 2);
     assert_eq!(count_broken_connections(&mut connections), 0, "without a leader");
     env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
-    env.wait_until_served_by(&[1, 2, 3]);
+    env.wait_until_only_servers_answer(&[1, 2, 3]);
 
     env.restart_etcd();
     eventually(*DEFAULT_TIMEOUT, "one controller leads", || env.count_leaders() == 1);
     eventually(*DEFAULT_TIMEOUT, "changes are made again", || env.run_coreward(&["drain", "s1"]).is_ok());
-    env.wait_until_served_by(&[2, 3]);
+    env.wait_until_only_servers_answer(&[2, 3]);
     eventually(*DEFAULT_TIMEOUT, "and undone", || env.run_coreward(&["undrain", "s1"]).is_ok());
-    env.wait_until_served_by(&[1, 2, 3]);
+    env.wait_until_only_servers_answer(&[1, 2, 3]);
     assert_eq!(count_broken_connections(&mut connections), 0, "with etcd back");
 
     let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
@@ -167,8 +167,8 @@ fn connections_continue_without_etcd_and_controllers() {
     for controller in ["controller", "controller2"] {
         env.fleet.kill_daemon(controller).unwrap();
     }
-    env.stop_and_assert_masked(3);
-    env.wait_until_served_by(&[1, 2]);
+    env.stop_server_and_assert_masked(3);
+    env.wait_until_only_servers_answer(&[1, 2]);
     connections.retain(|(_, answerer)| answerer.server_number != 3);
     assert_eq!(count_broken_connections(&mut connections), 0, "without controllers and etcd");
 }

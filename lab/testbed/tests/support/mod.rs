@@ -19,17 +19,17 @@ use coreward_testbed::{DEFAULT_TIMEOUT, Namespace, Testbed, TestbedOptions, coun
 pub type ConnectionsAndWorkers = Vec<(HttpConnection, WorkerIdentity)>;
 
 /// Opens connections and sends one request on each. Returns each connection with the worker that answered.
-pub fn open_keepalive_connections(testbed: &Testbed, count: usize) -> ConnectionsAndWorkers {
-    try_open_connections(testbed, count).unwrap()
+pub fn open_keepalive_connections(testbed: &Testbed, connection_count: usize) -> ConnectionsAndWorkers {
+    try_open_connections(testbed, connection_count).unwrap()
 }
 
-pub fn try_open_connections(testbed: &Testbed, count: usize) -> anyhow::Result<ConnectionsAndWorkers> {
+pub fn try_open_connections(testbed: &Testbed, connection_count: usize) -> anyhow::Result<ConnectionsAndWorkers> {
     let open_connection = || {
         let mut connection = HttpConnection::open(None)?;
         let first_worker = connection.query_worker()?;
         Ok((connection, first_worker))
     };
-    testbed.client().run_within(|| (0..count).map(|_| open_connection()).collect())
+    testbed.client().run_within(|| (0..connection_count).map(|_| open_connection()).collect())
 }
 
 /// Returns the number of connections without an answer, or with an answer from another worker than before.
@@ -52,16 +52,21 @@ pub fn assert_connections_answered(connections: &mut [(HttpConnection, WorkerIde
     }
 }
 
-/// Number of connections that is so large that one of three servers gets none once in 10^7 random runs (3 * (2/3)^40).
+/// Number of connections with which each of three servers gets at least one. The probability that a server gets none is
+/// about 10^-7 (3 * (2/3)^40).
 pub const MIN_CONNECTIONS_FOR_EVERY_SERVER: usize = 40;
 
-/// Opens connections until each of these servers has `minimum` of them, because random placement prefers some servers.
-pub fn open_connections_at_each_server(testbed: &Testbed, servers: &[u16], minimum: usize) -> ConnectionsAndWorkers {
+/// Opens connections until each of these servers has enough, because random placement is uneven.
+pub fn open_connections_at_each_server(
+    testbed: &Testbed,
+    servers: &[u16],
+    min_connections_per_server: usize,
+) -> ConnectionsAndWorkers {
     let mut open_connections = ConnectionsAndWorkers::new();
     let connection_count = |connections: &ConnectionsAndWorkers, server| {
         connections.iter().filter(|(_, answerer)| answerer.server_number == server).count()
     };
-    while servers.iter().any(|server| connection_count(&open_connections, *server) < minimum) {
+    while servers.iter().any(|server| connection_count(&open_connections, *server) < min_connections_per_server) {
         assert!(
             open_connections.len() < 400,
             "of {} connections one of the servers {servers:?} has too few",
@@ -81,25 +86,28 @@ pub struct TestEnv {
 
 impl TestEnv {
     /// Starts a testbed with one core per server, stream servers and a fleet.
-    pub fn start(testbed: TestbedOptions, fleet: FleetOptions) -> Self {
-        let testbed = Testbed::create(TestbedOptions { cores: 1, ..testbed }).unwrap();
+    pub fn start(testbed_options: TestbedOptions, fleet: FleetOptions) -> Self {
+        let testbed = Testbed::create(TestbedOptions { core_count: 1, ..testbed_options }).unwrap();
         let stream_servers = testbed.start_stream_servers().unwrap();
         let fleet_options = FleetOptions { load_source: LoadSource::PacedServer, steers_connections: false, ..fleet };
         let fleet = Fleet::start(&testbed, fleet_options).unwrap();
         Self { fleet, _stream_servers: stream_servers, testbed }
     }
 
-    /// Fails when load balancers have counted more packets than the client's host has sent resets, which have no
+    /// Asserts that load balancers have counted no more packets than the client's host has sent resets, which have no
     /// cookie. The host sends a reset when a busy server repeats a segment after the connection's end.
     pub fn assert_counts_only_resets(&self, counter: &str) {
-        let counted_packets = self.sum_counter(counter);
-        let sent_resets = counters::read_kernel_counters(self.testbed.client()).unwrap()["TcpOutRsts"];
-        assert!(counted_packets <= sent_resets, "{counter}: {counted_packets} packets, {sent_resets} resets");
+        let counted_packet_count = self.sum_counter(counter);
+        let sent_reset_count = counters::read_kernel_counters(self.testbed.client()).unwrap()["TcpOutRsts"];
+        assert!(
+            counted_packet_count <= sent_reset_count,
+            "{counter}: {counted_packet_count} packets, {sent_reset_count} resets"
+        );
     }
 
-    /// Starts a client that opens connections at this rate until [`assert_streams_unbroken`] ends it.
-    pub fn start_streams(&self, per_second: f64) -> StreamClient {
-        self.testbed.start_stream_client(&StreamWorkload::endless(per_second), None).unwrap()
+    /// Starts a client that opens connections at the given rate until [`assert_streams_unbroken`] ends the client.
+    pub fn start_streams(&self, connections_per_second: f64) -> StreamClient {
+        self.testbed.start_stream_client(&StreamWorkload::endless(connections_per_second), None).unwrap()
     }
 
     /// Sets a server's state in the controller's file, or removes the server if it is `None`. Returns when every
@@ -118,11 +126,14 @@ impl TestEnv {
         wait_until_configuration_in_force(&self.fleet, &self.testbed);
     }
 
-    /// Waits until the client has opened `count` more connections, according to its kernel's counter.
-    pub fn wait_for_connections(&self, count: u64) {
-        let opened_connections = || counters::read_kernel_counters(self.testbed.client()).unwrap()["TcpActiveOpens"];
-        let expected_connections = opened_connections() + count;
-        eventually(*DEFAULT_TIMEOUT, "the client begins connections", || opened_connections() >= expected_connections);
+    /// Waits until the client has opened `connection_count` more connections, according to its kernel's counter.
+    pub fn wait_for_connections(&self, connection_count: u64) {
+        let read_opened_connection_count =
+            || counters::read_kernel_counters(self.testbed.client()).unwrap()["TcpActiveOpens"];
+        let expected_connection_count = read_opened_connection_count() + connection_count;
+        eventually(*DEFAULT_TIMEOUT, "the client begins connections", || {
+            read_opened_connection_count() >= expected_connection_count
+        });
     }
 
     /// Returns the value of a load balancer's counter, which is reported once a second, or 0 before the first report.
@@ -146,7 +157,7 @@ impl TestEnv {
     }
 }
 
-/// Runs a command, given as one text, in a namespace, and returns its output.
+/// Runs a command line without quotes in a namespace, and returns its output.
 pub fn run_command_line(testbed: &Testbed, namespace: &Namespace, command: &str) -> String {
     let command_words: Vec<&str> = command.split_whitespace().collect();
     let mut program_command = Command::new(command_words[0]);
@@ -161,7 +172,7 @@ pub fn fetch_metrics_page(testbed: &Testbed, host: &Namespace, address: &str) ->
     Ok(String::from_utf8(testbed.run_command(host, curl)?.stdout)?)
 }
 
-/// Returns the value of a series on a metrics page. `name` is the name of the series with its labels.
+/// Returns the value of a time series on a metrics page. `name` is the name of the series with its labels.
 pub fn series_value(page: &str, name: &str) -> Option<f64> {
     page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
 }
@@ -182,8 +193,8 @@ pub fn wait_until_configuration_in_force(fleet: &Fleet, testbed: &Testbed) {
     });
 }
 
-/// Returns the time from `start_time` to the next line with these words in a load balancer's log, or `None` if there is
-/// none yet.
+/// Returns the time from `start_time` to the next line that contains `log_words` in a load balancer's log, or `None` if
+/// there is no such line yet.
 pub fn duration_until_logged(
     testbed: &Testbed,
     load_balancer: u16,
@@ -222,8 +233,8 @@ pub fn eventually(limit: Duration, description: &str, mut is_satisfied: impl FnM
     }
 }
 
-/// Ends a stream client after its connections have experienced the last change. Asserts that there were many
-/// connections, and that none broke or stalled. Returns the report.
+/// Ends a stream client after its connections have experienced the last change, and returns its report. Asserts that
+/// there were many connections, and that none broke or stalled.
 pub fn assert_streams_unbroken(client: StreamClient) -> StreamReport {
     sleep_ms(2_000);
     let report = client.terminate_and_report(*DEFAULT_TIMEOUT).unwrap();
@@ -232,8 +243,8 @@ pub fn assert_streams_unbroken(client: StreamClient) -> StreamReport {
     assert_eq!(sums.broken.total_count(), 0, "{:?}", report.seconds);
     // Half of the requests last less than half a second, a quarter more than 20 s. In a long run most new requests are
     // short.
-    let min_open_at_end = sums.opened.min(3_000) / 20;
-    assert!(sums.completed > sums.opened / 3 && report.open_at_end > min_open_at_end, "{sums:?}");
+    let min_open_connection_count = sums.opened.min(3_000) / 20;
+    assert!(sums.completed > sums.opened / 3 && report.open_at_end > min_open_connection_count, "{sums:?}");
     report
 }
 
@@ -257,7 +268,7 @@ pub fn capability_mask(capabilities: impl IntoIterator<Item = caps::Capability>)
     capabilities.into_iter().fold(0, |mask, capability| mask | capability.bitmask())
 }
 
-/// Sends requests, each on its own connection.
-pub fn send_requests(testbed: &Testbed, count: usize) {
-    drop(open_keepalive_connections(testbed, count));
+/// Sends `request_count` requests to the service, each on its own connection.
+pub fn send_requests(testbed: &Testbed, request_count: usize) {
+    drop(open_keepalive_connections(testbed, request_count));
 }

@@ -22,11 +22,11 @@ use socket2::{Domain, Socket, Type};
 pub const CORE_COUNT: u16 = 4;
 const WAIT_TIMEOUT: Duration = Duration::from_secs(120);
 
-pub fn create_testbed(instance: &str) -> anyhow::Result<Testbed> {
+pub fn create_testbed(instance_name: &str) -> anyhow::Result<Testbed> {
     let testbed = Testbed::create(TestbedOptions {
-        instance: instance.to_owned(),
-        servers: 1,
-        cores: CORE_COUNT,
+        instance: instance_name.to_owned(),
+        server_count: 1,
+        core_count: CORE_COUNT,
         ..TestbedOptions::default()
     })?;
     // The client needs a route, because no load balancer runs.
@@ -82,10 +82,10 @@ pub fn agent_configuration() -> AgentConfiguration {
         }],
         keys: FleetCookieKeys {
             keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
-            current: KeyIndex::First,
+            current_key_index: KeyIndex::First,
         },
         report_interval: Duration::from_millis(50),
-        fleet_rss_key: RssKey::microsoft(),
+        fleet_rss_key: RssKey::microsoft_verification_key(),
         server_id: server_id(),
         previous_servers: Vec::new(),
         is_draining: false,
@@ -94,10 +94,10 @@ pub fn agent_configuration() -> AgentConfiguration {
 }
 
 pub fn reported_counter(agent: &mut Agent, name: &str) -> u64 {
-    agent.report(&SentReportState::default(), &[]).expect("the core load file is there").counters[name]
+    agent.next_report(&SentReportState::default(), &[]).expect("the core load file is there").counters[name]
 }
 
-/// Sends an HTTP request from the given source port of the client, and returns the response's body.
+/// Sends an HTTP GET request from the given source port of the client, and returns the body of the response.
 pub fn http_get(testbed: &Testbed, path: &str, source_port: u16) -> anyhow::Result<String> {
     testbed.client().run_within(|| {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
@@ -116,7 +116,7 @@ pub fn http_get(testbed: &Testbed, path: &str, source_port: u16) -> anyhow::Resu
     })
 }
 
-/// Waits until `is_met` returns true. After a timeout, fails with a message about `condition_name`.
+/// Waits until `is_met` returns true. After a timeout, fails with a message that contains `condition_name`.
 pub fn wait_until(condition_name: &str, mut is_met: impl FnMut() -> anyhow::Result<bool>) -> anyhow::Result<()> {
     let deadline = Instant::now() + WAIT_TIMEOUT;
     while !is_met()? {

@@ -15,19 +15,18 @@ use coreward_wire::{FleetChange, FleetConfiguration};
 use tokio::task::JoinHandle;
 use tonic::transport::{Channel, Endpoint};
 
-/// Maximum duration of a wait in tests, in which events take milliseconds, or the seconds of a lease.
+/// Time limit of a wait in tests. The awaited events take milliseconds, or the few seconds of an etcd lease.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Lock for tests that send SIGHUP, which reaches all controllers of a process. Tests that
-/// restart a controller hold it, too, because a reload keeps the store open, and so do tests that count generations,
-/// which a reload increases.
+/// Lock for tests that send SIGHUP, which reaches all controllers in the test process. Tests that restart a controller
+/// also take it, because a reload keeps the store open. So do tests that count generations, which a reload increases.
 pub static SIGHUP_LOCK: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
 pub async fn with_timeout<T>(awaited_event: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("waited too long for {awaited_event}"))
 }
 
-/// Applies an update from a load balancer's stream to the configuration. Returns whether it was a configuration.
+/// Applies an update from a load balancer's stream to `newest_configuration`. Returns whether the update changed it.
 pub fn apply_update(newest_configuration: &mut Option<FleetConfiguration>, update: &Update) -> bool {
     match update {
         Update::Configuration(configuration) => {
@@ -96,7 +95,7 @@ impl TestDirectory {
             api_address: api,
             client,
             metrics_text: metrics,
-            task: tokio::spawn(async move { server.serve().await.unwrap() }),
+            server_task: tokio::spawn(async move { server.serve().await.unwrap() }),
         }
     }
 }
@@ -108,7 +107,7 @@ pub struct RunningController {
     pub client: Client,
     /// Returns the controller's metrics in the text format of Prometheus.
     pub metrics_text: Box<dyn Fn() -> String + Send + Sync>,
-    task: JoinHandle<()>,
+    server_task: JoinHandle<()>,
 }
 
 impl RunningController {
@@ -124,9 +123,9 @@ impl RunningController {
         self.client.status(false).await.unwrap()
     }
 
-    /// Ends the controller at once, as SIGKILL would.
+    /// Stops the controller immediately, as SIGKILL would.
     pub async fn kill(self) {
-        self.task.abort();
-        let _ = self.task.await;
+        self.server_task.abort();
+        let _ = self.server_task.await;
     }
 }

@@ -6,7 +6,7 @@ pub fn coreward_command() -> Command {
     Command::new(env!("CARGO_BIN_EXE_coreward"))
 }
 
-/// Process of `coreward` that is killed at the end of the test, even if the test panics.
+/// Process of `coreward`, which is killed at the end of the test even if the test panics.
 pub struct CorewardProcess(pub Child);
 
 impl Drop for CorewardProcess {
@@ -17,8 +17,8 @@ impl Drop for CorewardProcess {
 }
 
 impl CorewardProcess {
-    pub fn send_signal(&self, name: &str) {
-        let kill_status = Command::new("kill").args(["-s", name, &self.0.id().to_string()]).status().unwrap();
+    pub fn send_signal(&self, signal_name: &str) {
+        let kill_status = Command::new("kill").args(["-s", signal_name, &self.0.id().to_string()]).status().unwrap();
         assert!(kill_status.success(), "it has ended");
     }
 }

@@ -17,12 +17,12 @@ use rand::Rng;
 use super::FOREIGN_TIME_KEY;
 use super::compared_lb::ModelCheckedLb;
 
-/// Return values of XDP programs (linux/bpf.h).
+/// Verdict of an XDP program that drops the packet (linux/bpf.h).
 pub const XDP_DROP: i32 = 1;
 pub const XDP_PASS: i32 = 2;
 pub const XDP_TX: i32 = 3;
 
-/// MAC address of the balancer, to which the frames of [`super::TcpPacket`] are sent.
+/// MAC address of the balancer, which is the destination of the frames of [`super::TcpPacket`].
 pub const OWN_MAC: MacAddress = MacAddress([0; 6]);
 
 pub const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
@@ -70,11 +70,12 @@ fn with_identification(frame: &[u8], identification: u16) -> Vec<u8> {
 
 /// Returns the previous server of the bucket to which the table assigns the connection.
 pub fn previous_server(table: &PlacementTable, tuple: &FourTuple) -> Option<ServerId> {
-    let bucket = table.bucket_count.bucket(table.groups[0].toeplitz_hash(&tuple.bytes()));
+    let bucket = table.bucket_count.bucket_of_hash(table.rss_key_by_group[0].toeplitz_hash(&tuple.bytes()));
     table.previous_consistent_servers.get(bucket as usize).copied().flatten()
 }
 
-/// Returns options with a fixed connection key unless one is set, because random keys collide differently each time.
+/// Returns `options` with a fixed connection hash key unless it has one. With random keys, each run of a test would
+/// have other hash collisions.
 fn with_fixed_connection_key(options: Options) -> Options {
     let fixed_key = CookieKey { k0: 0x5d3c_91ab, k1: 0x0f1e_77c9 };
     Options { connection_hash_key: options.connection_hash_key.or(Some(fixed_key)), ..options }
@@ -98,7 +99,8 @@ impl Balancer {
         Self::with_model(&services, Options::default(), rng)
     }
 
-    /// Returns a load balancer that is compared with the model. Panics when `options` limits broadcasts.
+    /// Returns a balancer whose results are compared with those of the reference model. Panics when `options` limits
+    /// broadcasts.
     pub fn with_model(services: &[(ServiceAddress, ServiceSettings)], options: Options, rng: &mut impl Rng) -> Self {
         assert_eq!(
             options.broadcast_limits,
@@ -112,7 +114,8 @@ impl Balancer {
         )
     }
 
-    /// Returns a balancer that is not compared with a model, so that broadcast limits may depend on time.
+    /// Returns a balancer whose results are not compared with those of a model, so that broadcast limits may depend on
+    /// time.
     pub fn without_model(services: &[(ServiceAddress, ServiceSettings)], options: Options, rng: &mut impl Rng) -> Self {
         Self::with_loaded_lb(
             ModelCheckedLb::load_without_model(with_fixed_connection_key(options), OWN_MAC),
@@ -128,7 +131,7 @@ impl Balancer {
     ) -> Self {
         let service_indexes = lb.set_services(services).unwrap();
         let zero_key = CookieKey { k0: 0, k1: 0 };
-        let fleet_keys = FleetCookieKeys { keys: [zero_key; 2], current: KeyIndex::First };
+        let fleet_keys = FleetCookieKeys { keys: [zero_key; 2], current_key_index: KeyIndex::First };
         let mut balancer = Self {
             lb,
             service_indexes,
@@ -143,35 +146,35 @@ impl Balancer {
 
     pub fn set_random_keys(&mut self, rng: &mut impl Rng) {
         let mut random_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
-        self.fleet_keys = FleetCookieKeys { keys: [random_key(), random_key()], current: KeyIndex::First };
+        self.fleet_keys = FleetCookieKeys { keys: [random_key(), random_key()], current_key_index: KeyIndex::First };
         self.lb.set_keys(&self.fleet_keys);
     }
 
     /// Returns a TSval with the server's id as its cookie, stamped with one of the two keys at random.
     pub fn stamp_by_random_key(&self, tuple: &FourTuple, server: ServerId, rng: &mut impl Rng) -> u32 {
         let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
-        let keys = FleetCookieKeys { current, ..self.fleet_keys };
+        let keys = FleetCookieKeys { current_key_index: current, ..self.fleet_keys };
         cookie::stamp_tsval(&keys, &FOREIGN_TIME_KEY, tuple, Cookie::Server(server), rng.next_u32())
     }
 
     /// Replaces all servers by `count` servers with random MAC addresses. Returns their random ids, sorted.
-    pub fn replace_servers(&mut self, service: usize, count: usize, rng: &mut impl Rng) -> Vec<ServerId> {
-        for (server, _) in self.lb.servers(self.service_indexes[service]) {
-            self.lb.remove_server(self.service_indexes[service], server);
-            self.server_macs.remove(&(service, server));
+    pub fn replace_servers(&mut self, service_position: usize, count: usize, rng: &mut impl Rng) -> Vec<ServerId> {
+        for (server, _) in self.lb.servers(self.service_indexes[service_position]) {
+            self.lb.remove_server(self.service_indexes[service_position], server);
+            self.server_macs.remove(&(service_position, server));
         }
         let mut server_ids: Vec<ServerId> = Vec::new();
         while server_ids.len() < count {
             let random_id = id(u64::from(uniform_below(rng, intf::SERVER_ID_COUNT)));
-            if self.server_macs.contains_key(&(service, random_id)) {
+            if self.server_macs.contains_key(&(service_position, random_id)) {
                 continue;
             }
             let mut mac = [0; 6];
             rng.fill_bytes(&mut mac);
             mac[0] &= 0xfe;
-            self.server_macs.insert((service, random_id), MacAddress(mac));
+            self.server_macs.insert((service_position, random_id), MacAddress(mac));
             self.lb.set_server(
-                self.service_indexes[service],
+                self.service_indexes[service_position],
                 random_id,
                 Server { mac: Some(MacAddress(mac)), is_eligible: true },
             );
@@ -181,8 +184,8 @@ impl Balancer {
         server_ids
     }
 
-    pub fn install_table(&mut self, service: usize, table: &PlacementTable) {
-        self.lb.install_table(self.service_indexes[service], table).unwrap();
+    pub fn install_table(&mut self, service_position: usize, table: &PlacementTable) {
+        self.lb.install_table(self.service_indexes[service_position], table).unwrap();
         self.newest_table = Some(table.clone());
     }
 
@@ -198,24 +201,30 @@ impl Balancer {
         MacAddress(packet[..6].try_into().unwrap())
     }
 
-    fn packet_counts(&self, service: Option<usize>) -> [u64; COUNTER_COUNT] {
-        match service {
+    fn packet_counts(&self, service_position: Option<usize>) -> [u64; COUNTER_COUNT] {
+        match service_position {
             Some(service) => self.lb.service_counters(self.service_indexes[service]).packets_by_outcome,
             None => self.lb.counters_without_service().packets_by_outcome,
         }
     }
 
-    /// Returns all packet counters as service index (`None` for packets without a service), name and value.
+    /// Returns all packet counters, each with its service index (`None` for packets without a service), name and value.
     fn all_packet_counts(&self) -> Vec<(Option<usize>, &'static str, u64)> {
         let counts_of_service = |service| self.packet_counts(service).into_iter().zip(intf::LB_COUNTER_NAMES);
-        let services_and_none = (0..self.service_indexes.len()).map(Some).chain([None]);
-        services_and_none
+        let service_positions_and_none = (0..self.service_indexes.len()).map(Some).chain([None]);
+        service_positions_and_none
             .flat_map(|service| counts_of_service(service).map(move |(count, name)| (service, name, count)))
             .collect()
     }
 
-    /// Processes `frame`, and checks that only the counter `name` of `service` increases by one, as in the model.
-    pub fn run_expecting_counter(&self, frame: &[u8], service: Option<usize>, name: &str) -> (i32, Vec<u8>) {
+    /// Processes `frame`, and checks that only the counter `counter_name` of the service increases, by one,
+    /// in the program and in the model.
+    pub fn run_expecting_counter(
+        &self,
+        frame: &[u8],
+        service_position: Option<usize>,
+        counter_name: &str,
+    ) -> (i32, Vec<u8>) {
         let counts_before = self.all_packet_counts();
         let (xdp_action, packet, outcome) = self.lb.run(frame);
         let counts_after = self.all_packet_counts();
@@ -223,27 +232,31 @@ impl Balancer {
             .filter(|(before, after)| before != after)
             .map(|(before, after)| (after.0, after.1, after.2 - before.2))
             .collect();
-        assert_eq!(increased_counters, [(service, name, 1)], "verdict {xdp_action}, frame {frame:02x?}");
+        assert_eq!(
+            increased_counters,
+            [(service_position, counter_name, 1)],
+            "verdict {xdp_action}, frame {frame:02x?}"
+        );
         if let Some(outcome) = outcome {
-            let model_service = service.map(|service| usize::from(self.service_indexes[service].as_u16()));
+            let model_service = service_position.map(|service| usize::from(self.service_indexes[service].as_u16()));
             let model_counter = (outcome.service_slot, intf::LB_COUNTER_NAMES[outcome.counter as usize]);
-            assert_eq!((model_service, name), model_counter, "the model's counter, frame {frame:02x?}");
+            assert_eq!((model_service, counter_name), model_counter, "the model's counter, frame {frame:02x?}");
         }
         (xdp_action, packet)
     }
 
     /// Checks the verdict and the counter of a packet that is not forwarded, and that the packet is unchanged.
-    pub fn expect_unforwarded(&self, frame: &[u8], expected_action: i32, service: usize, name: &str) {
-        let (xdp_action, packet) = self.run_expecting_counter(frame, Some(service), name);
-        assert_eq!(xdp_action, expected_action, "{name}");
-        assert_eq!(packet, frame, "{name}");
+    pub fn expect_unforwarded(&self, frame: &[u8], expected_action: i32, service_position: usize, counter_name: &str) {
+        let (xdp_action, packet) = self.run_expecting_counter(frame, Some(service_position), counter_name);
+        assert_eq!(xdp_action, expected_action, "{counter_name}");
+        assert_eq!(packet, frame, "{counter_name}");
     }
 
-    /// Checks a packet without a service like [`expect_unforwarded`](Self::expect_unforwarded).
-    pub fn expect_unforwarded_without_service(&self, frame: &[u8], expected_action: i32, name: &str) {
-        let (xdp_action, packet) = self.run_expecting_counter(frame, None, name);
-        assert_eq!(xdp_action, expected_action, "{name}");
-        assert_eq!(packet, frame, "{name}");
+    /// Makes the checks of [`expect_unforwarded`](Self::expect_unforwarded) for a packet that belongs to no service.
+    pub fn expect_unforwarded_without_service(&self, frame: &[u8], expected_action: i32, counter_name: &str) {
+        let (xdp_action, packet) = self.run_expecting_counter(frame, None, counter_name);
+        assert_eq!(xdp_action, expected_action, "{counter_name}");
+        assert_eq!(packet, frame, "{counter_name}");
     }
 
     pub fn expect_passed_uncounted(&self, frame: &[u8]) {
@@ -251,34 +264,41 @@ impl Balancer {
     }
 
     /// Checks that a packet is sent to `server`, and that only its MAC addresses change.
-    pub fn expect_sent_to(&self, service: usize, frame: &[u8], server: ServerId, name: &str) {
-        self.expect_sent_with_identification(service, frame, server, ExpectedIdentification::Unchanged, name);
+    pub fn expect_sent_to(&self, service_position: usize, frame: &[u8], server: ServerId, counter_name: &str) {
+        self.expect_sent_with_identification(
+            service_position,
+            frame,
+            server,
+            ExpectedIdentification::Unchanged,
+            counter_name,
+        );
     }
 
-    /// Checks a packet like [`expect_sent_to`](Self::expect_sent_to), with this IP identification after forwarding.
+    /// Checks that a packet is sent to `server` with `identification` as its IP identification or flow label. Apart
+    /// from that, only its MAC addresses may change.
     pub fn expect_sent_with_identification(
         &self,
-        service: usize,
+        service_position: usize,
         frame: &[u8],
         server: ServerId,
         identification: ExpectedIdentification,
-        name: &str,
+        counter_name: &str,
     ) {
-        let (xdp_action, packet) = self.run_expecting_counter(frame, Some(service), name);
-        assert_sent_packet(frame, xdp_action, &packet, self.server_macs[&(service, server)], identification);
+        let (xdp_action, packet) = self.run_expecting_counter(frame, Some(service_position), counter_name);
+        assert_sent_packet(frame, xdp_action, &packet, self.server_macs[&(service_position, server)], identification);
     }
 
-    /// Checks that a packet is broadcast or, if no token is available, dropped and counted as `drop_counter`.
+    /// Checks that a packet is broadcast or, if the broadcast limit is reached, dropped and counted as `drop_counter`.
     pub fn expect_broadcast_or_dropped(
         &self,
-        service: usize,
+        service_position: usize,
         frame: &[u8],
         identification: ExpectedIdentification,
         drop_counter: &str,
     ) {
-        let counts_before = self.packet_counts(Some(service));
+        let counts_before = self.packet_counts(Some(service_position));
         let (xdp_action, packet) = self.run(frame);
-        let counts_after = self.packet_counts(Some(service));
+        let counts_after = self.packet_counts(Some(service_position));
         let expected_counter = if xdp_action == XDP_TX { "broadcast" } else { drop_counter };
         let increased_counters = std::iter::zip(counts_before, counts_after)
             .zip(intf::LB_COUNTER_NAMES)
@@ -291,9 +311,9 @@ impl Balancer {
         }
     }
 
-    pub fn event_count(&self, service: usize, event: &str) -> u64 {
+    pub fn event_count(&self, service_position: usize, event: &str) -> u64 {
         let event_index = intf::LB_EVENT_NAMES.iter().position(|name| *name == event).unwrap();
-        self.lb.service_counters(self.service_indexes[service]).event_counts[event_index]
+        self.lb.service_counters(self.service_indexes[service_position]).event_counts[event_index]
     }
 }
 
@@ -318,9 +338,9 @@ fn assert_sent_packet(
 pub fn random_table(
     rule: PlacementRule,
     generation: u64,
-    groups: usize,
+    group_count: usize,
     servers: &[ServerId],
     rng: &mut impl Rng,
 ) -> PlacementTable {
-    PlacementTable::random(rule, generation, groups, servers, rng)
+    PlacementTable::random(rule, generation, group_count, servers, rng)
 }

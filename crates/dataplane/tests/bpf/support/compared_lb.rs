@@ -27,11 +27,11 @@ use coreward_model::{ServerId, ServiceAddress};
 const NANOSECONDS_PER_SECOND: u64 = 1_000_000_000;
 const ZERO_KEY: CookieKey = CookieKey { k0: 0, k1: 0 };
 
-/// Broadcast rate that no test exceeds. The model's clock differs, so it would limit other packets than the program.
-const UNLIMITED_RATE: PacketRate = PacketRate { per_second: 1, burst_packets: u32::MAX };
+/// Broadcast rate that no test exceeds. As the model has another clock, it would drop other packets than the program.
+const UNLIMITED_RATE: PacketRate = PacketRate { packets_per_second: 1, burst_packets: u32::MAX };
 
-/// BPF program and its model. Reads go to the program, changes to both. A change that the model lacks ends the
-/// comparison.
+/// BPF load balancer and its reference model, whose results are compared. Reads go to the program, changes to both. A
+/// change that the model does not support ends the comparison.
 pub struct ModelCheckedLb {
     tested_lb: LoadBalancer,
     model: Option<RefCell<model::LoadBalancer>>,
@@ -63,14 +63,14 @@ fn model_with_options(lb: &LoadBalancer, options: &Options, own_mac: MacAddress)
         outer_header: model_outer_header(unspecified_sources, 0),
         vlans: model::Vlans { is_tagging_enabled: lb.uses_vlans(), vip_vlan: options.vip_vlan },
     };
-    let zero_keys = FleetCookieKeys { keys: [ZERO_KEY; 2], current: KeyIndex::First };
+    let zero_keys = FleetCookieKeys { keys: [ZERO_KEY; 2], current_key_index: KeyIndex::First };
     let mut model = model::LoadBalancer::new(lb_settings, own_mac.0, zero_keys);
     model.set_connection_key(lb.connection_hash_key());
     model
 }
 
 fn model_outer_header(sources: OuterSourceAddresses, mtu: u32) -> model::OuterHeader {
-    model::OuterHeader { source_ipv4: sources.ipv4, source_ipv6: sources.ipv6, mtu: mtu as usize }
+    model::OuterHeader { source_ipv4: sources.ipv4, source_ipv6: sources.ipv6, mtu_bytes: mtu as usize }
 }
 
 fn slot_index(service: ServiceIndex) -> usize {
@@ -103,7 +103,8 @@ impl ModelCheckedLb {
         }
     }
 
-    /// Runs program and model on `frame`, and asserts that they agree. Returns verdict, packet and the model's outcome.
+    /// Runs the program and the model on `frame`, and asserts that they agree. Returns the verdict, the packet and the
+    /// model's outcome.
     pub fn run(&self, frame: &[u8]) -> (i32, Vec<u8>, Option<model::Outcome>) {
         let test_run::RunOutcome { verdict, packet, .. } = test_run::run(self.tested_lb.program(), frame, 1).unwrap();
         let Some(model) = &self.model else { return (verdict, packet, None) };
@@ -121,7 +122,7 @@ impl ModelCheckedLb {
     }
 
     pub fn set_keys(&mut self, keys: &FleetCookieKeys) {
-        self.tested_lb.set_keys(keys);
+        self.tested_lb.set_cookie_keys(keys);
         self.change_model(|model| model.set_keys(*keys));
     }
 
@@ -153,7 +154,7 @@ impl ModelCheckedLb {
 
     pub fn set_masked(&mut self, service: ServiceIndex, id: ServerId, is_masked: bool) {
         self.tested_lb.set_masked(service, id, is_masked);
-        self.change_model(|model| model.set_server_masked(slot_index(service), id, is_masked));
+        self.change_model(|model| model.set_server_locally_down(slot_index(service), id, is_masked));
     }
 
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
@@ -163,19 +164,19 @@ impl ModelCheckedLb {
     }
 
     pub fn set_outer_header(&mut self, sources: OuterSourceAddresses, mtu: u32) {
-        self.tested_lb.set_outer_header(sources, mtu);
+        self.tested_lb.set_outer_sources_and_mtu(sources, mtu);
         self.change_model(|model| model.set_outer_header(model_outer_header(sources, mtu)));
     }
 
     pub fn set_tunnel(&mut self, id: ServerId, tunnel: lb::Tunnel) -> anyhow::Result<()> {
         let lb::Tunnel { destination_address: address, source_port } = tunnel;
         self.tested_lb.set_tunnel(id, tunnel)?;
-        self.change_model(|model| model.set_tunnel(id, model::TunnelEndpoint { address, source_port }));
+        self.change_model(|model| model.set_tunnel_endpoint(id, model::TunnelEndpoint { address, source_port }));
         Ok(())
     }
 
     pub fn use_server_vlans(&mut self, vlans: BTreeSet<Vlan>) -> anyhow::Result<()> {
-        self.tested_lb.use_server_vlans(vlans)?;
+        self.tested_lb.enable_server_vlans(vlans)?;
         let model_vlans = model::Vlans { is_tagging_enabled: self.tested_lb.uses_vlans(), vip_vlan: self.vip_vlan };
         self.change_model(|model| model.set_vlans(model_vlans));
         Ok(())
@@ -207,22 +208,22 @@ impl ModelCheckedLb {
         self.change_model(|model| model.set_other_owner(owner, model::TableOwner::Unknown));
     }
 
-    pub fn tick(&mut self, monotonic: Duration) {
-        self.tested_lb.tick(monotonic);
-        self.change_model(|model| model.set_clock(ClockTicks::from_monotonic_time(monotonic)));
+    pub fn tick(&mut self, monotonic_time: Duration) {
+        self.tested_lb.tick(monotonic_time);
+        self.change_model(|model| model.set_clock(ClockTicks::from_monotonic_time(monotonic_time)));
     }
 
     pub fn scan_expired_connections(
         &mut self,
-        timers: &ConnectionTimeouts,
-        entries: u32,
+        timeouts: &ConnectionTimeouts,
+        entries_to_scan: u32,
     ) -> Vec<(Connection, ExpiryReason)> {
         self.change_model(model::LoadBalancer::record_sweep);
-        self.tested_lb.scan_expired_connections(timers, entries)
+        self.tested_lb.scan_expired_connections(timeouts, entries_to_scan)
     }
 
     pub fn free_connections(&mut self, connections: &[Connection]) -> anyhow::Result<usize> {
-        self.change_model(|model| model.free_connections(connections));
+        self.change_model(|model| model.free_unchanged_connections(connections));
         self.tested_lb.free_connections(connections)
     }
 
@@ -247,7 +248,7 @@ impl ModelCheckedLb {
         Ok(())
     }
 
-    /// Drops the model, for tests whose packets do not all pass through [`run`](Self::run).
+    /// Ends the comparison with the model, for tests whose packets do not all pass through [`run`](Self::run).
     pub fn drop_model(&mut self) {
         self.model = None;
     }

@@ -23,7 +23,7 @@ pub fn run_in_namespace(test: impl FnOnce() + Send) {
     run_in_another_namespace(test);
 }
 
-/// Runs `action` of a test in another thread, in a new network namespace whose loopback device is up.
+/// Runs `action` in another thread, in a new network namespace whose loopback device is up.
 pub fn run_in_another_namespace(action: impl FnOnce() + Send) {
     std::thread::scope(|scope| {
         let namespace_thread = scope.spawn(|| {
@@ -38,12 +38,12 @@ pub fn run_in_another_namespace(action: impl FnOnce() + Send) {
 
 pub fn dispatch_options(policy: Policy) -> Options {
     Options {
-        service: SERVICE_ADDRESS,
+        service_address: SERVICE_ADDRESS,
         policy,
         request_id_position: None,
         type_offset: 0,
-        types: Vec::new(),
-        default_class: 0,
+        request_types: Vec::new(),
+        default_priority_class: 0,
         measures_service_times: false,
     }
 }
@@ -89,40 +89,42 @@ pub struct ReceivedDatagram {
 }
 
 impl TestEnv {
-    pub fn new(workers: usize, options: &Options) -> Self {
+    pub fn new(worker_count: usize, options: &Options) -> Self {
         let pins = TemporaryPins::new();
         let dispatch = DispatchPrograms::load(&pins.0, &dispatch::cgroup2_mount_point().unwrap(), options).unwrap();
         let mut env = Self { dispatch, worker_sockets: BTreeMap::new(), pins, virtual_time: Duration::ZERO };
-        (0..workers).for_each(|_| _ = env.add_worker());
+        (0..worker_count).for_each(|_| _ = env.add_worker());
         env
     }
 
     pub fn add_worker(&mut self) -> u32 {
         let socket = open_worker_socket(self.dispatch.ledger().service_and_policy().0);
         let slot = self.dispatch.add_worker(socket.as_fd(), std::process::id()).unwrap();
-        self.dispatch.attach(socket.as_fd()).unwrap();
+        self.dispatch.attach_to_socket_group(socket.as_fd()).unwrap();
         self.worker_sockets.insert(slot, socket);
         slot
     }
 
     /// Sends a request from the socket `client`, and waits until it is dispatched.
     pub fn send_request(&self, client: &UdpSocket, payload: &[u8]) {
-        let dispatched_count =
+        let read_dispatched_count =
             || self.dispatch.ledger().worker_counts().iter().map(|worker| worker.dispatched_requests).sum::<u64>();
-        let count_before = dispatched_count();
+        let dispatched_count_before = read_dispatched_count();
         client.send(payload).unwrap();
-        wait_for_value("a request to be dispatched", || (dispatched_count() > count_before).then_some(()));
+        wait_for_value("a request to be dispatched", || {
+            (read_dispatched_count() > dispatched_count_before).then_some(())
+        });
     }
 
-    /// Reads and returns all datagrams in the workers' queues, of which there must be `count`.
-    pub fn read_requests(&self, count: usize) -> Vec<ReceivedDatagram> {
+    /// Reads and returns all datagrams in the workers' queues, of which there must be `expected_count`.
+    pub fn read_requests(&self, expected_count: usize) -> Vec<ReceivedDatagram> {
         let mut requests = Vec::new();
         wait_for_value("datagrams at the workers", || {
             self.read_available_requests(&mut requests);
-            (requests.len() >= count).then_some(())
+            (requests.len() >= expected_count).then_some(())
         });
         self.read_available_requests(&mut requests);
-        assert_eq!(requests.len(), count, "{requests:?}");
+        assert_eq!(requests.len(), expected_count, "{requests:?}");
         requests
     }
 
@@ -149,10 +151,11 @@ impl TestEnv {
         self.worker_sockets[&request.worker_slot].send_to(&request.payload, request.client_address).unwrap();
     }
 
-    /// Polls once, after 100 ms of virtual time. Returns whether a worker was found to be dead.
+    /// Advances the virtual time by 100 ms, and then runs the periodic maintenance once. Returns whether it has found a
+    /// dead worker.
     pub fn poll(&mut self, timeouts: &Timeouts) -> bool {
         self.virtual_time += dispatch::POLL_INTERVAL;
-        self.dispatch.maintain(self.virtual_time, timeouts).unwrap()
+        self.dispatch.maintain_service(self.virtual_time, timeouts).unwrap()
     }
 
     pub fn worker_counts(&self, slot: u32) -> WorkerCounts {
@@ -160,7 +163,7 @@ impl TestEnv {
         workers.into_iter().find(|worker| worker.socket_slot == slot).unwrap()
     }
 
-    pub fn outstanding_counts(&self) -> Vec<u32> {
+    pub fn outstanding_request_counts(&self) -> Vec<u32> {
         self.dispatch.ledger().worker_counts().iter().map(|worker| worker.outstanding_requests).collect()
     }
 

@@ -13,7 +13,8 @@ use super::{
     tsval_offset,
 };
 
-/// Address of the client. The client's kernel does not have this address, so it sends no RST to the server.
+/// IPv4 address of the simulated client. The kernel of the client's host does not have the address, so it sends no RST
+/// to the server.
 const CLIENT_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 77);
 const CLIENT_ADDRESS_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 0x77);
 
@@ -38,10 +39,11 @@ impl<'env> RawTcpClient<'env> {
             (IpAddr::from(CLIENT_ADDRESS), 32, IpAddr::from(SERVER)),
             (CLIENT_ADDRESS_IPV6.into(), 128, SERVER_IPV6.into()),
         ] {
-            env.veth_pair
-                .server
-                .ip(&format!("neigh replace {address} lladdr {} dev eth0", mac_of_host(&env.veth_pair.client)));
-            env.veth_pair.server.ip(&format!("route replace {address}/{length} dev eth0 src {server}"));
+            env.veth_pair.server.run_ip_command(&format!(
+                "neigh replace {address} lladdr {} dev eth0",
+                mac_of_host(&env.veth_pair.client)
+            ));
+            env.veth_pair.server.run_ip_command(&format!("route replace {address}/{length} dev eth0 src {server}"));
         }
         Self {
             env,
@@ -174,12 +176,14 @@ pub fn set_previous_server(frame: &mut [u8], identification: u16) {
     frame[24..26].copy_from_slice(&header_checksum.to_be_bytes());
 }
 
-/// Turns a frame into a broadcast, as the load balancer does if it does not know the packet's server.
+/// Sets a frame's destination MAC address to the broadcast address, as the load balancer does if it cannot determine
+/// the packet's server.
 pub fn set_broadcast_mac(frame: &mut [u8]) {
     frame[..6].fill(0xff);
 }
 
-/// Returns the TSecr in a SYN by which a load balancer passes the entry `index` (owner and slot) to a server.
+/// Returns the TSecr of a SYN by which a load balancer passes the connection table index `index` (owner and slot) to a
+/// server.
 pub fn tsecr_with_index(index: u16) -> u32 {
     intf::SYN_TSECR_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(index)
 }

@@ -19,7 +19,7 @@ pub const SYN: u8 = 0x02;
 pub const RST: u8 = 0x04;
 pub const ACK: u8 = 0x10;
 
-const ETHERNET_BYTES: usize = 14;
+const ETHERNET_HEADER_BYTES: usize = 14;
 
 pub use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 
@@ -46,7 +46,8 @@ impl Family {
     }
 }
 
-/// IPv6 extension header with its protocol number and its bytes, of which the first becomes the next header's number.
+/// IPv6 extension header: its protocol number, and its bytes. The first byte is replaced by the number of the next
+/// header.
 pub type ExtensionHeader = (u8, Vec<u8>);
 
 #[derive(Debug, Clone)]
@@ -86,9 +87,9 @@ impl TcpPacket {
         match (source.ip(), destination.ip()) {
             (IpAddr::V4(source), IpAddr::V4(destination)) => Self::new((source, ports.0), (destination, ports.1)),
             (IpAddr::V6(source), IpAddr::V6(destination)) => {
-                let unspecified = Ipv4Addr::UNSPECIFIED;
+                let unspecified_address = Ipv4Addr::UNSPECIFIED;
                 let ipv6_addresses = Some([source, destination]);
-                Self { ipv6_addresses, ..Self::new((unspecified, ports.0), (unspecified, ports.1)) }
+                Self { ipv6_addresses, ..Self::new((unspecified_address, ports.0), (unspecified_address, ports.1)) }
             }
             _ => panic!("{source} and {destination}"),
         }
@@ -108,12 +109,12 @@ impl TcpPacket {
     }
 
     fn ipv4_frame(&self, sequence: u32, acknowledgement: u32) -> Vec<u8> {
-        let padded_to_words = |bytes: &[u8]| {
+        let pad_to_words = |bytes: &[u8]| {
             let mut bytes = bytes.to_vec();
             bytes.resize(bytes.len().next_multiple_of(4), 0);
             bytes
         };
-        let (ip_options, options) = (padded_to_words(&self.ip_options), padded_to_words(&self.tcp_options));
+        let (ip_options, options) = (pad_to_words(&self.ip_options), pad_to_words(&self.tcp_options));
         let (ip_header, tcp_header) = (20 + ip_options.len(), 20 + options.len());
         let ip_length = ip_header + tcp_header + self.payload.len();
 
@@ -124,8 +125,8 @@ impl TcpPacket {
         frame.extend(self.source.ip().octets());
         frame.extend(self.destination.ip().octets());
         frame.extend(&ip_options);
-        let checksum = !ones_complement_sum(&frame[ETHERNET_BYTES..]);
-        frame[ETHERNET_BYTES + 10..ETHERNET_BYTES + 12].copy_from_slice(&checksum.to_be_bytes());
+        let checksum = !ones_complement_sum(&frame[ETHERNET_HEADER_BYTES..]);
+        frame[ETHERNET_HEADER_BYTES + 10..ETHERNET_HEADER_BYTES + 12].copy_from_slice(&checksum.to_be_bytes());
 
         let tcp_start = frame.len();
         frame.extend(self.source.port().to_be_bytes());
@@ -167,24 +168,25 @@ impl UdpDatagram {
         }
     }
 
-    /// Returns the datagram as a frame. Only a first fragment has a UDP header, with the length of two equal fragments.
+    /// Returns the datagram or fragment as a frame. Later fragments have no UDP header. The UDP length in a first
+    /// fragment is that of a datagram in two fragments with equally long payloads.
     pub fn frame(&self) -> Vec<u8> {
         let is_later_fragment = self.flags_and_offset & 0x1fff != 0;
         let udp_length = 8 + self.payload.len() * if self.flags_and_offset & MORE_FRAGMENTS != 0 { 2 } else { 1 };
-        let mut transport = Vec::new();
+        let mut transport_bytes = Vec::new();
         if !is_later_fragment {
-            transport.extend(self.source.port().to_be_bytes());
-            transport.extend(self.destination.port().to_be_bytes());
+            transport_bytes.extend(self.source.port().to_be_bytes());
+            transport_bytes.extend(self.destination.port().to_be_bytes());
             // No checksum (RFC 768).
-            transport.extend([(udp_length >> 8) as u8, udp_length as u8, 0, 0]);
+            transport_bytes.extend([(udp_length >> 8) as u8, udp_length as u8, 0, 0]);
         }
-        transport.extend(&self.payload);
+        transport_bytes.extend(&self.payload);
         let addresses = [*self.source.ip(), *self.destination.ip()];
-        ipv4_frame(17, addresses, &self.ip_options, [self.identification, self.flags_and_offset], &transport)
+        ipv4_frame(17, addresses, &self.ip_options, [self.identification, self.flags_and_offset], &transport_bytes)
     }
 }
 
-/// Returns a frame with an IPv4 packet, sent to the same MAC address as by [`TcpPacket::new`].
+/// Returns a frame with an IPv4 packet. Its destination MAC address is that of [`TcpPacket::new`].
 pub fn ipv4_frame(
     protocol: u8,
     addresses: [Ipv4Addr; 2],
@@ -201,8 +203,8 @@ pub fn ipv4_frame(
     frame.extend([64, protocol, 0, 0]);
     frame.extend(addresses.map(|address| address.octets()).concat());
     frame.extend(options);
-    let checksum = !ones_complement_sum(&frame[ETHERNET_BYTES..]);
-    frame[ETHERNET_BYTES + 10..ETHERNET_BYTES + 12].copy_from_slice(&checksum.to_be_bytes());
+    let checksum = !ones_complement_sum(&frame[ETHERNET_HEADER_BYTES..]);
+    frame[ETHERNET_HEADER_BYTES + 10..ETHERNET_HEADER_BYTES + 12].copy_from_slice(&checksum.to_be_bytes());
     frame.extend(transport);
     frame
 }
@@ -211,7 +213,8 @@ pub fn is_ipv6(frame: &[u8]) -> bool {
     frame[12..14] == [0x86, 0xdd]
 }
 
-/// Returns a frame with an IPv6 packet with flow label 0x12345, sent to the same MAC address as by [`TcpPacket::new`].
+/// Returns a frame with an IPv6 packet with flow label 0x12345. Its destination MAC address is that of
+/// [`TcpPacket::new`].
 pub fn ipv6_frame(addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader], protocol: u8, transport: &[u8]) -> Vec<u8> {
     let protocol_numbers: Vec<u8> = headers.iter().map(|(number, _)| *number).chain([protocol]).collect();
     let payload_length = headers.iter().map(|(_, bytes)| bytes.len()).sum::<usize>() + transport.len();
@@ -233,7 +236,7 @@ impl TcpPacket {
     }
 }
 
-/// Returns the frame with its IPv4 header replaced by an IPv6 header and extension headers.
+/// Returns the frame `ipv4` with its IPv4 header replaced by an IPv6 header and extension headers.
 fn with_ipv6_header(ipv4: &[u8], addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader]) -> Vec<u8> {
     let mut frame = ipv6_frame(addresses, headers, 6, &ipv4[tcp_offset(ipv4)..]);
     let checksum_offset = tcp_offset(&frame) + 16;
@@ -243,14 +246,14 @@ fn with_ipv6_header(ipv4: &[u8], addresses: [Ipv6Addr; 2], headers: &[ExtensionH
     frame
 }
 
-/// Returns a TCP timestamp option (RFC 7323) whose TSval is `value`.
-pub fn timestamp_option(value: u32, tsecr: u32) -> Vec<u8> {
-    [&[8, 10][..], &value.to_be_bytes(), &tsecr.to_be_bytes()].concat()
+/// Returns a TCP timestamp option (RFC 7323).
+pub fn timestamp_option(tsval: u32, tsecr: u32) -> Vec<u8> {
+    [&[8, 10][..], &tsval.to_be_bytes(), &tsecr.to_be_bytes()].concat()
 }
 
-/// Returns the options that most packets have, which are two no-operations and a timestamp.
-pub fn aligned_timestamp_option(value: u32, tsecr: u32) -> Vec<u8> {
-    [&[1, 1][..], &timestamp_option(value, tsecr)].concat()
+/// Returns the TCP options of most packets: two no-operations and a timestamp.
+pub fn aligned_timestamp_option(tsval: u32, tsecr: u32) -> Vec<u8> {
+    [&[1, 1][..], &timestamp_option(tsval, tsecr)].concat()
 }
 
 /// Returns the ones' complement sum of 16-bit words in network byte order (RFC 1071).
@@ -265,11 +268,14 @@ pub fn ones_complement_sum(bytes: &[u8]) -> u16 {
     sum as u16
 }
 
-/// Returns the sum over TCP segment and pseudo header, which is 0xffff if the checksum is correct.
+/// Returns the ones' complement sum of the TCP segment and its pseudo header. It is 0xffff if the checksum is correct.
 pub fn tcp_segment_sum(frame: &[u8]) -> u16 {
     let tcp_start = tcp_offset(frame);
-    let address_range =
-        if is_ipv6(frame) { ETHERNET_BYTES + 8..ETHERNET_BYTES + 40 } else { ETHERNET_BYTES + 12..ETHERNET_BYTES + 20 };
+    let address_range = if is_ipv6(frame) {
+        ETHERNET_HEADER_BYTES + 8..ETHERNET_HEADER_BYTES + 40
+    } else {
+        ETHERNET_HEADER_BYTES + 12..ETHERNET_HEADER_BYTES + 20
+    };
     let segment_length = (frame.len() - tcp_start) as u16;
     // IPv6 has longer fields for length and protocol, but their zeros do not change the sum.
     let pseudo_header = [&frame[address_range], &[0, 6], &segment_length.to_be_bytes()].concat();
@@ -278,9 +284,9 @@ pub fn tcp_segment_sum(frame: &[u8]) -> u16 {
 
 pub fn tcp_offset(frame: &[u8]) -> usize {
     if !is_ipv6(frame) {
-        return ETHERNET_BYTES + usize::from(frame[ETHERNET_BYTES] & 0xf) * 4;
+        return ETHERNET_HEADER_BYTES + usize::from(frame[ETHERNET_HEADER_BYTES] & 0xf) * 4;
     }
-    let (mut header_offset, mut next_header) = (ETHERNET_BYTES + 40, frame[ETHERNET_BYTES + 6]);
+    let (mut header_offset, mut next_header) = (ETHERNET_HEADER_BYTES + 40, frame[ETHERNET_HEADER_BYTES + 6]);
     while let Some(length) = extension_header_length(next_header, frame.get(header_offset + 1)) {
         next_header = frame[header_offset];
         header_offset += length;
@@ -288,9 +294,10 @@ pub fn tcp_offset(frame: &[u8]) -> usize {
     header_offset
 }
 
-/// Returns the length of an extension header by its second byte, or `None` if `number` is no extension header.
-fn extension_header_length(number: u8, length: Option<&u8>) -> Option<usize> {
-    let length_field = usize::from(*length?);
+/// Returns the length in bytes of the IPv6 extension header with protocol number `number`, whose second byte is
+/// `length_byte`. Returns `None` if `number` is no extension header's.
+fn extension_header_length(number: u8, length_byte: Option<&u8>) -> Option<usize> {
+    let length_field = usize::from(*length_byte?);
     match number {
         0 | 43 | 60 => Some((length_field + 1) * 8),
         44 => Some(8),

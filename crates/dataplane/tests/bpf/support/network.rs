@@ -61,7 +61,7 @@ impl NamespaceHost {
         })
     }
 
-    pub fn ip(&self, arguments: &str) {
+    pub fn run_ip_command(&self, arguments: &str) {
         let run_ip = || Command::new("ip").args(arguments.split_whitespace()).status().unwrap();
         assert!(self.run_inside(run_ip).success(), "ip {arguments}");
     }
@@ -99,17 +99,17 @@ impl VethPair {
     pub fn new() -> Self {
         let (client, server) = (NamespaceHost::new(), NamespaceHost::new());
         let server_namespace = format!("/proc/{}/fd/{}", std::process::id(), server.namespace_file.as_raw_fd());
-        client.ip(&format!(
+        client.run_ip_command(&format!(
             "link add eth0 numrxqueues 4 numtxqueues 4 type veth peer name eth0 numrxqueues 4 numtxqueues 4 netns \
              {server_namespace}"
         ));
         for (host, address) in [(&client, CLIENT), (&server, SERVER)] {
-            host.ip(&format!("address add {address}/24 dev eth0"));
-            host.ip("link set lo up");
-            host.ip("link set eth0 up");
+            host.run_ip_command(&format!("address add {address}/24 dev eth0"));
+            host.run_ip_command("link set lo up");
+            host.run_ip_command("link set eth0 up");
         }
-        server.ip(&format!("address add {VIP}/32 dev lo"));
-        client.ip(&format!("route add {VIP}/32 via {SERVER}"));
+        server.run_ip_command(&format!("address add {VIP}/32 dev lo"));
+        client.run_ip_command(&format!("route add {VIP}/32 via {SERVER}"));
         server.set_sysctl("ipv4/tcp_timestamps", "2");
         Self { client, server }
     }
@@ -167,44 +167,44 @@ pub struct NetworkSegment {
 impl NetworkSegment {
     pub fn new(servers: u8) -> Self {
         let switch_host = NamespaceHost::new();
-        switch_host.ip("link add br0 type bridge");
-        switch_host.ip("link set br0 up");
+        switch_host.run_ip_command("link add br0 type bridge");
+        switch_host.run_ip_command("link set br0 up");
         let all_hosts: Vec<NamespaceHost> =
             (0..2 + servers).map(|number| Self::add_host(&switch_host, number)).collect();
         let mut remaining_hosts = all_hosts.into_iter();
         let (load_balancer, client) = (remaining_hosts.next().unwrap(), remaining_hosts.next().unwrap());
         let servers: Vec<NamespaceHost> = remaining_hosts.collect();
         let load_balancer_address = Self::host_address(0);
-        client.ip(&format!("route add {VIP}/32 via {load_balancer_address}"));
+        client.run_ip_command(&format!("route add {VIP}/32 via {load_balancer_address}"));
         load_balancer.set_sysctl("ipv4/ip_forward", "1");
         load_balancer.set_sysctl("ipv4/conf/all/send_redirects", "0");
         load_balancer.set_sysctl("ipv4/conf/eth0/send_redirects", "0");
         for server in &servers {
-            server.ip(&format!("address add {VIP}/32 dev lo"));
-            server.ip(&format!("route add {}/32 via {load_balancer_address}", Self::host_address(1)));
+            server.run_ip_command(&format!("address add {VIP}/32 dev lo"));
+            server.run_ip_command(&format!("route add {}/32 via {load_balancer_address}", Self::host_address(1)));
             server.set_sysctl("ipv4/tcp_timestamps", "2");
             server.set_sysctl("ipv4/conf/all/arp_ignore", "1");
         }
         Self { load_balancer, client, servers, _switch: switch_host }
     }
 
-    /// Returns the address of the load balancer (`number` 0), the client (1), or server K (2 + K).
-    pub fn host_address(number: u8) -> Ipv4Addr {
-        Ipv4Addr::new(10, 1, 0, 1 + number)
+    /// Returns the address of the load balancer (`host_number` 0), the client (1), or server K (2 + K).
+    pub fn host_address(host_number: u8) -> Ipv4Addr {
+        Ipv4Addr::new(10, 1, 0, 1 + host_number)
     }
 
-    fn add_host(switch: &NamespaceHost, number: u8) -> NamespaceHost {
+    fn add_host(switch: &NamespaceHost, host_number: u8) -> NamespaceHost {
         let host = NamespaceHost::new();
         let switch_namespace = format!("/proc/{}/fd/{}", std::process::id(), switch.namespace_file.as_raw_fd());
-        host.ip(&format!("link add eth0 type veth peer name port{number} netns {switch_namespace}"));
-        host.ip(&format!("address add {}/24 dev eth0", Self::host_address(number)));
-        host.ip("link set lo up");
-        host.ip("link set eth0 up");
+        host.run_ip_command(&format!("link add eth0 type veth peer name port{host_number} netns {switch_namespace}"));
+        host.run_ip_command(&format!("address add {}/24 dev eth0", Self::host_address(host_number)));
+        host.run_ip_command("link set lo up");
+        host.run_ip_command("link set eth0 up");
         // veth leaves checksums to a NIC, so packets that XDP forwards would have incomplete checksums.
         let turn_off_checksum_offload = || Command::new("ethtool").args(["-K", "eth0", "tx", "off"]).output().unwrap();
         assert!(host.run_inside(turn_off_checksum_offload).status.success(), "ethtool -K eth0 tx off");
-        switch.ip(&format!("link set port{number} master br0"));
-        switch.ip(&format!("link set port{number} up"));
+        switch.run_ip_command(&format!("link set port{host_number} master br0"));
+        switch.run_ip_command(&format!("link set port{host_number} up"));
         host
     }
 }

@@ -24,7 +24,10 @@ pub const VIP_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 200, 0, 0, 0, 0, 1);
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 pub fn fleet_keys() -> FleetCookieKeys {
-    FleetCookieKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::Second }
+    FleetCookieKeys {
+        keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
+        current_key_index: KeyIndex::Second,
+    }
 }
 
 pub fn id() -> ServerId {
@@ -49,16 +52,17 @@ pub fn client_address(family: Family, port: u16) -> SocketAddr {
 
 fn add_ipv6_addresses(veth_pair: &VethPair) {
     for (host, address) in [(&veth_pair.client, CLIENT_IPV6), (&veth_pair.server, SERVER_IPV6)] {
-        host.ip(&format!("address add {address}/64 dev eth0 nodad"));
+        host.run_ip_command(&format!("address add {address}/64 dev eth0 nodad"));
     }
-    veth_pair.server.ip(&format!("address add {VIP_IPV6}/128 dev lo nodad"));
-    veth_pair.client.ip(&format!("route add {VIP_IPV6}/128 via {SERVER_IPV6}"));
+    veth_pair.server.run_ip_command(&format!("address add {VIP_IPV6}/128 dev lo nodad"));
+    veth_pair.client.run_ip_command(&format!("route add {VIP_IPV6}/128 via {SERVER_IPV6}"));
 }
 
 /// Configures the IPv4 and the IPv6 service with this mode.
 pub fn set_services(programs: &mut ServerPrograms, mode: ServiceSettings) {
-    let service = |family| (ServiceAddress { vip_and_port: vip_address(family), protocol: Protocol::Tcp }, id(), mode);
-    programs.set_services(&Family::BOTH.map(service)).unwrap();
+    let service_of_family =
+        |family| (ServiceAddress { vip_and_port: vip_address(family), protocol: Protocol::Tcp }, id(), mode);
+    programs.set_services(&Family::BOTH.map(service_of_family)).unwrap();
 }
 
 pub struct TestEnv {
@@ -77,16 +81,16 @@ impl TestEnv {
 
     /// Starts a server whose services have this mode. Test connections use IPv4.
     pub fn start_with_mode(mode: ServiceSettings) -> Self {
-        Self::of(Family::Ipv4, mode)
+        Self::start_for_family(Family::Ipv4, mode)
     }
 
     /// Starts a server whose services have this mode. Test connections use `family`.
-    pub fn of(family: Family, mode: ServiceSettings) -> Self {
+    pub fn start_for_family(family: Family, mode: ServiceSettings) -> Self {
         pin_to_one_cpu();
         let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
         add_ipv6_addresses(&veth_pair);
         let mut programs = attach_programs(&veth_pair, &pins);
-        programs.set_keys(&fleet_keys(), tsval_clock_ms().wrapping_sub(1000));
+        programs.set_cookie_keys(&fleet_keys(), tsval_clock_ms().wrapping_sub(1000));
         set_services(&mut programs, mode);
         Self { family, programs, pins, veth_pair }
     }
@@ -113,8 +117,8 @@ impl TestEnv {
         (client, server)
     }
 
-    /// Asserts that neither side has counted an error. Retransmissions are allowed, because on few CPUs veth sometimes
-    /// loses a packet, even without programs.
+    /// Asserts that neither the client's nor the server's kernel has counted an error. Retransmissions are allowed,
+    /// because on few CPUs veth sometimes loses a packet, even without programs.
     pub fn assert_no_errors(&self) {
         for host in [&self.veth_pair.client, &self.veth_pair.server] {
             for counter in
@@ -159,23 +163,23 @@ impl Sniffer {
             let mut link_layer_address: libc::sockaddr_ll = zeroed_link_layer_address();
             link_layer_address.sll_family = libc::AF_PACKET as u16;
             link_layer_address.sll_ifindex = interface_index as i32;
-            let length = size_of::<libc::sockaddr_ll>() as u32;
+            let address_length = size_of::<libc::sockaddr_ll>() as u32;
             let mut address_storage = socket2::SockAddrStorage::zeroed();
             // SAFETY: the storage is large enough for any address and holds nothing else.
             unsafe { *address_storage.view_as::<libc::sockaddr_ll>() = link_layer_address };
             // SAFETY: a link-layer address of that length was just written.
-            let socket_address = unsafe { socket2::SockAddr::new(address_storage, length) };
+            let socket_address = unsafe { socket2::SockAddr::new(address_storage, address_length) };
             assert_eq!(self.socket.send_to(frame, &socket_address).unwrap(), frame.len());
         });
     }
 
-    /// Returns the first 160 bytes of each TCP packet from the VIP since the last call.
+    /// Returns the first 160 bytes of each TCP packet from the VIP that was received since the last call.
     pub fn receive_frames_from_vip(&self) -> Vec<Vec<u8>> {
         self.receive_frames_of_family().into_iter().filter(|frame| is_from_vip(self.family, frame)).collect()
     }
 
-    /// Returns the packets from the VIP that [`collect_frames_until_processed`](Self::collect_frames_until_processed)
-    /// receives.
+    /// Returns only the packets from the VIP among those that
+    /// [`collect_frames_until_processed`](Self::collect_frames_until_processed) returns.
     pub fn collect_frames_from_vip(&self, env: &TestEnv) -> Vec<Vec<u8>> {
         self.collect_frames_until_processed(env).into_iter().filter(|frame| is_from_vip(self.family, frame)).collect()
     }
@@ -196,13 +200,13 @@ impl Sniffer {
     }
 
     /// Waits until the server has processed all packets sent so far and its replies have arrived. Returns the first 160
-    /// bytes of each packet until then. An ARP request after the packets is answered after their replies, as there is
-    /// one CPU.
+    /// bytes of each packet received until then. To detect this, sends an ARP request after the packets. As there is
+    /// one CPU, it is answered after all replies.
     pub fn collect_frames_until_processed(&self, env: &TestEnv) -> Vec<Vec<u8>> {
         static ARP_REQUEST_COUNT: AtomicU32 = AtomicU32::new(0);
-        let number = ARP_REQUEST_COUNT.fetch_add(1, Ordering::Relaxed).to_be_bytes();
+        let request_number = ARP_REQUEST_COUNT.fetch_add(1, Ordering::Relaxed).to_be_bytes();
         // Each ARP request has another sender, so that its reply can be identified.
-        let sender_mac = [2, 9, number[0], number[1], number[2], number[3]];
+        let sender_mac = [2, 9, request_number[0], request_number[1], request_number[2], request_number[3]];
         self.send_frame(env, &arp_request(sender_mac, SERVER));
         let is_arp_reply =
             |frame: &Vec<u8>| frame.len() >= 42 && frame[12..14] == [8, 6] && frame[32..38] == sender_mac;

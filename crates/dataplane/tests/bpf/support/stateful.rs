@@ -46,9 +46,10 @@ pub fn own_owner_number() -> TableOwnerNumber {
     owner_number(5)
 }
 
-/// Returns a balancer with `entries` connection table entries and a stateful service, and the service's nine servers.
-pub fn stateful_balancer(entries: u64, rng: &mut impl Rng) -> (Balancer, Vec<ServerId>) {
-    let options = Options { connection_table_size: TableSize::try_from(entries).unwrap(), ..Options::default() };
+/// Returns a balancer with a stateful service and a connection table of `entry_count` entries, and the ids of the
+/// service's nine servers.
+pub fn stateful_balancer(entry_count: u64, rng: &mut impl Rng) -> (Balancer, Vec<ServerId>) {
+    let options = Options { connection_table_size: TableSize::try_from(entry_count).unwrap(), ..Options::default() };
     let mut balancer = Balancer::with_model(&[(service_address(VIP), STATEFUL_MODE)], options, rng);
     let server_ids = balancer.replace_servers(0, 9, rng);
     let table = random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, rng);
@@ -67,22 +68,33 @@ pub fn syn_frame(client: ClientEndpoint) -> Vec<u8> {
     syn_with_tsecr(client, 0).frame()
 }
 
-/// Returns a packet of an established connection, whose cookie holds the connection table index `number`.
-pub fn packet_with_cookie_index(keys: &FleetCookieKeys, client: ClientEndpoint, number: u16, flags: u8) -> TcpPacket {
-    let tsecr =
-        cookie::stamp_tsval(keys, &super::FOREIGN_TIME_KEY, &tuple_to_vip(client), Cookie::TableIndex(number), 4711);
+/// Returns a packet of an established connection, whose cookie holds the connection table index `cookie_index`.
+pub fn packet_with_cookie_index(
+    keys: &FleetCookieKeys,
+    client: ClientEndpoint,
+    cookie_index: u16,
+    flags: u8,
+) -> TcpPacket {
+    let tsecr = cookie::stamp_tsval(
+        keys,
+        &super::FOREIGN_TIME_KEY,
+        &tuple_to_vip(client),
+        Cookie::TableIndex(cookie_index),
+        4711,
+    );
     TcpPacket { flags, tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client, VIP) }
 }
 
-pub fn frame_with_cookie_index(balancer: &Balancer, client: ClientEndpoint, number: u16) -> Vec<u8> {
-    packet_with_cookie_index(&balancer.fleet_keys, client, number, ACK).frame()
+pub fn frame_with_cookie_index(balancer: &Balancer, client: ClientEndpoint, cookie_index: u16) -> Vec<u8> {
+    packet_with_cookie_index(&balancer.fleet_keys, client, cookie_index, ACK).frame()
 }
 
 pub fn tsecr_of(frame: &[u8]) -> u32 {
     read_u32(frame, tsval_offset(frame).unwrap() + 4)
 }
 
-/// Returns the index in a forwarded SYN that the server will put into its cookies, or `None` if the SYN has no index.
+/// Returns the connection table index in a forwarded SYN, or `None` if the SYN has none. The server puts the index into
+/// its cookies.
 pub fn cookie_index_of(frame: &[u8]) -> Option<u16> {
     let tsecr = tsecr_of(frame);
     let cookie_index = (tsecr & intf::COOKIE_ID_MASK) as u16;
@@ -107,7 +119,8 @@ impl Balancer {
         self.server_macs.iter().find(|(_, known_mac)| **known_mac == server_mac).expect("a server's MAC address").0.1
     }
 
-    /// Sends a SYN. Returns the server and the index for cookies, which is `None` if the connection got no table entry.
+    /// Sends a SYN. Returns the chosen server and the connection table index for the server's cookies. The index is
+    /// `None` if the connection has no table entry.
     pub fn send_syn(&self, client: ClientEndpoint) -> (ServerId, Option<u16>) {
         let (xdp_action, packet) = self.run_expecting_counter(&syn_frame(client), Some(0), "new_connection");
         assert_eq!(xdp_action, XDP_TX);
@@ -133,13 +146,13 @@ impl Balancer {
         ConnectionHash::new(&self.lb.connection_hash_key(), self.service_indexes[0].as_u16(), client.into())
     }
 
-    /// Asserts that the connection table leads a packet of the connection to its server.
+    /// Asserts that a packet with the connection's table index is sent to the connection's server.
     pub fn expect_found_by_index(&self, connection: &EstablishedConnection) {
         let frame = frame_with_cookie_index(self, connection.client, connection.cookie_index);
         self.expect_sent_to(0, &frame, connection.server, "connection_table");
     }
 
-    /// Asserts that a packet with the stateless cookie of `server` is sent there.
+    /// Asserts that a packet whose cookie holds the id of `server` is sent to that server.
     pub fn expect_cookie_leads_to(&self, client: ClientEndpoint, server: ServerId) {
         let tuple = tuple_to_vip(client);
         let tsecr = cookie::stamp_tsval(&self.fleet_keys, &FOREIGN_TIME_KEY, &tuple, Cookie::Server(server), 5);
@@ -149,11 +162,11 @@ impl Balancer {
     }
 
     /// Asserts that `frame` is sent to the MAC address `mac`, and that only its MAC addresses change.
-    pub fn expect_sent_to_mac(&self, frame: &[u8], mac: MacAddress, name: &str) {
-        let (xdp_action, packet) = self.run_expecting_counter(frame, Some(0), name);
+    pub fn expect_sent_to_mac(&self, frame: &[u8], mac: MacAddress, counter_name: &str) {
+        let (xdp_action, packet) = self.run_expecting_counter(frame, Some(0), counter_name);
         let mut expected_packet = frame.to_vec();
         expected_packet[..6].copy_from_slice(&mac.0);
         expected_packet[6..12].copy_from_slice(&OWN_MAC.0);
-        assert_eq!((xdp_action, packet), (XDP_TX, expected_packet), "{name}");
+        assert_eq!((xdp_action, packet), (XDP_TX, expected_packet), "{counter_name}");
     }
 }

@@ -8,7 +8,7 @@ use coreward_model::forwarding::Forwarding;
 
 use super::Family;
 
-pub const ETHERNET_BYTES: usize = 14;
+pub const ETHERNET_HEADER_BYTES: usize = 14;
 /// Source addresses of the load balancer's outer headers.
 pub const OWN_OUTER_ADDRESSES: OuterSourceAddresses =
     OuterSourceAddresses { ipv4: Ipv4Addr::new(10, 2, 0, 1), ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1) };
@@ -58,7 +58,7 @@ pub fn service_vip(family: Family) -> SocketAddr {
     }
 }
 
-pub fn client(family: Family) -> SocketAddr {
+pub fn client_socket_address(family: Family) -> SocketAddr {
     match family {
         Family::Ipv4 => ([192, 0, 2, 7], 40_000).into(),
         Family::Ipv6 => ([0x2001, 0xdb8, 7, 0, 0, 0, 0, 7], 40_000).into(),
@@ -88,15 +88,15 @@ pub fn address_octets(address: IpAddr) -> Vec<u8> {
     }
 }
 
-/// Sets DSCP and ECN in a frame without IP options, and corrects its header checksum.
-pub fn set_traffic_class(frame: &mut [u8], class: u8) {
+/// Sets the traffic class (DSCP and ECN) in a frame without IP options, and corrects the IPv4 header checksum.
+pub fn set_traffic_class(frame: &mut [u8], traffic_class: u8) {
     if super::is_ipv6(frame) {
-        frame[ETHERNET_BYTES] = 0x60 | class >> 4;
-        frame[ETHERNET_BYTES + 1] = frame[ETHERNET_BYTES + 1] & 0xf | class << 4;
+        frame[ETHERNET_HEADER_BYTES] = 0x60 | traffic_class >> 4;
+        frame[ETHERNET_HEADER_BYTES + 1] = frame[ETHERNET_HEADER_BYTES + 1] & 0xf | traffic_class << 4;
         return;
     }
-    frame[ETHERNET_BYTES + 1] = class;
-    frame[ETHERNET_BYTES + 10..ETHERNET_BYTES + 12].fill(0);
-    let checksum = !super::ones_complement_sum(&frame[ETHERNET_BYTES..ETHERNET_BYTES + 20]);
-    frame[ETHERNET_BYTES + 10..ETHERNET_BYTES + 12].copy_from_slice(&checksum.to_be_bytes());
+    frame[ETHERNET_HEADER_BYTES + 1] = traffic_class;
+    frame[ETHERNET_HEADER_BYTES + 10..ETHERNET_HEADER_BYTES + 12].fill(0);
+    let checksum = !super::ones_complement_sum(&frame[ETHERNET_HEADER_BYTES..ETHERNET_HEADER_BYTES + 20]);
+    frame[ETHERNET_HEADER_BYTES + 10..ETHERNET_HEADER_BYTES + 12].copy_from_slice(&checksum.to_be_bytes());
 }

@@ -3,23 +3,23 @@
 use super::*;
 use crate::nat_rules::{MatchCondition, NatRule, NetfilterChain};
 
-fn new_chain(hook: &str, drops: bool, accepts: bool, tracks: bool) -> NetfilterChain {
+fn new_chain(hook: &str, drops_packets: bool, accepts_packets: bool, tracks_connections: bool) -> NetfilterChain {
     NetfilterChain {
         qualified_name: format!("ip filter {hook}"),
         hook_name: hook.to_owned(),
-        drops_by_default: drops,
-        accepts_packets: accepts,
-        tracks_connections: tracks,
+        drops_by_default: drops_packets,
+        accepts_packets,
+        tracks_connections,
         exempts_from_tracking: false,
         rules: vec![],
     }
 }
 
-/// Returns the warnings and faults about `chain`, with a service that is stamped by the load balancer or by its server.
-fn problems_with_chain(role: Role, chain: NetfilterChain, by_lb: bool) -> Vec<(&'static str, Severity)> {
+/// Returns the warnings and faults about `chain`, for a service that the load balancer or its server stamps.
+fn problems_with_chain(role: Role, chain: NetfilterChain, is_stamped_by_lb: bool) -> Vec<(&'static str, Severity)> {
     problems_after_change(role, |facts| {
         facts.netfilter.chains = Ok(vec![chain]);
-        facts.services[0].is_stamped_by_lb = by_lb;
+        facts.services[0].is_stamped_by_lb = is_stamped_by_lb;
     })
 }
 
@@ -37,7 +37,7 @@ fn firewalls_are_reported_where_they_drop_packets() {
 }
 
 #[test]
-fn connection_tracking_is_reported_unless_packets_are_exempt() {
+fn connection_tracking_is_reported_unless_exempted() {
     assert_eq!(problems_with_chain(Role::Lb, new_chain("input", true, true, true), true), [("conntrack", FAULT)]);
     assert_eq!(
         problems_with_chain(Role::Server, new_chain("input", false, true, true), false),
@@ -48,7 +48,7 @@ fn connection_tracking_is_reported_unless_packets_are_exempt() {
 }
 
 #[test]
-fn rule_that_changes_the_vip_is_reported_at_servers() {
+fn nat_rule_that_changes_the_vip_is_reported_at_servers() {
     let chain_with_nat_rule = |conditions| {
         let nat_rule = NatRule { conditions, changes_destination: true, jump_targets: vec![] };
         NetfilterChain { rules: vec![nat_rule], ..new_chain("prerouting", false, true, false) }

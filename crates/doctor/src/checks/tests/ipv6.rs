@@ -2,9 +2,9 @@
 
 use super::*;
 
-/// Returns facts about a server that has only an IPv6 service. The service's VIP is on `device`.
+/// Returns facts about a server whose only service has an IPv6 VIP. The VIP is on `device`.
 pub(super) fn ipv6_server_facts(device: &str) -> Facts {
-    let mut facts = passing_facts(Role::Server);
+    let mut facts = facts_without_problems(Role::Server);
     let vip = "2001:db8::1".parse().unwrap();
     facts.services[0].address.vip_and_port = std::net::SocketAddr::new(vip, 80);
     let host_mask = std::net::IpAddr::from([0xff; 16]);
@@ -26,7 +26,7 @@ fn ipv6_vip_on_another_device_is_moved_to_lo() {
 }
 
 #[test]
-fn ipv6_service_requires_ipv6_but_no_arp_sysctls() {
+fn ipv6_service_requires_ipv6_and_ignores_arp_sysctls() {
     let mut facts = ipv6_server_facts("lo");
     facts.sysctl_values.insert("net/ipv4/conf/eth7/arp_ignore".to_owned(), "0".to_owned());
     assert!(addresses::check_arp_ignore(&facts).is_empty());
@@ -37,11 +37,11 @@ fn ipv6_service_requires_ipv6_but_no_arp_sysctls() {
         addresses::check_ipv6(&facts).into_iter().map(|finding| finding.observation).collect();
     let expected = ["the kernel has no IPv6 at lo: expected it", "net.ipv6.conf.eth7.disable_ipv6 is 1: expected 0"];
     assert_eq!(observations, expected);
-    assert!(addresses::check_ipv6(&passing_facts(Role::Server)).is_empty());
+    assert!(addresses::check_ipv6(&facts_without_problems(Role::Server)).is_empty());
 }
 
 #[test]
-fn network_membership_requires_the_same_address_family() {
+fn address_is_in_network_only_of_the_same_family() {
     let own_address = Address {
         device: "eth7".to_owned(),
         address: "2001:db8::1".parse().unwrap(),

@@ -5,10 +5,10 @@ use coreward_model::health::{CertificateVerification, Probe, ProbeAddress, Statu
 
 use crate::config::{FleetConfig, ServiceConfig};
 
-/// Certificate of an authority, self-signed and for no host, in PEM.
+/// Certificate of a certificate authority in PEM. It is self-signed, and for no host.
 const AUTHORITY_PEM: &str = include_str!("authority.pem");
 
-fn parse_service(keys: &str) -> Result<ServiceConfig, String> {
+fn parse_service_with_keys(keys: &str) -> Result<ServiceConfig, String> {
     let text = format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{keys}");
     let config = FleetConfig::parse(&Source::from_text("fleet.toml", &text));
     config.map(|mut config| config.services.remove(0)).map_err(|mistakes| mistakes.to_string())
@@ -16,28 +16,28 @@ fn parse_service(keys: &str) -> Result<ServiceConfig, String> {
 
 #[test]
 fn missing_health_table_disables_checks() {
-    let service = parse_service("").unwrap();
+    let service = parse_service_with_keys("").unwrap();
     assert_eq!((service.health_check, service.when_all_down), (None, WhenAllDown::FailOpen));
-    assert_eq!(parse_service("[service.health]\ncheck = \"none\"\n").unwrap().health_check, None);
-    assert_eq!(parse_service("when_all_down = \"drop\"\n").unwrap().when_all_down, WhenAllDown::Drop);
+    assert_eq!(parse_service_with_keys("[service.health]\ncheck = \"none\"\n").unwrap().health_check, None);
+    assert_eq!(parse_service_with_keys("when_all_down = \"drop\"\n").unwrap().when_all_down, WhenAllDown::Drop);
 }
 
 #[test]
 fn empty_health_table_checks_tcp() {
-    let check = parse_service("[service.health]\n").unwrap().health_check.unwrap();
+    let check = parse_service_with_keys("[service.health]\n").unwrap().health_check.unwrap();
     assert_eq!((&check.probe, check.probe_address, check.port), (&Probe::Tcp, ProbeAddress::Vip, None));
     assert_eq!((check.interval, check.timeout), (Duration::from_secs(2), Duration::from_secs(1)));
     assert_eq!((check.thresholds.rise(), check.thresholds.fall(), check.jitter.get()), (2, 3, 0.1));
     assert_eq!(
-        parse_service("timestamps = \"lb\"\n[service.health]\n").unwrap().health_check.unwrap().probe_address,
+        parse_service_with_keys("timestamps = \"lb\"\n[service.health]\n").unwrap().health_check.unwrap().probe_address,
         ProbeAddress::Server
     );
 }
 
 #[test]
-fn host_is_a_name_or_address_with_optional_port() {
+fn host_may_be_name_or_address_with_optional_port() {
     let parse_with_host = |host: &str| {
-        parse_service(&format!("[service.health]\ncheck = \"http\"\nat = \"server\"\nhost = \"{host}\"\n"))
+        parse_service_with_keys(&format!("[service.health]\ncheck = \"http\"\nat = \"server\"\nhost = \"{host}\"\n"))
     };
     for valid in ["www.example.org", "www.example.org:8443", "10.0.0.1:80", "[2001:db8::1]", "[2001:db8::1]:8443"] {
         let service = parse_with_host(valid).unwrap_or_else(|error| panic!("{error}"));
@@ -50,10 +50,10 @@ fn host_is_a_name_or_address_with_optional_port() {
 }
 
 #[test]
-fn keys_of_http_checks_are_parsed() {
+fn all_keys_of_http_checks_are_parsed() {
     let keys = "[service.health]\ncheck = \"http\"\nat = \"server\"\nport = 8080\npath = \"/healthz?full=1\"\n\
                 host = \"www.example.org\"\nexpect = \"204\"\ninterval = \"500ms\"\njitter = 0\n";
-    let check = parse_service(keys).unwrap().health_check.unwrap();
+    let check = parse_service_with_keys(keys).unwrap().health_check.unwrap();
     assert_eq!(
         (check.probe_address, check.port, check.interval),
         (ProbeAddress::Server, Some(8080), Duration::from_millis(500))
@@ -63,7 +63,9 @@ fn keys_of_http_checks_are_parsed() {
     assert_eq!(http.expected_status, StatusRange::new(204, 204).unwrap());
 
     let parse_verification =
-        |keys: &str| match parse_service(&format!("[service.health]\ncheck = \"https\"\n{keys}")).unwrap().health_check
+        |keys: &str| match parse_service_with_keys(&format!("[service.health]\ncheck = \"https\"\n{keys}"))
+            .unwrap()
+            .health_check
         {
             Some(check) => match check.probe {
                 Probe::Https(_, verification) => verification,
@@ -77,7 +79,7 @@ fn keys_of_http_checks_are_parsed() {
     assert_eq!(parse_verification(&format!("ca = '''\n{AUTHORITY_PEM}'''\n")), authorities);
 }
 
-/// Keys of `[service.health]` and the messages about them.
+/// Invalid keys of `[service.health]`, with the messages about them.
 const INVALID_HEALTH_CHECKS: [(&str, &str); 12] = [
     (
         "check = \"htpp\"",
@@ -136,27 +138,33 @@ const INVALID_HEALTH_CHECKS: [(&str, &str); 12] = [
 #[test]
 fn invalid_health_checks_are_rejected() {
     for (keys, message) in INVALID_HEALTH_CHECKS {
-        assert_eq!(parse_service(&format!("[service.health]\n{keys}\n")).unwrap_err(), message);
+        assert_eq!(parse_service_with_keys(&format!("[service.health]\n{keys}\n")).unwrap_err(), message);
     }
     let contradicting_keys =
         format!("[service.health]\ncheck = \"https\"\nverify = false\nca = '''\n{AUTHORITY_PEM}'''\n");
     assert_eq!(
-        parse_service(&contradicting_keys).unwrap_err(),
+        parse_service_with_keys(&contradicting_keys).unwrap_err(),
         "fleet.toml:6:10: key `service.health.verify`: `verify = false` with `ca`: expected one of the two"
     );
     let udp_health = "protocol = \"udp\"\n[service.health]\n";
     assert_eq!(
-        parse_service(udp_health).unwrap_err(),
+        parse_service_with_keys(udp_health).unwrap_err(),
         "fleet.toml:5:1: key `service.health`: check \"tcp\" of a UDP service: expected `port`, a TCP port that \
          answers for it, or `check = \"agent\"`"
     );
     assert!(
-        parse_service(&format!("{udp_health}port = 5353\n")).is_ok()
-            && parse_service(&format!("{udp_health}check = \"agent\"\n")).is_ok()
+        parse_service_with_keys(&format!("{udp_health}port = 5353\n")).is_ok()
+            && parse_service_with_keys(&format!("{udp_health}check = \"agent\"\n")).is_ok()
     );
     let lb_stamped_health = "timestamps = \"lb\"\n[service.health]\nat = \"vip\"\n";
     assert!(
-        parse_service(lb_stamped_health).unwrap_err().contains("would stamp its own connections: expected \"server\"")
+        parse_service_with_keys(lb_stamped_health)
+            .unwrap_err()
+            .contains("would stamp its own connections: expected \"server\"")
     );
-    assert!(parse_service("when_all_down = \"open\"\n").unwrap_err().contains("expected \"fail-open\" or \"drop\""));
+    assert!(
+        parse_service_with_keys("when_all_down = \"open\"\n")
+            .unwrap_err()
+            .contains("expected \"fail-open\" or \"drop\"")
+    );
 }

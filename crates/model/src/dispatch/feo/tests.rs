@@ -2,33 +2,33 @@ use proptest::prelude::*;
 
 use super::*;
 
-const ALL_SERVICES: u64 = u64::MAX;
+const ALL_SERVICES_MASK: u64 = u64::MAX;
 
-/// Returns a configuration of one level with these parameters. Requests of the first service are dropped last.
-fn one_level_config(ranking: Ranking, parameters: &[u32]) -> FirstEligibleOutConfig {
-    let mut config = FirstEligibleOutConfig::strict_priority(0..parameters.len() as u8);
+/// Returns a configuration of one group, with one service per rank parameter. Requests of service 0 are dropped last.
+fn one_level_config(ranking: Ranking, rank_parameters: &[u32]) -> FirstEligibleOutConfig {
+    let mut config = FirstEligibleOutConfig::strict_priority(0..rank_parameters.len() as u8);
     config.groups[0].ranking = ranking;
-    for (queue, parameter) in config.queues.iter_mut().zip(parameters) {
+    for (queue, parameter) in config.queues.iter_mut().zip(rank_parameters) {
         queue.parameters = SchedulingParameters::new(*parameter);
     }
     config
 }
 
-fn pop_services<T>(feo: &mut FirstEligibleOut<T>, now: u64, count: usize) -> Vec<u8> {
-    (0..count).map_while(|_| feo.pop(now, ALL_SERVICES).map(|(service, _)| service)).collect()
+fn pop_service_order<T>(feo: &mut FirstEligibleOut<T>, now: u64, max_request_count: usize) -> Vec<u8> {
+    (0..max_request_count).map_while(|_| feo.pop(now, ALL_SERVICES_MASK).map(|(service, _)| service)).collect()
 }
 
-fn scheduler_with_backlog(config: &FirstEligibleOutConfig, count: u32) -> FirstEligibleOut<u32> {
+fn scheduler_with_backlog(config: &FirstEligibleOutConfig, requests_per_service: u32) -> FirstEligibleOut<u32> {
     let mut scheduler = FirstEligibleOut::new(config).unwrap();
-    for request in 0..count {
+    for request in 0..requests_per_service {
         (0..config.queues.len() as u8).for_each(|service| assert_eq!(scheduler.push(0, service, request), None));
     }
     scheduler
 }
 
-/// The example of a blocked head in RingLeader (NSDI'23), Sect. 4.3.
+/// Tests the example of head-of-line blocking in RingLeader (NSDI'23), Sect. 4.3.
 #[test]
-fn ineligible_head_blocks_only_pifo() {
+fn ineligible_head_request_blocks_only_pifo() {
     let mut config = one_level_config(Ranking::StrictPriority, &[0, 1]);
     let mut scheduler = scheduler_with_backlog(&config, 1);
     assert_eq!(scheduler.pop(0, 0b10), Some((1, 0)));
@@ -54,20 +54,20 @@ fn full_buffer_drops_the_youngest_request_of_the_lowest_priority() {
     assert_eq!(scheduler.push(0, 0, 5), Some((2, 2)));
     assert_eq!(scheduler.push(0, 0, 6), Some((1, 0)));
     assert_eq!(scheduler.push(0, 0, 7), Some((0, 7)), "nothing of lower priority waits");
-    let remaining_requests: Vec<_> = std::iter::from_fn(|| scheduler.pop(0, ALL_SERVICES)).collect();
+    let remaining_requests: Vec<_> = std::iter::from_fn(|| scheduler.pop(0, ALL_SERVICES_MASK)).collect();
     assert_eq!(remaining_requests, [(0, 3), (0, 5), (0, 6)]);
 }
 
 #[test]
-fn service_shares_follow_weights() {
+fn dispatches_are_proportional_to_service_weights() {
     let mut scheduler = scheduler_with_backlog(&one_level_config(Ranking::WeightedShare, &[3, 1]), 100);
-    let service_order = pop_services(&mut scheduler, 0, 40);
+    let service_order = pop_service_order(&mut scheduler, 0, 40);
     assert_eq!(service_order.iter().filter(|service| **service == 0).count(), 30);
     assert!(service_order.windows(5).all(|five| five.contains(&1)), "not in bursts: {service_order:?}");
 }
 
 #[test]
-fn idle_service_or_group_accumulates_no_share() {
+fn service_or_group_gains_no_credit_while_idle() {
     let one_group = one_level_config(Ranking::WeightedShare, &[1, 1]);
     let mut two_groups = one_group.clone();
     let group = GroupConfig { parameters: SchedulingParameters::new(1), ranking: Ranking::StrictPriority };
@@ -76,20 +76,21 @@ fn idle_service_or_group_accumulates_no_share() {
     for config in [one_group, two_groups] {
         let mut scheduler = FirstEligibleOut::new(&config).unwrap();
         (0..200).for_each(|request| assert_eq!(scheduler.push(0, 0, request), None));
-        pop_services(&mut scheduler, 0, 100);
+        pop_service_order(&mut scheduler, 0, 100);
         (0..50).for_each(|request| assert_eq!(scheduler.push(0, 1, request), None));
-        let service_1_count = pop_services(&mut scheduler, 0, 20).into_iter().filter(|service| *service == 1).count();
+        let service_1_count =
+            pop_service_order(&mut scheduler, 0, 20).into_iter().filter(|service| *service == 1).count();
         assert!((9..=11).contains(&service_1_count), "{service_1_count} of 20");
     }
 }
 
 #[test]
-fn earliest_deadline_is_first() {
+fn request_with_the_earliest_deadline_is_first() {
     let mut scheduler = FirstEligibleOut::new(&one_level_config(Ranking::EarliestDeadline, &[100, 10])).unwrap();
     scheduler.push(0, 0, 'a');
     scheduler.push(80, 1, 'b');
     scheduler.push(95, 1, 'c');
-    let request_order: Vec<_> = std::iter::from_fn(|| scheduler.pop(95, ALL_SERVICES)).collect();
+    let request_order: Vec<_> = std::iter::from_fn(|| scheduler.pop(95, ALL_SERVICES_MASK)).collect();
     assert_eq!(request_order, [(1, 'b'), (0, 'a'), (1, 'c')], "deadlines 90, 100, 105");
 }
 
@@ -100,15 +101,15 @@ fn rate_limit_holds_requests_until_the_next_token() {
         config.selection = selection;
         config.queues[0].parameters.rate_limit = Some(RateLimit { token_interval: 10, burst: 2 });
         let mut scheduler = scheduler_with_backlog(&config, 4);
-        assert_eq!(pop_services(&mut scheduler, 1000, 3), [0, 0, 1], "a burst of two, then the other service");
-        assert_eq!(pop_services(&mut scheduler, 1009, 9), [1, 1, 1]);
+        assert_eq!(pop_service_order(&mut scheduler, 1000, 3), [0, 0, 1], "a burst of two, then the other service");
+        assert_eq!(pop_service_order(&mut scheduler, 1009, 9), [1, 1, 1]);
         assert_eq!(scheduler.next_token_time(), Some(1010));
-        assert_eq!(pop_services(&mut scheduler, 1010, 9), [0]);
-        assert_eq!((pop_services(&mut scheduler, 1020, 9), scheduler.next_token_time()), (vec![0], None));
+        assert_eq!(pop_service_order(&mut scheduler, 1010, 9), [0]);
+        assert_eq!((pop_service_order(&mut scheduler, 1020, 9), scheduler.next_token_time()), (vec![0], None));
     }
 }
 
-/// Group 0 has two thirds of the dispatches, with service 0 before service 1. Group 1 has one third, for service 2.
+/// Group 0 gets two thirds of the dispatches, and its service 0 precedes service 1. Group 1 has only service 2.
 #[test]
 fn groups_are_ranked_before_their_services() {
     let mut config = one_level_config(Ranking::StrictPriority, &[0, 1, 0]);
@@ -117,10 +118,10 @@ fn groups_are_ranked_before_their_services() {
     config.groups.push(GroupConfig { parameters: SchedulingParameters::new(1), ranking: Ranking::StrictPriority });
     config.queues[2].group_index = 1;
     let mut scheduler = scheduler_with_backlog(&config, 10);
-    let service_order = pop_services(&mut scheduler, 0, 15);
+    let service_order = pop_service_order(&mut scheduler, 0, 15);
     let dispatch_count = |number: u8| service_order.iter().filter(|service| **service == number).count();
     assert_eq!((dispatch_count(0), dispatch_count(1), dispatch_count(2)), (10, 0, 5), "{service_order:?}");
-    assert_eq!(pop_services(&mut scheduler, 0, 6).iter().filter(|service| **service == 1).count(), 4);
+    assert_eq!(pop_service_order(&mut scheduler, 0, 6).iter().filter(|service| **service == 1).count(), 4);
 }
 
 #[test]
@@ -137,50 +138,51 @@ fn configurations_out_of_range_are_rejected() {
     assert_eq!(error_after(|config| config.queues[1].group_index = 1), "service 1: no group 1");
     assert_eq!(error_after(|config| config.queues[1].parameters.rank_parameter = 0), "weight 0: expected 1 to 1048576");
     assert_eq!(error_after(|config| config.capacity = 0), "capacity 0: expected 1 or more");
-    let limit = RateLimit { token_interval: 1, burst: 0 };
+    let zero_burst_limit = RateLimit { token_interval: 1, burst: 0 };
     let mut config = valid_config.clone();
-    config.groups[0].parameters.rate_limit = Some(limit);
+    config.groups[0].parameters.rate_limit = Some(zero_burst_limit);
     assert_eq!(FirstEligibleOut::<()>::new(&config).unwrap_err().to_string(), "burst 0: expected 1 or more");
 }
 
 proptest! {
-    /// Every request leaves once, in order within its service, and each choice agrees with a search over all heads.
+    /// Each request leaves once, in order within its service, and each choice agrees with a search over all queue
+    /// heads.
     #[test]
-    fn scheduler_decisions_equal_a_linear_search(
-        deadline in any::<bool>(),
-        pifo in any::<bool>(),
-        parameters in prop::collection::vec(0u32..20, 1..5),
+    fn scheduler_decisions_match_a_linear_search(
+        is_deadline_ranking in any::<bool>(),
+        is_pifo in any::<bool>(),
+        rank_parameters in prop::collection::vec(0u32..20, 1..5),
         capacity in 1usize..20,
         steps in prop::collection::vec((any::<bool>(), 0u8..4, 0u64..5, 0u64..16), 0..200),
     ) {
-        let ranking = if deadline { Ranking::EarliestDeadline } else { Ranking::StrictPriority };
-        let mut config = one_level_config(ranking, &parameters);
+        let ranking = if is_deadline_ranking { Ranking::EarliestDeadline } else { Ranking::StrictPriority };
+        let mut config = one_level_config(ranking, &rank_parameters);
         config.capacity = capacity;
-        config.selection = if pifo { Selection::Pifo } else { Selection::FirstEligible };
+        config.selection = if is_pifo { Selection::Pifo } else { Selection::FirstEligible };
         let mut scheduler = FirstEligibleOut::new(&config).unwrap();
-        let (mut model, mut now) = (vec![VecDeque::<(u64, usize)>::new(); parameters.len()], 0);
-        for (index, (is_arrival, service, pause, eligible)) in steps.into_iter().enumerate() {
+        let (mut model, mut now) = (vec![VecDeque::<(u64, usize)>::new(); rank_parameters.len()], 0);
+        for (index, (is_arrival, service, pause, eligible_service_mask)) in steps.into_iter().enumerate() {
             now += pause;
             if is_arrival {
-                model[usize::from(service) % parameters.len()].push_back((now, index));
+                model[usize::from(service) % rank_parameters.len()].push_back((now, index));
                 // The lowest priority is the highest index.
                 let is_full = model.iter().map(VecDeque::len).sum::<usize>() > capacity;
-                let victim = (0..model.len()).rfind(|service| is_full && !model[*service].is_empty());
-                let expected_dropped = victim.map(|victim| (victim as u8, model[victim].pop_back().unwrap().1));
-                prop_assert_eq!(scheduler.push(now, service % parameters.len() as u8, index), expected_dropped);
+                let victim_service = (0..model.len()).rfind(|service| is_full && !model[*service].is_empty());
+                let expected_dropped_request = victim_service.map(|victim| (victim as u8, model[victim].pop_back().unwrap().1));
+                prop_assert_eq!(scheduler.push(now, service % rank_parameters.len() as u8, index), expected_dropped_request);
             } else {
                 let rank = |service: &usize| {
                     let (arrival_time, _) = model[*service].front()?;
-                    Some(u64::from(parameters[*service]) + if deadline { *arrival_time } else { 0 })
+                    Some(u64::from(rank_parameters[*service]) + if is_deadline_ranking { *arrival_time } else { 0 })
                 };
-                let is_eligible = |service: &usize| eligible >> service & 1 == 1;
-                let is_considered = |service: &usize| rank(service).is_some() && (pifo || is_eligible(service));
+                let is_eligible = |service: &usize| eligible_service_mask >> service & 1 == 1;
+                let is_considered = |service: &usize| rank(service).is_some() && (is_pifo || is_eligible(service));
                 let first_service = (0..model.len()).filter(is_considered).min_by_key(rank).filter(is_eligible);
-                let expected = first_service.map(|service| (service as u8, model[service].pop_front().unwrap().1));
-                prop_assert_eq!(scheduler.pop(now, eligible), expected);
+                let expected_request = first_service.map(|service| (service as u8, model[service].pop_front().unwrap().1));
+                prop_assert_eq!(scheduler.pop(now, eligible_service_mask), expected_request);
             }
             for (service, queue) in model.iter().enumerate() {
-                prop_assert_eq!(scheduler.waiting_count(service as u8), queue.len());
+                prop_assert_eq!(scheduler.waiting_request_count(service as u8), queue.len());
                 prop_assert_eq!(scheduler.oldest_arrival_time(service as u8),
                     queue.front().map(|(arrival_time, _)| *arrival_time));
             }

@@ -61,7 +61,7 @@ impl Flooder {
                 Ok(runner) => {
                     let _ = result_sender.send(Ok(FloodCounts::default()));
                     for command in command_receiver {
-                        let _ = result_sender.send(execute_until_stopped(&runner, &command, &thread_state));
+                        let _ = result_sender.send(execute_command_until_stopped(&runner, &command, &thread_state));
                     }
                 }
             }
@@ -69,11 +69,11 @@ impl Flooder {
         let thread = std::thread::Builder::new().name("flood".to_owned()).spawn(run_commands)?;
         let flooder =
             Self { command_sender: Some(command_sender), result_receiver, shared_state, thread: Some(thread) };
-        flooder.receive_result().context("the CPU that floods")?;
+        flooder.receive_flood_counts().context("the CPU that floods")?;
         Ok(flooder)
     }
 
-    fn receive_result(&self) -> anyhow::Result<FloodCounts> {
+    fn receive_flood_counts(&self) -> anyhow::Result<FloodCounts> {
         self.result_receiver.recv().context("the flooding thread has ended")?
     }
 
@@ -98,7 +98,7 @@ impl Flooder {
         }
         let work_result = work();
         self.shared_state.should_stop.store(true, Ordering::SeqCst);
-        let flood_result = self.receive_result();
+        let flood_result = self.receive_flood_counts();
         Ok((work_result?, flood_result?))
     }
 }
@@ -113,8 +113,8 @@ impl Drop for Flooder {
     }
 }
 
-/// Prepares the calling thread for a flood. Counters have a row per receive queue. The SYNs therefore arrive on another
-/// queue than the measured packets, as on a NIC with RSS.
+/// Binds the calling thread to `cpu`, and creates a runner of SYNs in a new network namespace. The SYNs arrive on
+/// another receive queue than the measured packets, as on a NIC with RSS, because counters have a row per queue.
 fn create_flood_runner(cpu: usize) -> anyhow::Result<PacketRunner> {
     cpus::bind_to_cpu(THIS_THREAD, cpu)?;
     namespace::enter_new_network_namespace()?;
@@ -124,7 +124,7 @@ fn create_flood_runner(cpu: usize) -> anyhow::Result<PacketRunner> {
         .with_receive_queue(ReceiveQueueId { interface_index: interface, queue_index: 1 }))
 }
 
-fn execute_until_stopped(
+fn execute_command_until_stopped(
     runner: &PacketRunner,
     command: &FlooderCommand,
     shared_state: &FlooderState,

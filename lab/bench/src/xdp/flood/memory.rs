@@ -24,19 +24,19 @@ impl MapMemory {
         let program_id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
         let mut program_infos = ProgInfoIter::with_query_opts(ProgInfoQueryOptions::default().include_map_ids(true));
         let program_info = program_infos.find(|info| info.id == program_id).context("the program is not listed")?;
-        let mut memory = Self::default();
+        let mut map_memory = Self::default();
         for map_id in program_info.map_ids {
             let map = MapHandle::from_map_id(map_id).context("a map of the program")?;
-            memory.kernel_bytes += kernel_bytes_of_map(&map)?;
+            map_memory.kernel_bytes += kernel_bytes_of_map(&map)?;
             match map.map_type() {
                 MapType::Hash | MapType::LruHash | MapType::PercpuHash | MapType::LruPercpuHash => {
-                    memory.hash_map_count += 1;
-                    memory.hash_map_entry_count += map.keys().count() as u64;
+                    map_memory.hash_map_count += 1;
+                    map_memory.hash_map_entry_count += map.keys().count() as u64;
                 }
-                _ => memory.array_map_count += 1,
+                _ => map_memory.array_map_count += 1,
             }
         }
-        Ok(memory)
+        Ok(map_memory)
     }
 }
 

@@ -34,7 +34,7 @@ struct LivePacket {
     kind: u32,
 }
 
-/// Loaded programs of live_frames.bpf.c, attached to one pair of devices.
+/// Generator of live frames, whose BPF programs (live_frames.bpf.c) are attached to one pair of devices.
 pub struct FrameGenerator {
     generate_program: OwnedFd,
     _sink_link: Link,
@@ -55,7 +55,8 @@ pub struct GeneratedTraffic<'a> {
     pub frame_templates: [&'a FrameTemplate; 2],
     /// Packets of open connections, whose number must be [`LIVE_PACKET_COUNT`].
     pub packets: &'a [PacketVariation],
-    /// Function that returns whether the packet with this index is a new client's SYN instead.
+    /// Function that returns whether the packet with this index is a new client's SYN instead of an open connection's
+    /// packet.
     pub is_syn: &'a dyn Fn(usize) -> bool,
 }
 
@@ -71,10 +72,10 @@ impl FrameGenerator {
         let mut skeleton_storage = MaybeUninit::uninit();
         let mut opened_skeleton =
             LiveFramesSkelBuilder::default().open(&mut skeleton_storage).context("opening live_frames.bpf.o")?;
-        let constants =
+        let bpf_constants =
             opened_skeleton.maps.rodata_data.as_deref_mut().context("live_frames.bpf.o has no constants")?;
-        constants.target_ifindex = veth_pair.generator_interface_index()?;
-        for (target_frame, frame_template) in constants.frames.iter_mut().zip(traffic.frame_templates) {
+        bpf_constants.target_ifindex = veth_pair.generator_interface_index()?;
+        for (target_frame, frame_template) in bpf_constants.frames.iter_mut().zip(traffic.frame_templates) {
             target_frame.words = frame_words(frame_template)?;
         }
         let loaded_skeleton = opened_skeleton.load().context("loading live_frames.bpf.c")?;
@@ -91,7 +92,7 @@ impl FrameGenerator {
         let [generator_end, tested_end] =
             [veth_pair.generator_interface_index()? as i32, veth_pair.tested_interface_index()? as i32];
         let sink_link = loaded_skeleton.progs.sink.attach_xdp(generator_end).context("the sink")?;
-        let baseline_link = baseline.map(|floor| match floor {
+        let baseline_link = baseline.map(|baseline| match baseline {
             BaselineProgram::SwapMacs => loaded_skeleton.progs.swap_macs.attach_xdp(tested_end),
             BaselineProgram::ReadTsecr => loaded_skeleton.progs.read_tsecr.attach_xdp(tested_end),
         });
@@ -102,9 +103,11 @@ impl FrameGenerator {
         })
     }
 
-    /// Sends `frames` frames as fast as this CPU can. Fails when the kernel does not support live frames (before 5.18).
-    pub fn send(&self, frames: u32) -> anyhow::Result<()> {
-        test_run::run_live(self.generate_program.as_fd(), &[0; MAX_FRAME_BYTES], frames).context("sending live frames")
+    /// Sends `frame_count` frames as fast as this CPU can. Fails when the kernel does not support live frames (before
+    /// 5.18).
+    pub fn send(&self, frame_count: u32) -> anyhow::Result<()> {
+        test_run::run_live(self.generate_program.as_fd(), &[0; MAX_FRAME_BYTES], frame_count)
+            .context("sending live frames")
     }
 }
 

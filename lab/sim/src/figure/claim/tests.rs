@@ -1,7 +1,7 @@
 use super::*;
 use crate::seed_summary::SeedSummary;
 
-fn curve(label: &str, points: &[(f64, [f64; 3])]) -> Curve {
+fn build_curve(label: &str, points: &[(f64, [f64; 3])]) -> Curve {
     let make_cell = |(x, seeds): &(f64, [f64; 3])| Cell {
         x: *x,
         seeds: seeds.to_vec(),
@@ -13,18 +13,18 @@ fn curve(label: &str, points: &[(f64, [f64; 3])]) -> Curve {
 /// Returns a table with two panels, in the first of which curve `b` is 1.5 to 2 times as high as curve `a`.
 fn two_panel_table() -> FigureTable {
     let first_panel_curves = vec![
-        curve("a", &[(1.0, [2.0, 1.9, 2.1]), (2.0, [4.0, 4.0, 4.0]), (3.0, [8.0, 7.0, 9.0])]),
-        curve("b", &[(1.0, [4.0, 4.0, 4.0]), (2.0, [6.0, 6.0, 6.0]), (3.0, [16.0, 16.0, 16.0])]),
-        curve("c", &[(1.0, [3.0, 3.0, 3.0]), (2.0, [5.0, 5.0, 5.0]), (3.0, [7.0, 7.0, 7.0])]),
+        build_curve("a", &[(1.0, [2.0, 1.9, 2.1]), (2.0, [4.0, 4.0, 4.0]), (3.0, [8.0, 7.0, 9.0])]),
+        build_curve("b", &[(1.0, [4.0, 4.0, 4.0]), (2.0, [6.0, 6.0, 6.0]), (3.0, [16.0, 16.0, 16.0])]),
+        build_curve("c", &[(1.0, [3.0, 3.0, 3.0]), (2.0, [5.0, 5.0, 5.0]), (3.0, [7.0, 7.0, 7.0])]),
     ];
-    let second_panel_curves = vec![curve("a", &[(1.0, [1.0; 3])]), curve("b", &[(1.0, [5.0; 3])])];
+    let second_panel_curves = vec![build_curve("a", &[(1.0, [1.0; 3])]), build_curve("b", &[(1.0, [5.0; 3])])];
     let make_panel = |title: &str, curves| PanelTable { title: title.into(), curves };
     FigureTable { seeds: 3, panels: vec![make_panel("p", first_panel_curves), make_panel("q", second_panel_curves)] }
 }
 
 fn judge_claim(claim: &str) -> Verdict {
     let assertion: Assertion = toml::from_str(&format!("statement = \"s\"\n{claim}")).unwrap();
-    assertion.judge(&two_panel_table())
+    assertion.evaluate(&two_panel_table())
 }
 
 #[test]
@@ -42,7 +42,7 @@ fn claim_is_judged_by_the_median() {
 }
 
 #[test]
-fn all_points_must_be_within_the_bounds_unless_they_are_reduced_to_one() {
+fn bounds_apply_to_all_points_or_to_their_reduction() {
     let judge_ratio = |bounds: &str, reduction_toml: &str| {
         judge_claim(&format!(
             "ratio = {{ of = {{ series = \"b\", panel = \"p\" }}, to = {{ series = \"a\", panel = \"p\" \
@@ -57,7 +57,7 @@ fn all_points_must_be_within_the_bounds_unless_they_are_reduced_to_one() {
 }
 
 #[test]
-fn claim_can_be_restricted_to_a_part_of_the_axis() {
+fn claim_can_cover_a_part_of_the_x_axis() {
     let verdict =
         judge_claim("value = { series = \"a\", panel = \"p\", from = 2, to = 3, take = \"mean\" }\nat_most = 6");
     assert_eq!((verdict.holds, verdict.measured), (true, Some((6.0, 6.0))));
@@ -70,7 +70,7 @@ fn claim_without_a_panel_covers_all_panels() {
 }
 
 #[test]
-fn best_of_several_series_is_taken_at_each_point() {
+fn least_or_greatest_series_is_selected_at_each_point() {
     let verdict = judge_claim("value = { least_of = [\"a\", \"c\"], panel = \"p\" }\nat_most = 7");
     assert_eq!((verdict.holds, verdict.measured), (true, Some((2.0, 7.0))));
     let verdict = judge_claim("value = { greatest_of = [\"a\", \"c\"], panel = \"p\", at = 3 }\nat_most = 7.5");
@@ -78,7 +78,7 @@ fn best_of_several_series_is_taken_at_each_point() {
 }
 
 #[test]
-fn x_at_which_a_curve_reaches_a_height_is_interpolated() {
+fn x_where_a_curve_reaches_a_value_is_interpolated() {
     let claim = "value = { series = \"a\", panel = \"p\", reaches = 5 }\nat_least = 2.2\nat_most = 2.3";
     let verdict = judge_claim(claim);
     assert_eq!((verdict.holds, verdict.measured), (true, Some((2.25, 2.25))));
@@ -93,12 +93,13 @@ fn x_at_which_a_curve_reaches_a_height_is_interpolated() {
 
 #[test]
 fn ratio_can_be_divided_by_a_second_ratio() {
-    let ratio_at = |at: u8| {
+    let ratio_toml = |x: u8| {
         format!(
-            "of = {{ series = \"b\", panel = \"p\", at = {at} }}, to = {{ series = \"a\", panel = \"p\", at = {at} }}"
+            "of = {{ series = \"b\", panel = \"p\", at = {x} }}, to = {{ series = \"a\", panel = \"p\", at = {x} }}"
         )
     };
-    let verdict = judge_claim(&format!("ratio = {{ {}, than = {{ {} }} }}\nat_least = 1.3", ratio_at(3), ratio_at(2)));
+    let verdict =
+        judge_claim(&format!("ratio = {{ {}, than = {{ {} }} }}\nat_least = 1.3", ratio_toml(3), ratio_toml(2)));
     assert_eq!((verdict.holds, verdict.measured), (true, Some((2.0 / 1.5, 2.0 / 1.5))));
 }
 
@@ -118,7 +119,7 @@ fn assertion_about_a_missing_curve_fails() {
 }
 
 #[test]
-fn quotient_by_zero_has_no_minimum_and_maximum() {
+fn values_with_nan_or_infinity_have_no_minimum_and_maximum() {
     assert_eq!(min_and_max(&[2.0, 0.5, 1.0]), Some((0.5, 2.0)));
     assert_eq!(min_and_max(&[]), None);
     assert_eq!(min_and_max(&[1.0, f64::NAN]), None);

@@ -12,17 +12,17 @@ use crate::figure::{draw, page};
 
 pub struct OutputDirectory {
     path: PathBuf,
-    paper_figures: Vec<EmbeddedScenario>,
+    paper_scenarios: Vec<EmbeddedScenario>,
 }
 
 impl OutputDirectory {
     /// Opens the directory, and creates it if necessary. Fails with the directory's path when it cannot be created.
-    pub fn open(path: &Path, paper_figures: Vec<EmbeddedScenario>) -> anyhow::Result<Self> {
+    pub fn open(path: &Path, paper_scenarios: Vec<EmbeddedScenario>) -> anyhow::Result<Self> {
         std::fs::create_dir_all(path).with_context(|| format!("cannot create the directory {}", path.display()))?;
-        Ok(Self { path: path.to_owned(), paper_figures })
+        Ok(Self { path: path.to_owned(), paper_scenarios })
     }
 
-    /// Returns the figure that an earlier run stored, if its file is complete and the run had the same inputs.
+    /// Returns the figure that an earlier run stored, if its JSON file is complete and that run had the same inputs.
     fn load_stored_result(&self, name: &str, provenance: &Provenance) -> Option<FigureResult> {
         let text = std::fs::read_to_string(self.path.join(format!("{name}.json"))).ok()?;
         let result: FigureResult = serde_json::from_str(&text).ok()?;
@@ -47,20 +47,20 @@ impl OutputDirectory {
 
     /// Returns the figures of this run together with the papers' figures that an earlier run of this version stored.
     /// They are in the papers' order, followed by the user's own scenarios.
-    fn merge_with_earlier_figures(&self, made_figures: &[(FigureResult, Scenario)]) -> Vec<(FigureResult, Scenario)> {
-        let find_made_figure = |name: &str| made_figures.iter().find(|(result, _)| result.name == name).cloned();
-        let paper_results = self.paper_figures.iter().filter_map(|figure| {
+    fn merge_with_earlier_figures(&self, new_figures: &[(FigureResult, Scenario)]) -> Vec<(FigureResult, Scenario)> {
+        let find_new_figure = |name: &str| new_figures.iter().find(|(result, _)| result.name == name).cloned();
+        let paper_results = self.paper_scenarios.iter().filter_map(|figure| {
             let load_earlier_figure =
                 || Some((self.load_stored_result(figure.name, &figure.provenance())?, figure.parse_scenario().ok()?));
-            find_made_figure(figure.name).or_else(load_earlier_figure)
+            find_new_figure(figure.name).or_else(load_earlier_figure)
         });
-        let own_scenarios = made_figures
+        let user_figures = new_figures
             .iter()
-            .filter(|(result, _)| !self.paper_figures.iter().any(|figure| figure.name == result.name));
-        paper_results.chain(own_scenarios.cloned()).collect()
+            .filter(|(result, _)| !self.paper_scenarios.iter().any(|figure| figure.name == result.name));
+        paper_results.chain(user_figures.cloned()).collect()
     }
 
-    /// Returns the last line that a run prints, with its numbers of figures and claims, and the path of the page.
+    /// Returns the last line that a run prints: the numbers of figures and claims, and the path of the page.
     pub fn format_summary(&self, figures: &[(FigureResult, Scenario)]) -> String {
         let claim_count: usize = figures.iter().map(|(result, _)| result.claims.len()).sum();
         let holding_claim_count: usize = figures.iter().map(|(result, _)| result.holding_claim_count()).sum();

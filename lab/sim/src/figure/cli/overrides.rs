@@ -7,7 +7,7 @@ use crate::figure::point::is_same_x;
 use crate::figure::scenario::Scenario;
 use crate::names::UnknownName;
 
-/// Settings that replace those of the scenario, for live figures only.
+/// Command-line options that override settings of a live figure's scenario.
 #[derive(Debug, Clone, Default, clap::Args)]
 #[command(next_help_heading = "Live figures, smaller")]
 pub struct Overrides {
@@ -36,12 +36,13 @@ impl Overrides {
         self.runs.is_none() && self.seconds.is_none() && self.series.is_empty() && self.points.is_empty()
     }
 
-    /// Returns the selected series' labels as one quoted argument, because they may contain spaces and parentheses.
+    /// Returns the value of `--series` in quotes (labels may contain spaces and parentheses), or nothing without the
+    /// option.
     fn quoted_series_labels(&self) -> Vec<String> {
         if self.series.is_empty() { Vec::new() } else { vec![format!("'{}'", self.series.join(","))] }
     }
 
-    /// Returns the overrides as options, so that the figure's page can show the command that reproduces it.
+    /// Returns the overrides as command-line options, for the command on the figure's page that reproduces the figure.
     pub fn to_command_line_options(&self) -> String {
         let format_option = |name: &str, items: Vec<String>| {
             if items.is_empty() { String::new() } else { format!(" --{name} {}", items.join(",")) }
@@ -55,8 +56,8 @@ impl Overrides {
         .concat()
     }
 
-    /// Applies the overrides to the scenario, and removes claims about omitted parts. Fails when the figure is not
-    /// live, or when its scenario lacks a selected series or point.
+    /// Applies the overrides to the scenario, and removes claims that need omitted series or points. Fails when the
+    /// figure is not live, or when its scenario lacks a selected series or point.
     pub fn apply(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
         if self.is_empty() {
             return Ok(());
@@ -71,19 +72,20 @@ impl Overrides {
         if let Some(runs) = self.runs {
             scenario.seeds = Spanned::new(scenario.seeds.span(), runs);
         }
-        self.retain_points(scenario)?;
-        self.retain_series(scenario)?;
-        let reduced_scenario = scenario.clone();
-        scenario.claim.retain(|claim| reduced_scenario.can_judge(claim));
+        self.retain_selected_points(scenario)?;
+        self.retain_selected_series(scenario)?;
+        let scenario_after_selection = scenario.clone();
+        scenario.claim.retain(|claim| scenario_after_selection.can_judge(claim));
         Ok(())
     }
 
-    fn retain_points(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
+    fn retain_selected_points(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
         let unscaled_points = |scale: f64| self.points.iter().map(move |point| point / scale);
         for point in &self.points {
             let mut sweeps = scenario.panel.iter().filter_map(|panel| panel.x.as_ref());
-            let is_known = sweeps.any(|sweep| sweep.values.iter().any(|value| is_same_x(value * sweep.scale, *point)));
-            ensure!(is_known, "--points {point}: expected points of the figure's horizontal axes");
+            let is_on_an_axis =
+                sweeps.any(|sweep| sweep.values.iter().any(|value| is_same_x(value * sweep.scale, *point)));
+            ensure!(is_on_an_axis, "--points {point}: expected points of the figure's horizontal axes");
         }
         if self.points.is_empty() {
             return Ok(());
@@ -96,7 +98,7 @@ impl Overrides {
         Ok(())
     }
 
-    fn retain_series(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
+    fn retain_selected_series(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
         if self.series.is_empty() {
             return Ok(());
         }

@@ -16,10 +16,12 @@ use crate::figure::{live, run};
 /// Exit code of a process that a signal interrupted (128 + SIGINT).
 const INTERRUPT_EXIT_CODE: i32 = 130;
 
-/// State that is locked while files are written, so that no signal ends the process between two files of a figure.
+/// State that the session shares with its signal handler. It is locked while files are written, so that no signal ends
+/// the process between two files of a figure.
 #[derive(Debug, Default)]
 struct SessionState {
-    /// Makes the running measurement clean up and return. If it is absent, a signal ends the process at once.
+    /// Function that makes the running measurement clean up and return. If it is absent, a signal ends the process at
+    /// once.
     interrupt_measurement: Option<fn()>,
     is_interrupted: bool,
 }
@@ -50,7 +52,7 @@ impl Session {
     }
 
     /// Simulates or measures a figure and checks its claims. Fails when the simulation or measurement fails.
-    pub fn run(&self, figure: &RequestedFigure) -> anyhow::Result<FigureResult> {
+    pub fn run_figure(&self, figure: &RequestedFigure) -> anyhow::Result<FigureResult> {
         let start = Instant::now();
         let progress_bar = ProgressBar::new(0).with_prefix(figure.name.clone());
         // The template is a constant, so it is always valid.
@@ -92,7 +94,7 @@ impl Session {
     }
 
     /// Runs `write`, which writes the files of a figure, and delays any signal until it returns.
-    pub fn without_interruption(&self, write: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<()> {
+    pub fn run_uninterrupted(&self, write: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<()> {
         let _state = lock_state(&self.state);
         write()
     }

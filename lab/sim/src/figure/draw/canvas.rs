@@ -8,7 +8,7 @@ use super::style::MarkerShape;
 
 /// Area of an SVG picture in which shapes are placed by pixel.
 pub type SvgArea<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-/// Result of drawing. Writing an SVG into memory cannot fail, so an error means an impossible shape (a bug).
+/// Result of a drawing function. Writing an SVG into memory cannot fail, so an error means an impossible shape (a bug).
 pub type DrawResult = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
 /// Half of a marker's width and height (pixels).
@@ -17,13 +17,13 @@ const MARKER_RADIUS_PX: i32 = 4;
 /// Point of a text that is placed at the position given to [`draw_text`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Anchor {
-    /// Middle of the left edge.
+    /// Middle of the text's left edge.
     Left,
-    /// Middle of the top edge.
+    /// Middle of the text's top edge.
     Top,
-    /// Middle of the bottom edge.
+    /// Middle of the text's bottom edge.
     Bottom,
-    /// Middle of the right edge.
+    /// Middle of the text's right edge.
     Right,
     /// Centre of the text, which runs upwards.
     CentreOfUpwardText,
@@ -59,7 +59,7 @@ pub fn draw_dashed_line(area: &SvgArea<'_>, points: &[(i32, i32)], style: ShapeS
     area.draw(&plotters::element::DashedPathElement::new(points.to_vec(), 6, 4, style))
 }
 
-/// Draws a marker at `centre`, either filled or open, that is with a white interior.
+/// Draws a marker at `centre`, with a white interior if `is_open` is set and a coloured one otherwise.
 pub fn draw_marker(
     area: &SvgArea<'_>,
     centre: (i32, i32),

@@ -7,17 +7,17 @@ use super::style::{self, SMALL_FONT_SIZE_PX, TEXT_FONT_SIZE_PX};
 use crate::figure::scenario::Scenario;
 use crate::figure::table::FigureTable;
 
-/// Height of a row, width of a series' sample line, and gap between two entries (pixels).
+/// Height of a legend row (pixels). The next constants are the width of a sample line and the gap between two entries.
 const ROW_HEIGHT_PX: i32 = 22;
 const SAMPLE_WIDTH_PX: i32 = 34;
 const ENTRY_SPACING_PX: i32 = 22;
 
 pub struct Legend {
-    /// Index of the series, label, and position of each entry.
+    /// Entries of the legend, each with the index of its series, its label, and its position in pixels.
     entries: Vec<(usize, String, (i32, i32))>,
-    /// [`Scenario::series_style`] of each series in the scenario.
+    /// Style of each series in the scenario, as [`Scenario::series_style`] returns it.
     series_styles: Vec<(usize, bool)>,
-    /// Lines of the remark that explains the markers, below the entries.
+    /// Lines of text below the entries, which explain the markers.
     remark_lines: Vec<String>,
     row_count: i32,
 }
@@ -39,7 +39,7 @@ impl Legend {
         Self {
             entries,
             series_styles,
-            remark_lines: style::wrap_text(&marker_explanation(scenario, table), SMALL_FONT_SIZE_PX, width),
+            remark_lines: style::wrap_text(&explain_markers(scenario, table), SMALL_FONT_SIZE_PX, width),
             row_count: row + 1,
         }
     }
@@ -78,7 +78,7 @@ impl Legend {
     }
 }
 
-fn marker_explanation(scenario: &Scenario, table: &FigureTable) -> String {
+fn explain_markers(scenario: &Scenario, table: &FigureTable) -> String {
     let (verb, singular, plural) =
         if scenario.live.is_some() { ("measured", "run", "runs") } else { ("simulated", "seed", "seeds") };
     let mut explanation = match table.seeds {

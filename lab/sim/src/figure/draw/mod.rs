@@ -16,13 +16,13 @@ use canvas::{Anchor, DrawResult, SvgArea, draw_text};
 const PANEL_SIZE_PX: (i32, i32) = (520, 390);
 const SINGLE_PANEL_SIZE_PX: (i32, i32) = (900, 460);
 /// Maximum number of panels side by side in a picture.
-const PANEL_COLUMNS: usize = 2;
+const MAX_PANEL_COLUMNS: usize = 2;
 const MARGIN_PX: i32 = 14;
 
 pub fn render_svg(scenario: &Scenario, table: &FigureTable) -> String {
-    let (width, title_lines) = title_layout(scenario);
+    let (width, title_lines) = picture_width_and_title_lines(scenario);
     let panel_size = if scenario.panel.len() == 1 { SINGLE_PANEL_SIZE_PX } else { PANEL_SIZE_PX };
-    let row_count = scenario.panel.len().div_ceil(PANEL_COLUMNS) as i32;
+    let row_count = scenario.panel.len().div_ceil(MAX_PANEL_COLUMNS) as i32;
     let legend = legend::Legend::new(scenario, table, width - 2 * MARGIN_PX);
     let title_height = title_lines.len() as i32 * (style::TITLE_FONT_SIZE_PX as i32 + 5) + MARGIN_PX;
     let height = title_height + row_count * panel_size.1 + legend.height() + MARGIN_PX;
@@ -37,10 +37,10 @@ pub fn render_svg(scenario: &Scenario, table: &FigureTable) -> String {
 }
 
 /// Returns the picture's width (pixels) and the lines into which its title is broken.
-fn title_layout(scenario: &Scenario) -> (i32, Vec<String>) {
+fn picture_width_and_title_lines(scenario: &Scenario) -> (i32, Vec<String>) {
     let width = match scenario.panel.len() {
         1 => SINGLE_PANEL_SIZE_PX.0,
-        panel_count => PANEL_SIZE_PX.0 * panel_count.min(PANEL_COLUMNS) as i32,
+        panel_count => PANEL_SIZE_PX.0 * panel_count.min(MAX_PANEL_COLUMNS) as i32,
     };
     (width, style::wrap_text_evenly(&scenario.title, style::TITLE_FONT_SIZE_PX, width - 2 * MARGIN_PX))
 }
@@ -61,11 +61,11 @@ fn draw_figure(
         draw_text(area, line, (middle_x, y), style::TITLE_FONT_SIZE_PX, style::TEXT_COLOUR, Anchor::Top)?;
     }
     for (index, (panel, panel_table)) in scenario.panel.iter().zip(&table.panels).enumerate() {
-        let (column, row) = ((index % PANEL_COLUMNS) as i32, (index / PANEL_COLUMNS) as i32);
+        let (column, row) = ((index % MAX_PANEL_COLUMNS) as i32, (index / MAX_PANEL_COLUMNS) as i32);
         let origin = (column * panel_size.0, title_height + row * panel_size.1);
         panel::PanelFrame::new(scenario, panel, panel_table, origin, panel_size).draw(area)?;
     }
-    let row_count = scenario.panel.len().div_ceil(PANEL_COLUMNS) as i32;
+    let row_count = scenario.panel.len().div_ceil(MAX_PANEL_COLUMNS) as i32;
     legend.draw(area, (MARGIN_PX, title_height + row_count * panel_size.1))?;
     area.present()
 }

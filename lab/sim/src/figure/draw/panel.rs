@@ -11,7 +11,7 @@ use super::style::{
 use crate::figure::scenario::{Panel, PlotType, Scenario};
 use crate::figure::table::{Cell, Curve, PanelTable, PublishedCell, format_number};
 
-/// Margins above, to the right of and below the area that shows the data (pixels).
+/// Margin above the area that shows the data (pixels). The next constants are the margins to its right and below it.
 const TOP_MARGIN_PX: i32 = 34;
 const RIGHT_MARGIN_PX: i32 = 18;
 const BOTTOM_MARGIN_PX: i32 = 62;
@@ -19,7 +19,7 @@ const BOTTOM_MARGIN_PX: i32 = 62;
 const Y_LABEL_OFFSET_PX: i32 = 18;
 const REFERENCE_LINE_RIGHT_MARGIN_PX: i32 = 52;
 const BAR_HEADROOM_FRACTION: f64 = 0.1;
-/// Number of points above which a curve is drawn as a line with a band, instead of as markers with whiskers.
+/// Number of points above which a curve is a line with a band, and up to which it has markers with whiskers.
 const MAX_MARKER_POINTS: usize = 40;
 /// Gap between two groups of bars, as a fraction of a group's width.
 const GROUP_GAP_FRACTION: f64 = 0.2;
@@ -30,19 +30,19 @@ const MAX_LABELLED_BARS: usize = 18;
 pub struct PanelFrame<'a> {
     panel: &'a Panel,
     panel_table: &'a PanelTable,
-    /// Index of the series whose colour and shape each curve uses, and whether the curve is drawn with open markers.
+    /// Style of each curve: the index of the series whose colour and shape it uses, and whether its markers are open.
     curve_styles: Vec<(usize, bool)>,
     x_scale: AxisScale,
     y_scale: AxisScale,
-    /// Left, top, right and bottom edge of the area that shows the data (pixels).
+    /// Left, top, right and bottom edges of the area that shows the data (pixels).
     data_area: (i32, i32, i32, i32),
     origin: (i32, i32),
 }
 
-/// Value of one bar, and its style.
+/// Bar of a panel, with its value and its style.
 struct Bar {
     value: f64,
-    /// Lowest and highest value, which the bar's whisker shows.
+    /// Lowest and highest value, between which a whisker is drawn on the bar.
     value_range: Option<(f64, f64)>,
     series_index: usize,
     /// Whether only the bar's outline is drawn.
@@ -59,8 +59,8 @@ impl<'a> PanelFrame<'a> {
         size: (i32, i32),
     ) -> Self {
         let curve_styles = panel_table.curves.iter().map(|curve| {
-            let has_curve_label = |series: &crate::figure::scenario::Series| *series.label.get_ref() == curve.label;
-            scenario.series_style(scenario.series.iter().position(has_curve_label).unwrap_or(0))
+            let has_label_of_curve = |series: &crate::figure::scenario::Series| *series.label.get_ref() == curve.label;
+            scenario.series_style(scenario.series.iter().position(has_label_of_curve).unwrap_or(0))
         });
         let (top_y, bottom_y) = (origin.1 + TOP_MARGIN_PX, origin.1 + size.1 - BOTTOM_MARGIN_PX);
         let reference_line_heights = panel.mark.iter().map(|reference_line| reference_line.y);
@@ -240,8 +240,8 @@ impl<'a> PanelFrame<'a> {
     /// Draws a bar for each series in each group, followed by an open bar for the paper's value if there is one.
     fn draw_bars(&self, area: &SvgArea<'_>) -> DrawResult {
         let group_x_values = bar_x_values(self.panel_table);
-        let has_published = self.panel_table.curves.iter().any(|curve| !curve.published.is_empty());
-        let bars_per_group = self.panel_table.curves.len() * if has_published { 2 } else { 1 };
+        let has_published_values = self.panel_table.curves.iter().any(|curve| !curve.published.is_empty());
+        let bars_per_group = self.panel_table.curves.len() * if has_published_values { 2 } else { 1 };
         let bar_width = (1.0 - GROUP_GAP_FRACTION) / bars_per_group as f64;
         let are_bars_labelled = bars_per_group * group_x_values.len() <= MAX_LABELLED_BARS;
         for (group_index, x) in group_x_values.iter().enumerate() {
@@ -253,7 +253,7 @@ impl<'a> PanelFrame<'a> {
                     self.draw_bar(area, (bar_left, bar_left + bar_width), &bar, are_bars_labelled)?;
                 }
                 bar_left += bar_width;
-                if has_published {
+                if has_published_values {
                     if let Some(cell) = curve.published.iter().find(|cell| cell.x == *x) {
                         let bar = Bar { value: cell.y, value_range: cell.spread, series_index, is_open: true };
                         self.draw_bar(area, (bar_left, bar_left + bar_width), &bar, are_bars_labelled)?;
@@ -300,7 +300,8 @@ impl<'a> PanelFrame<'a> {
     }
 }
 
-/// Returns the scale of the horizontal axis between two pixel positions. With bars, each group has a width of 1.
+/// Returns the scale of the panel's horizontal axis, drawn over `pixel_range`. In a bar chart, each group of bars has
+/// width 1.
 fn x_axis_scale(panel: &Panel, panel_table: &PanelTable, pixel_range: (i32, i32)) -> AxisScale {
     match panel.draw {
         PlotType::Lines => {
@@ -327,12 +328,12 @@ fn format_bar_value(value: f64) -> String {
 
 /// Returns all y values of a curve, measured and published, that the vertical axis must include.
 fn axis_y_values(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
-    let result_values = curve.cells.iter().flat_map(|cell| [cell.spread.low, cell.spread.median, cell.spread.high]);
+    let cell_values = curve.cells.iter().flat_map(|cell| [cell.spread.low, cell.spread.median, cell.spread.high]);
     let published_values = curve.published.iter().flat_map(|cell| {
         let (low, high) = cell.spread.unwrap_or((cell.y, cell.y));
         [low, cell.y, high]
     });
-    result_values.chain(published_values)
+    cell_values.chain(published_values)
 }
 
 fn x_values(curve: &Curve) -> impl Iterator<Item = f64> + '_ {

@@ -16,13 +16,13 @@ const TICK_COUNT: f64 = 6.0;
 const MINOR_TICK_MAX_DECADES: f64 = 2.2;
 
 impl AxisScale {
-    /// Returns a scale that covers `values` with a margin, or exactly `range` if given. If `from_zero` is set, a linear
-    /// scale starts at 0 unless a value is negative.
+    /// Returns a scale that covers `values` with a margin, or exactly `range` if given. If `starts_at_zero` is set, a
+    /// linear scale starts at 0 unless a value is negative.
     pub fn new(
         values: &[f64],
         range: Option<[f64; 2]>,
         is_log: bool,
-        from_zero: bool,
+        starts_at_zero: bool,
         pixel_range: (i32, i32),
     ) -> Self {
         let usable_values = values.iter().copied().filter(|value| value.is_finite() && (!is_log || *value > 0.0));
@@ -35,7 +35,7 @@ impl AxisScale {
             None if is_log => (least / 1.25, greatest * 1.25),
             None => {
                 let margin = if greatest > least { (greatest - least) * 0.05 } else { greatest.abs().max(1.0) * 0.05 };
-                let min_value = if from_zero && least >= 0.0 { 0.0 } else { least - margin };
+                let min_value = if starts_at_zero && least >= 0.0 { 0.0 } else { least - margin };
                 (min_value, greatest + margin)
             }
         };
@@ -82,9 +82,9 @@ impl AxisScale {
     }
 
     fn linear_ticks(&self) -> Vec<f64> {
-        let minimum_step = (self.max_value - self.min_value) / TICK_COUNT;
-        let magnitude = 10f64.powf(minimum_step.log10().floor());
-        let step = [1.0, 2.0, 5.0, 10.0].map(|nice| nice * magnitude).into_iter().find(|step| *step >= minimum_step);
+        let min_step = (self.max_value - self.min_value) / TICK_COUNT;
+        let magnitude = 10f64.powf(min_step.log10().floor());
+        let step = [1.0, 2.0, 5.0, 10.0].map(|nice| nice * magnitude).into_iter().find(|step| *step >= min_step);
         let step = step.unwrap_or(10.0 * magnitude);
         let first_index = (self.min_value / step).ceil() as i64;
         let last_index = (self.max_value / step).floor() as i64;
@@ -98,8 +98,8 @@ impl AxisScale {
         exponents.flat_map(|decade| leading_digits.iter().map(move |digit| digit * 10f64.powi(decade))).collect()
     }
 
-    /// Returns the parts of the line through `points` that lie within the vertical axis. All x must be within the
-    /// horizontal axis.
+    /// Returns the parts of the line through `points` that lie within the range of the vertical axis. All x must be
+    /// within the horizontal axis.
     pub fn clip_line(&self, points: &[(f64, f64)]) -> Vec<Vec<(f64, f64)>> {
         let mut segments: Vec<Vec<(f64, f64)>> = Vec::new();
         let mut segment: Vec<(f64, f64)> = Vec::new();
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn values_map_to_pixels_from_one_end_of_the_axis_to_the_other() {
+    fn values_are_mapped_to_pixels_along_the_axis() {
         let scale = AxisScale::new(&[], Some([1.0, 100.0]), true, true, (200, 0));
         assert_eq!([1.0, 10.0, 100.0, 1000.0].map(|value| scale.to_pixel(value)), [200, 100, 0, 0]);
         assert!(scale.is_visible(100.0) && !scale.is_visible(100.1));

@@ -2,7 +2,8 @@
 
 use plotters::style::RGBColor;
 
-/// Palette of Okabe and Ito, which colour-blind readers can distinguish. Yellow is omitted, being too pale on white.
+/// Colours of the series: the palette of Okabe and Ito, which colour-blind readers can distinguish, without its yellow,
+/// which is too pale on white.
 const SERIES_COLOURS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
@@ -19,7 +20,7 @@ pub const TEXT_COLOUR: RGBColor = RGBColor(40, 40, 40);
 pub const GRID_COLOUR: RGBColor = RGBColor(225, 225, 225);
 pub const REFERENCE_LINE_COLOUR: RGBColor = RGBColor(110, 110, 110);
 
-/// Font size of titles, in the unit of plotters, whose SVG contains this size divided by 1.24.
+/// Font size of titles, in units of the `plotters` crate, which divides them by 1.24 in the SVG.
 pub const TITLE_FONT_SIZE_PX: u32 = 20;
 /// Font size of axis and legend labels, in the unit of [`TITLE_FONT_SIZE_PX`].
 pub const TEXT_FONT_SIZE_PX: u32 = 17;
@@ -34,7 +35,7 @@ pub fn series_colour(index: usize) -> RGBColor {
 /// Shape of a series' markers, which distinguishes the series in print without colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MarkerShape {
-    /// Circle whose radius is the marker's.
+    /// Circle with the marker's radius.
     Circle,
     /// Square with horizontal sides.
     Square,

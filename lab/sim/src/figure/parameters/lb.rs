@@ -9,10 +9,10 @@ use crate::figure::job::{Job, ValueQuery};
 use crate::lb::Config;
 use crate::trace::TraceSource;
 
-/// Name of this kind of simulation in scenario files.
+/// Name of load balancer simulations in scenario files.
 pub const SIMULATION_KIND: &str = "lb";
 
-/// How the entries of a server's RSS indirection table are assigned to its cores.
+/// Assignment of the entries of a server's RSS indirection table to its cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum IndirectionTables {
@@ -34,7 +34,7 @@ parameters! {
         pub cores: u16,
         /// Number of packets that each core can serve per second. Unlimited by default.
         pub core_capacity: f64,
-        /// How the entries of a server's RSS indirection table are assigned to its cores. The default is `balanced`.
+        /// Assignment of the entries of a server's RSS indirection table to its cores. The default is `balanced`.
         pub indirection_tables: IndirectionTables,
         /// Replay speed relative to the recorded speed of the trace.
         pub replay_speed: f64,
@@ -76,7 +76,7 @@ impl LbParameters {
             seeds: if trace.varies_with_seed() { vec![seed] } else { (1..=seeds).collect() },
             trace,
             servers: self.servers.ok_or(missing_error("servers"))?,
-            cores: self.cores.ok_or(missing_error("cores"))?,
+            cores_per_server: self.cores.ok_or(missing_error("cores"))?,
             core_capacity_pps: self.core_capacity,
             replay_speed: self.replay_speed.unwrap_or(default_config.replay_speed),
             indirection_table_draw: match self.indirection_tables {
@@ -84,7 +84,7 @@ impl LbParameters {
                 Some(IndirectionTables::Balanced) | None => IndirectionTableDraw::Balanced,
             },
             policies: policies.to_vec(),
-            racks: self.racks,
+            rack_controller_count: self.racks,
             // Without racks the value has no effect. The default makes otherwise equal runs share one simulation.
             rack_candidates: self.racks.and(self.rack_candidates).unwrap_or(default_config.rack_candidates),
             table_delay_ms: self.table_delay_ms.unwrap_or(default_config.table_delay_ms),

@@ -43,7 +43,7 @@ pub enum ParameterError {
     RejectedConfig(String),
 }
 
-/// Returns the name of an enum variant in scenario files.
+/// Returns the name by which scenario files refer to an enum variant.
 fn variant_name(variant: &impl std::fmt::Debug) -> String {
     let debug_name = format!("{variant:?}");
     let kebab_case_parts = debug_name.char_indices().map(|(index, letter)| match letter {
@@ -87,7 +87,7 @@ macro_rules! parameters {
         pub struct $name { $($(#[$field_about])* pub $field: Option<$type>,)* }
 
         impl $name {
-            /// Returns these parameters, with those that are set in `over` replaced.
+            /// Returns a copy of these parameters in which those that `over` sets have its values.
             pub fn overridden_by(&self, over: Option<&Self>) -> Self {
                 let Some(over) = over else { return self.clone() };
                 Self { $($field: over.$field.clone().or_else(|| self.$field.clone()),)* }

@@ -6,7 +6,7 @@ use crate::figure::job::{Job, ValueQuery};
 use crate::path::{Config, ReportPhase};
 use crate::rpc::{Policy, ServiceTimeDistribution};
 
-/// Name of this kind of simulation in scenario files.
+/// Name of simulations of the whole request path in scenario files.
 pub const SIMULATION_KIND: &str = "path";
 
 parameters! {
@@ -33,7 +33,8 @@ parameters! {
         pub request_gap: f64,
         /// Interval between two reports of a server (ms).
         pub report_ms: f64,
-        /// When agents read their cores' loads, either `aligned` (all at once) or `random` (each at its own time).
+        /// Time at which agents read their cores' loads, either `aligned` (all at once) or `random` (each at its own
+        /// time).
         pub report_phase: ReportPhase,
         /// Duration of the windows in which the load variance is measured (ms).
         pub window_ms: f64,
@@ -74,11 +75,11 @@ impl PathParameters {
             policies: vec![self.policy.clone().ok_or(missing_error("policy"))?],
             dispatch_policies: vec![self.dispatch.clone().ok_or(missing_error("dispatch"))?.0],
             servers: self.servers.ok_or(missing_error("servers"))?,
-            cores: self.cores.ok_or(missing_error("cores"))?,
+            cores_per_server: self.cores.ok_or(missing_error("cores"))?,
             service: self.service.clone().ok_or(missing_error("service"))?.0,
             unit_us: self.unit_us.ok_or(missing_error("unit_us"))?,
             load: self.load.ok_or(missing_error("load"))?,
-            latency: self.latency.unwrap_or(default_config.latency),
+            interface_latency: self.latency.unwrap_or(default_config.interface_latency),
             requests_per_connection: self.requests_per_connection.unwrap_or(default_config.requests_per_connection),
             request_gap: self.request_gap.unwrap_or(default_config.request_gap),
             report_interval_ms: self.report_ms.unwrap_or(default_config.report_interval_ms),

@@ -7,7 +7,7 @@ use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, ValueQuery};
 use crate::pcc::{ArrivalProcess, ClusterUpdates, Config, LoadInfo, MAX_INDEX_BITS, MAX_TAG_BITS, Method};
 
-/// Name of this kind of simulation in scenario files.
+/// Name of simulations of per-connection consistency in scenario files.
 pub const SIMULATION_KIND: &str = "pcc";
 
 /// Published experiment that supplies the default parameters of a scenario.
@@ -40,7 +40,7 @@ parameters! {
         pub load_balancers: usize,
         /// Duration of each run after its warm-up (minutes).
         pub minutes: f64,
-        /// How recent the load information is that policies use.
+        /// Age of the load information that policies use, either `current` or `reported`.
         pub load_info: NamedChoice<LoadInfo>,
     }
 }
@@ -52,7 +52,9 @@ impl PccParameters {
             SweepAxis::Servers => parameters.servers = Some(to_integer(sweep_axis, value)?),
             SweepAxis::Connections => parameters.connections = Some(value),
             SweepAxis::UpdatesPerMinute => parameters.updates_per_minute = Some(value),
-            SweepAxis::ThresholdPct => parameters.method = Some(ParsedText(with_threshold(parameters.method, value)?)),
+            SweepAxis::ThresholdPct => {
+                parameters.method = Some(ParsedText(with_beamer_threshold(parameters.method, value)?))
+            }
             SweepAxis::TagBits | SweepAxis::IndexBits => {
                 parameters.method = Some(ParsedText(with_cookie_bits(parameters.method, sweep_axis, value)?))
             }
@@ -104,7 +106,7 @@ impl PccParameters {
     }
 }
 
-fn with_threshold(method: Option<ParsedText<Method>>, threshold_pct: f64) -> Result<Method, ParameterError> {
+fn with_beamer_threshold(method: Option<ParsedText<Method>>, threshold_pct: f64) -> Result<Method, ParameterError> {
     let sweep_axis = SweepAxis::ThresholdPct;
     match method {
         Some(ParsedText(Method::Beamer { .. })) if threshold_pct > 0.0 => {

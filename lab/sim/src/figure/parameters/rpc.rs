@@ -8,7 +8,7 @@ use crate::figure::job::{Job, ValueQuery};
 use crate::rpc::{self, Config, JbsrqOptions, PeakConfig, Policy, ServiceTimeDistribution};
 use coreward_model::dispatch::Lambda;
 
-/// Name of this kind of simulation in scenario files.
+/// Name of server simulations in scenario files.
 pub const SIMULATION_KIND: &str = "rpc";
 
 parameters! {
@@ -28,7 +28,7 @@ parameters! {
         pub requests: u64,
         /// Number of connections over which the requests are distributed.
         pub connections: NonZeroU32,
-        /// Duration of the windows into which a figure over time is divided.
+        /// Duration of the time windows for which a figure over time shows latencies.
         pub window: f64,
         /// Maximum number of requests that a dispatcher in front of the cores can process per short service time. Below
         /// this limit it adds no delay.
@@ -37,7 +37,7 @@ parameters! {
         pub slo: f64,
         /// Requests whose p99 latency the SLO bounds, either `short` (default) or `all`.
         pub slo_of: NamedChoice<rpc::SloMetric>,
-        /// Service time in whose multiples the SLO is given, either `short` (default) or `mean`.
+        /// Service time of which the SLO is a multiple, either `short` (default) or `mean`.
         pub slo_unit: NamedChoice<rpc::SloUnit>,
         /// Number of bisection steps in a search for the peak load.
         pub steps: u32,
@@ -72,7 +72,7 @@ impl RpcParameters {
             policy: self.policy.clone().ok_or(missing_error("policy"))?.0,
             cores: self.cores.ok_or(missing_error("cores"))?,
             service: self.service.clone().ok_or(missing_error("service"))?.0,
-            latency: self.latency.ok_or(missing_error("latency"))?,
+            interface_latency: self.latency.ok_or(missing_error("latency"))?,
             load: if is_peak_search { Config::default().load } else { self.load.ok_or(missing_error("load"))? },
             request_count: self.requests.ok_or(missing_error("requests"))?,
             seed,
@@ -89,7 +89,7 @@ impl RpcParameters {
             | Metric::Mean
             | Metric::LongAnsweredPct
             | Metric::BatchPct => {
-                let policy_capacity = config.policy.capacity(config.service.mean(), config.latency);
+                let policy_capacity = config.policy.capacity(config.service.mean(), config.interface_latency);
                 let dispatcher_limit = self.dispatcher_limit.unwrap_or(f64::INFINITY);
                 if config.load >= policy_capacity || throughput(&config, config.load) >= dispatcher_limit {
                     return Ok(None);
@@ -101,7 +101,7 @@ impl RpcParameters {
         Ok(Some((job, ValueQuery { throughput_limit: self.dispatcher_limit, seed, ..ValueQuery::for_metric(measure) })))
     }
 
-    /// Returns the search for the peak load of simulations with this configuration.
+    /// Returns the configuration of a peak-load search that runs simulations with `config`.
     fn peak_config(&self, config: Config, seed: u64) -> Result<PeakConfig, ParameterError> {
         Ok(PeakConfig {
             config,

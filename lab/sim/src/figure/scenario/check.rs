@@ -14,8 +14,16 @@ const MAX_SEEDS: u64 = 1_000;
 type CheckError = (Range<usize>, String);
 
 /// Checks a scenario. An error names the invalid value with its line and column.
-pub fn check(scenario: &Scenario, source: &Source) -> Result<(), Diagnostic> {
-    let checks = [check_seeds, check_kinds, check_names, check_axes, check_published_values, check_claims, check_runs];
+pub fn check_scenario(scenario: &Scenario, source: &Source) -> Result<(), Diagnostic> {
+    let checks = [
+        check_seeds,
+        check_simulation_kinds,
+        check_names,
+        check_axes,
+        check_published_values,
+        check_claims,
+        check_run_parameters,
+    ];
     checks.iter().try_for_each(|check| check(scenario)).map_err(|(span, message)| source.diagnostic_at(span, &message))
 }
 
@@ -27,7 +35,7 @@ fn check_seeds(scenario: &Scenario) -> Result<(), CheckError> {
     Err((scenario.seeds.span(), format!("{seeds} seeds: expected 1 to {MAX_SEEDS}")))
 }
 
-/// Returns those of the names rpc, lb, pcc and path whose element in `is_present` is true.
+/// Returns the names among rpc, lb, pcc and path whose element in `is_present` is true.
 fn present_kinds(is_present: [bool; 4]) -> Vec<&'static str> {
     ["rpc", "lb", "pcc", "path"]
         .into_iter()
@@ -36,7 +44,7 @@ fn present_kinds(is_present: [bool; 4]) -> Vec<&'static str> {
         .collect()
 }
 
-fn check_kinds(scenario: &Scenario) -> Result<(), CheckError> {
+fn check_simulation_kinds(scenario: &Scenario) -> Result<(), CheckError> {
     let scenario_kinds =
         present_kinds([scenario.rpc.is_some(), scenario.lb.is_some(), scenario.pcc.is_some(), scenario.path.is_some()]);
     // A live figure may also have series that the simulator produces.
@@ -73,7 +81,10 @@ fn check_kinds(scenario: &Scenario) -> Result<(), CheckError> {
     Ok(())
 }
 
-fn check_unique<'a>(item_kind: &str, mut names: impl Iterator<Item = &'a Spanned<String>>) -> Result<(), CheckError> {
+fn check_unique_names<'a>(
+    item_kind: &str,
+    mut names: impl Iterator<Item = &'a Spanned<String>>,
+) -> Result<(), CheckError> {
     let mut earlier_names = Vec::new();
     let duplicate = names.find(|name| {
         let is_duplicate = earlier_names.contains(name.get_ref());
@@ -95,8 +106,8 @@ fn check_names(scenario: &Scenario) -> Result<(), CheckError> {
     if scenario.series.is_empty() || scenario.panel.is_empty() {
         return Err((0..0, "no series or no panel: expected at least one of each".to_owned()));
     }
-    check_unique("series", scenario.series.iter().map(|series| &series.label))?;
-    check_unique("panel", scenario.panel.iter().map(|panel| &panel.title))?;
+    check_unique_names("series", scenario.series.iter().map(|series| &series.label))?;
+    check_unique_names("panel", scenario.panel.iter().map(|panel| &panel.title))?;
     scenario.panel.iter().flat_map(|panel| &panel.series).try_for_each(|label| check_series_exists(scenario, label))
 }
 
@@ -112,8 +123,8 @@ fn check_axes(scenario: &Scenario) -> Result<(), CheckError> {
             }
             continue;
         };
-        let is_over_time = *sweep.parameter.get_ref() == SweepAxis::Time;
-        if is_over_time != sweep.values.is_empty() {
+        let is_time_sweep = *sweep.parameter.get_ref() == SweepAxis::Time;
+        if is_time_sweep != sweep.values.is_empty() {
             return panel_error(
                 "x.values: expected values to sweep, and none for time, whose values come out of the run",
             );
@@ -223,7 +234,7 @@ fn check_claimed_x(
     Ok(())
 }
 
-fn check_runs(scenario: &Scenario) -> Result<(), CheckError> {
+fn check_run_parameters(scenario: &Scenario) -> Result<(), CheckError> {
     let run_plan_error = match scenario.plan_runs() {
         Ok(_) if scenario.live.is_some() => return Ok(()),
         Ok(plan) if plan.plot_points.is_empty() => {

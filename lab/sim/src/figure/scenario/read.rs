@@ -9,7 +9,7 @@ impl Scenario {
     pub fn parse(file_name: &str, text: &str) -> Result<Self, Diagnostic> {
         let source = Source::from_text(file_name, text);
         let scenario: Self = source.parse()?;
-        check::check(&scenario, &source)?;
+        check::check_scenario(&scenario, &source)?;
         Ok(scenario)
     }
 }

@@ -98,7 +98,7 @@ fn errors_name_the_position_and_the_expected_values() {
 }
 
 #[test]
-fn published_points_have_two_numbers_or_four_with_a_range() {
+fn published_point_has_two_or_four_numbers() {
     let published_toml =
         "[[published]]\nseries = \"JSQ\"\nsource = \"x\"\npoints = [[0.5, 1.0], [0.8, 2.0, 1.5, 2.5]]\n[[claim]]";
     let scenario = Scenario::parse("s.toml", &VALID_SCENARIO.replace("[[claim]]", published_toml)).unwrap();

@@ -26,13 +26,13 @@ pub struct RingLeaderServer {
     load_monitors: [LoadMonitor; 2],
     check_interval: Tick,
     next_check_at: Tick,
-    hint_line: DelayLine<(u8, LoadHint)>,
-    assignment_change_line: DelayLine<(u8, Vec<AssignmentChange>)>,
+    hints_to_allocator: DelayLine<(u8, LoadHint)>,
+    assignment_changes_to_nic: DelayLine<(u8, Vec<AssignmentChange>)>,
 }
 
-/// Number of consecutive epochs without waiting requests after which a service gives up a core. RingLeader does not
-/// publish it.
-const REQUIRED_CALM_EPOCHS: u32 = 4;
+/// Number of consecutive epochs without waiting requests after which a service gives up a core. RingLeader's paper does
+/// not state this number.
+const EPOCHS_WITHOUT_WAITING_REQUESTS: u32 = 4;
 
 impl RingLeaderServer {
     /// Creates a server with `cores` cores. Those beyond the number in `core_allocator` serve no requests. Load
@@ -58,7 +58,7 @@ impl RingLeaderServer {
             ScaleDownCondition {
                 epoch_length: epoch,
                 max_calm_queue_length: 0,
-                required_calm_epochs: REQUIRED_CALM_EPOCHS,
+                required_calm_epochs: EPOCHS_WITHOUT_WAITING_REQUESTS,
             },
         );
         Self {
@@ -67,44 +67,47 @@ impl RingLeaderServer {
             load_monitors: [monitor.clone(), monitor],
             check_interval,
             next_check_at: check_interval,
-            hint_line: DelayLine::new(latency),
-            assignment_change_line: DelayLine::new(latency),
+            hints_to_allocator: DelayLine::new(latency),
+            assignment_changes_to_nic: DelayLine::new(latency),
         }
     }
 
-    fn step(&mut self, now: Tick) {
-        if self.assignment_change_line.next_arrival() == now {
-            let Some((_, (service, changes))) = self.assignment_change_line.receive() else { return };
+    fn process_event(&mut self, now: Tick) {
+        if self.assignment_changes_to_nic.next_arrival_time() == now {
+            let Some((_, (service, changes))) = self.assignment_changes_to_nic.receive() else { return };
             for AssignmentChange { service, core, is_running } in changes {
                 self.server.dispatcher.set_enabled(service, core, is_running);
             }
             self.load_monitors[usize::from(service)].rearm();
             self.server.release_waiting_requests(now);
-        } else if self.hint_line.next_arrival() == now {
-            let Some((_, (service, hint))) = self.hint_line.receive() else { return };
+        } else if self.hints_to_allocator.next_arrival_time() == now {
+            let Some((_, (service, hint))) = self.hints_to_allocator.receive() else { return };
             let dispatcher = &self.server.dispatcher;
-            let other_service_waits = dispatcher.waiting_count(1 - service) > 0;
-            let changes = self.core_allocator.apply_load_hint(service, hint, other_service_waits, |service, core| {
-                dispatcher.ranks().outstanding_count(service, core)
-            });
-            self.assignment_change_line.send(now, (service, changes));
+            let is_other_service_waiting = dispatcher.waiting_request_count(1 - service) > 0;
+            let changes =
+                self.core_allocator.apply_load_hint(service, hint, is_other_service_waiting, |service, core| {
+                    dispatcher.ranks().outstanding_count(service, core)
+                });
+            self.assignment_changes_to_nic.send(now, (service, changes));
         } else {
             for service in [0, 1] {
                 let oldest_arrival =
                     self.server.waiting_requests[usize::from(service)].front().map(|request| request.arrived_at);
-                let peak_waiting_count = self.server.dispatcher.take_waiting_peak(service);
+                let peak_waiting_count = self.server.dispatcher.take_peak_waiting_count(service);
                 if let Some(hint) =
-                    self.load_monitors[usize::from(service)].check(now, oldest_arrival, peak_waiting_count)
+                    self.load_monitors[usize::from(service)].check_for_hint(now, oldest_arrival, peak_waiting_count)
                 {
-                    self.hint_line.send(now, (service, hint));
+                    self.hints_to_allocator.send(now, (service, hint));
                 }
             }
             self.next_check_at += self.check_interval;
         }
     }
 
-    fn next_event(&self) -> Tick {
-        self.next_check_at.min(self.hint_line.next_arrival()).min(self.assignment_change_line.next_arrival())
+    fn next_event_time(&self) -> Tick {
+        self.next_check_at
+            .min(self.hints_to_allocator.next_arrival_time())
+            .min(self.assignment_changes_to_nic.next_arrival_time())
     }
 }
 
@@ -112,16 +115,16 @@ impl<S: ResponseSink> Server<S> for RingLeaderServer {
     fn advance(&mut self, end_time: Tick, sink: &mut S) {
         // At the end of a run, monitoring continues until every request is answered.
         let is_run_ending = end_time == NEVER - 1;
-        while self.next_event() <= end_time && !(is_run_ending && self.server.outstanding_count == 0) {
-            let now = self.next_event();
+        while self.next_event_time() <= end_time && !(is_run_ending && self.server.outstanding_count == 0) {
+            let now = self.next_event_time();
             self.server.advance(now, sink);
-            self.step(now);
+            self.process_event(now);
         }
         self.server.advance(end_time, sink);
     }
 
-    fn offer(&mut self, request: Request) {
-        Server::<S>::offer(&mut self.server, request);
+    fn add_request(&mut self, request: Request) {
+        Server::<S>::add_request(&mut self.server, request);
     }
 
     fn outstanding_count(&self) -> u64 {

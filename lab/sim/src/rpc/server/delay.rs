@@ -23,7 +23,7 @@ impl<T> DelayLine<T> {
     }
 
     #[inline]
-    pub fn next_arrival(&self) -> Tick {
+    pub fn next_arrival_time(&self) -> Tick {
         self.in_flight.front().map_or(NEVER, |(at, _)| *at)
     }
 

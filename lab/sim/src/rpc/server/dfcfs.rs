@@ -11,17 +11,17 @@ use crate::rpc::ticks::Tick;
 /// assigns each request to the core that becomes free first (Kiefer and Wolfowitz, 1955).
 #[derive(Debug)]
 pub struct GroupedFcfsDispatcher {
-    latency: Tick,
+    interface_latency: Tick,
     cores_per_group: u16,
-    /// Time from which each core is idle, for every group.
+    /// Times from which the cores are idle, in one tree per group.
     core_idle_from_times: Vec<TournamentTree<Tick>>,
 }
 
 impl GroupedFcfsDispatcher {
-    /// Creates a dispatcher for idle cores. `latency` is the one-way latency between NIC and cores.
-    pub fn new(groups: u16, cores_per_group: u16, latency: Tick) -> Self {
+    /// Creates a dispatcher for idle cores. `interface_latency` is the one-way latency between NIC and cores.
+    pub fn new(groups: u16, cores_per_group: u16, interface_latency: Tick) -> Self {
         Self {
-            latency,
+            interface_latency,
             cores_per_group,
             core_idle_from_times: vec![TournamentTree::new(cores_per_group, 0); usize::from(groups)],
         }
@@ -30,11 +30,11 @@ impl GroupedFcfsDispatcher {
 
 impl Dispatcher for GroupedFcfsDispatcher {
     #[inline]
-    fn place(&mut self, now: u64, header: &DispatchHeader) -> Option<u16> {
+    fn place_request(&mut self, now: u64, header: &DispatchHeader) -> Option<u16> {
         let group_index = (u64::from(header.flow_hash) * self.core_idle_from_times.len() as u64) >> 32;
         let group_idle_from_times = &mut self.core_idle_from_times[group_index as usize];
-        let (core, idle_from) = group_idle_from_times.least();
-        group_idle_from_times.set_key(core, idle_from.max(now + self.latency) + header.expected_service_time);
+        let (core, idle_from) = group_idle_from_times.least_leaf();
+        group_idle_from_times.set_key(core, idle_from.max(now + self.interface_latency) + header.expected_service_time);
         Some(group_index as u16 * self.cores_per_group + core)
     }
 

@@ -8,11 +8,11 @@ use super::{Cores, Request, Response};
 use crate::rpc::ticks::{NEVER, Tick};
 
 /// Cores that serve their requests in order of arrival. A request starts when it reaches the core or when the previous
-/// request ends, whichever is later (Lindley's recursion, 1952). Its end is therefore known when it is dispatched. The
-/// only event of a request is its response at the NIC.
+/// request ends, whichever is later (Lindley's recursion, 1952). The end of a request is therefore known when it is
+/// dispatched. Its only event is the response at the NIC.
 #[derive(Debug)]
 pub struct FifoCores {
-    latency: Tick,
+    interface_latency: Tick,
     cores: Vec<Core>,
     /// Time at which each core's next response reaches the NIC.
     next_response_times: TournamentTree<Tick>,
@@ -27,10 +27,10 @@ struct Core {
 }
 
 impl FifoCores {
-    /// Creates idle cores. `latency` is the one-way latency between NIC and cores.
-    pub fn new(cores: u16, latency: Tick) -> Self {
+    /// Creates idle cores. `interface_latency` is the one-way latency between NIC and cores.
+    pub fn new(cores: u16, interface_latency: Tick) -> Self {
         Self {
-            latency,
+            interface_latency,
             cores: vec![Core::default(); usize::from(cores)],
             next_response_times: TournamentTree::new(cores, NEVER),
         }
@@ -48,10 +48,10 @@ impl Cores for FifoCores {
     #[inline]
     fn dispatch(&mut self, now: Tick, core: u16, request: Request) {
         let core_state = &mut self.cores[usize::from(core)];
-        let start = core_state.idle_from.max(now + self.latency);
-        core_state.idle_from = start + request.work;
+        let service_start = core_state.idle_from.max(now + self.interface_latency);
+        core_state.idle_from = service_start + request.work;
         core_state.total_work += request.work;
-        let response = Response { departed_at: core_state.idle_from + self.latency, request };
+        let response = Response { departed_at: core_state.idle_from + self.interface_latency, request };
         if core_state.unfinished_responses.is_empty() {
             self.next_response_times.set_key(core, response.departed_at);
         }
@@ -59,13 +59,13 @@ impl Cores for FifoCores {
     }
 
     #[inline]
-    fn next_event(&self) -> Tick {
-        self.next_response_times.least().1
+    fn next_event_time(&self) -> Tick {
+        self.next_response_times.least_leaf().1
     }
 
     #[inline]
-    fn step(&mut self) -> Option<(u16, Response)> {
-        let (core, _) = self.next_response_times.least();
+    fn process_next_event(&mut self) -> Option<(u16, Response)> {
+        let (core, _) = self.next_response_times.least_leaf();
         let core_state = &mut self.cores[usize::from(core)];
         let response = core_state.unfinished_responses.pop_front()?;
         self.next_response_times
@@ -75,10 +75,13 @@ impl Cores for FifoCores {
 
     fn busy_times(&self, now: Tick) -> Vec<Tick> {
         let remaining_work = |core: &Core| -> Tick {
-            let unfinished_responses =
-                core.unfinished_responses.iter().rev().take_while(|response| response.departed_at - self.latency > now);
+            let unfinished_responses = core
+                .unfinished_responses
+                .iter()
+                .rev()
+                .take_while(|response| response.departed_at - self.interface_latency > now);
             unfinished_responses
-                .map(|response| (response.departed_at - self.latency - now).min(response.request.work))
+                .map(|response| (response.departed_at - self.interface_latency - now).min(response.request.work))
                 .sum()
         };
         self.cores.iter().map(|core| core.total_work - remaining_work(core)).collect()

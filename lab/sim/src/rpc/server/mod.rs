@@ -1,7 +1,7 @@
 //! Simulated server, in which a dispatcher at the NIC sends requests over an interface with latency to the cores.
 //!
-//! The caller first calls [`Server::advance`] up to a time, then [`Server::offer`] for each request that arrives at
-//! this time. A simulation can therefore have many servers and advance each only at its own events.
+//! The caller first calls [`Server::advance`] up to a time, then [`Server::add_request`] for each request that arrives
+//! at this time. A simulation can therefore have many servers and advance each only at its own events.
 
 mod allocated;
 mod delay;
@@ -35,7 +35,7 @@ pub struct Request {
     pub arrived_at: Tick,
     /// Service time that the request needs at a core.
     pub work: Tick,
-    pub hash: u32,
+    pub request_hash: u32,
     /// RSS hash of the request's connection.
     pub flow_hash: u32,
     /// Number of the request's connection, if the policy uses connections.
@@ -52,7 +52,7 @@ impl Request {
         DispatchHeader {
             service: self.service,
             expected_service_time: self.work,
-            request_hash: self.hash,
+            request_hash: self.request_hash,
             flow_hash: self.flow_hash,
         }
     }
@@ -76,9 +76,9 @@ pub trait Server<S: ResponseSink> {
     fn advance(&mut self, end_time: Tick, sink: &mut S);
 
     /// Adds a request that arrives at the NIC. All events up to `request.arrived_at` must have been processed.
-    fn offer(&mut self, request: Request);
+    fn add_request(&mut self, request: Request);
 
-    /// Returns how many requests have arrived whose responses have not left the NIC yet.
+    /// Returns the number of requests that have arrived and whose responses have not left the NIC yet.
     fn outstanding_count(&self) -> u64;
 
     /// Returns each core's busy time until `now`. All events up to `now` must have been processed.
@@ -91,10 +91,10 @@ pub trait Cores {
     fn dispatch(&mut self, now: Tick, core: u16, request: Request);
 
     /// Returns the time of the next event, or [`super::ticks::NEVER`] if no request is outstanding.
-    fn next_event(&self) -> Tick;
+    fn next_event_time(&self) -> Tick;
 
     /// Processes the next event. If a response reaches the NIC, returns it with the core that sent it.
-    fn step(&mut self) -> Option<(u16, Response)>;
+    fn process_next_event(&mut self) -> Option<(u16, Response)>;
 
     /// Returns each core's busy time until `now`.
     fn busy_times(&self, now: Tick) -> Vec<Tick>;
@@ -117,7 +117,7 @@ impl<D: Dispatcher, C: Cores> NicServer<D, C> {
     /// Sends waiting requests to cores for as long as the dispatcher allows it.
     #[inline]
     fn release_waiting_requests(&mut self, now: Tick) {
-        while let Some(release) = self.dispatcher.release(now) {
+        while let Some(release) = self.dispatcher.release_request(now) {
             let request = self.waiting_requests[usize::from(release.service)].pop_front();
             self.cores.dispatch(now, release.core, request.expect("the dispatcher counts those that wait"));
         }
@@ -127,8 +127,8 @@ impl<D: Dispatcher, C: Cores> NicServer<D, C> {
 impl<D: Dispatcher, C: Cores, S: ResponseSink> Server<S> for NicServer<D, C> {
     #[inline]
     fn advance(&mut self, end_time: Tick, sink: &mut S) {
-        while self.cores.next_event() <= end_time {
-            let Some((core, response)) = self.cores.step() else { continue };
+        while self.cores.next_event_time() <= end_time {
+            let Some((core, response)) = self.cores.process_next_event() else { continue };
             self.dispatcher.record_completion(core, &response.request.header());
             self.release_waiting_requests(response.departed_at);
             self.outstanding_count -= 1;
@@ -137,9 +137,9 @@ impl<D: Dispatcher, C: Cores, S: ResponseSink> Server<S> for NicServer<D, C> {
     }
 
     #[inline]
-    fn offer(&mut self, request: Request) {
+    fn add_request(&mut self, request: Request) {
         self.outstanding_count += 1;
-        match self.dispatcher.place(request.arrived_at, &request.header()) {
+        match self.dispatcher.place_request(request.arrived_at, &request.header()) {
             Some(core) => self.cores.dispatch(request.arrived_at, core, request),
             None => self.waiting_requests[usize::from(request.service)].push_back(request),
         }

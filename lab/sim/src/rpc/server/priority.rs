@@ -9,8 +9,8 @@ use super::queued::Discipline;
 use crate::rpc::ticks::Tick;
 
 /// Cores that have one queue per service. A core serves the service of highest priority first, and its requests in
-/// order of arrival. A running request yields only at the end of a quantum, and only to one of higher priority. It
-/// continues later.
+/// order of arrival. A running request yields only at the end of a quantum, and only to a request of higher priority.
+/// It continues later.
 #[derive(Debug)]
 pub struct PriorityCores {
     quantum: Tick,
@@ -26,7 +26,7 @@ struct Core {
     last_service: u8,
     /// Waiting jobs of each service, by priority.
     waiting_jobs: Vec<VecDeque<Job>>,
-    /// Time for all requests that ran here and for switches, including the running request's remaining time.
+    /// Total time of all requests and switches on this core, including the remaining time of the running request.
     busy_time: Tick,
 }
 
@@ -68,8 +68,8 @@ impl Discipline for PriorityCores {
         match core_state.running_job {
             None => self.run_next_job(now, core, timers),
             Some(job) if request.service < job.request.service => {
-                let quanta = now.saturating_sub(core_state.started_at).div_ceil(self.quantum);
-                let end_of_quantum = (core_state.started_at + quanta * self.quantum).max(now);
+                let elapsed_quanta = now.saturating_sub(core_state.started_at).div_ceil(self.quantum);
+                let end_of_quantum = (core_state.started_at + elapsed_quanta * self.quantum).max(now);
                 // If the timer fires before the request ends, the request yields.
                 timers.set_key(core, timers.key(core).min(end_of_quantum));
             }

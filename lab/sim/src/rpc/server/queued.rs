@@ -7,7 +7,7 @@ use super::delay::DelayLine;
 use super::{Cores, Request, Response};
 use crate::rpc::ticks::{NEVER, Tick};
 
-/// Rule that determines in which order the cores serve their requests.
+/// Rule that determines the order in which cores serve their requests.
 pub trait Discipline {
     fn handle_arrival(&mut self, now: Tick, core: u16, request: Request, timers: &mut TournamentTree<Tick>);
 
@@ -46,17 +46,20 @@ impl<Q: Discipline> Cores for DisciplineCores<Q> {
     }
 
     #[inline]
-    fn next_event(&self) -> Tick {
-        self.requests_to_cores.next_arrival().min(self.timers.least().1).min(self.responses_to_nic.next_arrival())
+    fn next_event_time(&self) -> Tick {
+        self.requests_to_cores
+            .next_arrival_time()
+            .min(self.timers.least_leaf().1)
+            .min(self.responses_to_nic.next_arrival_time())
     }
 
-    fn step(&mut self) -> Option<(u16, Response)> {
-        let now = self.next_event();
-        if self.responses_to_nic.next_arrival() == now {
+    fn process_next_event(&mut self) -> Option<(u16, Response)> {
+        let now = self.next_event_time();
+        if self.responses_to_nic.next_arrival_time() == now {
             let (departed_at, (core, request)) = self.responses_to_nic.receive()?;
             return Some((core, Response { departed_at, request }));
         }
-        let (core, timer) = self.timers.least();
+        let (core, timer) = self.timers.least_leaf();
         if timer == now {
             self.timers.set_key(core, NEVER);
             if let Some(finished_request) = self.discipline.handle_timer(now, core, &mut self.timers) {

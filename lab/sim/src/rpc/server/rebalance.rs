@@ -6,9 +6,9 @@ use coreward_model::rss::IndirectionTable;
 use super::{FifoCores, NicServer, Request, ResponseSink, Server};
 use crate::rpc::ticks::Tick;
 
-/// Server that redistributes its buckets over the cores every T. It equalizes, as far as possible, the expected load of
-/// each core. This load is the core's queued work, plus the work that its buckets will bring within T according to
-/// their shares so far.
+/// Server that redistributes its RSS buckets over the cores at intervals of T. It equalizes, as far as possible, the
+/// expected load of each core. This load is the core's queued work, plus the work that its buckets will bring within T
+/// according to their shares so far.
 ///
 /// Queued requests stay at their cores, because the NIC cannot move requests that it has delivered to a core's memory.
 /// If they moved, the tail would be shorter than published. For exponential service on 12 cores at 80 % load, with
@@ -17,22 +17,22 @@ use crate::rpc::ticks::Tick;
 #[derive(Debug)]
 pub struct RebalancedServer {
     server: NicServer<RssDispatcher, FifoCores>,
-    regroup_interval: Tick,
-    next_regroup_at: Tick,
+    rebalance_interval: Tick,
+    next_rebalance_at: Tick,
     /// Total work of the requests that have arrived so far, for each bucket.
     bucket_work: Vec<u64>,
 }
 
 impl RebalancedServer {
-    /// Creates a server that redistributes its buckets every `regroup_interval` ticks.
-    pub fn new(server: NicServer<RssDispatcher, FifoCores>, regroup_interval: Tick) -> Self {
+    /// Creates a server that redistributes its buckets every `rebalance_interval` ticks.
+    pub fn new(server: NicServer<RssDispatcher, FifoCores>, rebalance_interval: Tick) -> Self {
         let bucket_count = server.dispatcher.table().entry_count();
-        Self { server, regroup_interval, next_regroup_at: regroup_interval, bucket_work: vec![0; bucket_count] }
+        Self { server, rebalance_interval, next_rebalance_at: rebalance_interval, bucket_work: vec![0; bucket_count] }
     }
 
-    fn regroup_buckets(&mut self, now: Tick) {
+    fn rebalance_buckets(&mut self, now: Tick) {
         let expected_work =
-            |work: &u64| (u128::from(*work) * u128::from(self.regroup_interval) / u128::from(now)) as u64;
+            |work: &u64| (u128::from(*work) * u128::from(self.rebalance_interval) / u128::from(now)) as u64;
         let expected_bucket_work: Vec<u64> = self.bucket_work.iter().map(expected_work).collect();
         let core_backlogs: Vec<u64> = self.server.cores.core_backlogs(now).collect();
         let table = IndirectionTable::new(&assign_buckets_to_cores(&expected_bucket_work, &core_backlogs))
@@ -44,23 +44,23 @@ impl RebalancedServer {
 impl<S: ResponseSink> Server<S> for RebalancedServer {
     fn advance(&mut self, end_time: Tick, sink: &mut S) {
         // While no request is outstanding, several redistributions have the same result as one.
-        while self.next_regroup_at <= end_time && self.server.outstanding_count > 0 {
-            self.server.advance(self.next_regroup_at, sink);
-            self.regroup_buckets(self.next_regroup_at);
-            self.next_regroup_at += self.regroup_interval;
+        while self.next_rebalance_at <= end_time && self.server.outstanding_count > 0 {
+            self.server.advance(self.next_rebalance_at, sink);
+            self.rebalance_buckets(self.next_rebalance_at);
+            self.next_rebalance_at += self.rebalance_interval;
         }
         self.server.advance(end_time, sink);
     }
 
-    fn offer(&mut self, request: Request) {
-        if self.next_regroup_at <= request.arrived_at {
-            let last_regroup_at = request.arrived_at / self.regroup_interval * self.regroup_interval;
-            self.regroup_buckets(last_regroup_at);
-            self.next_regroup_at = last_regroup_at + self.regroup_interval;
+    fn add_request(&mut self, request: Request) {
+        if self.next_rebalance_at <= request.arrived_at {
+            let last_rebalance_at = request.arrived_at / self.rebalance_interval * self.rebalance_interval;
+            self.rebalance_buckets(last_rebalance_at);
+            self.next_rebalance_at = last_rebalance_at + self.rebalance_interval;
         }
         let bucket = request.flow_hash as usize & (self.bucket_work.len() - 1);
         self.bucket_work[bucket] += request.work;
-        Server::<S>::offer(&mut self.server, request);
+        Server::<S>::add_request(&mut self.server, request);
     }
 
     fn outstanding_count(&self) -> u64 {

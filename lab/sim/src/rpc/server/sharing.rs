@@ -23,17 +23,17 @@ pub struct ProcessorSharing {
     /// Virtual time at `updated_at`, in fractions of a tick ([`FIXED_POINT_ONE`] is one tick).
     virtual_now: u128,
     updated_at: Tick,
-    /// Advance of virtual time per tick of simulated time, in the same unit.
+    /// Advance of virtual time per tick of simulated time, in the unit of `virtual_now`.
     virtual_time_per_tick: u128,
     next_end_at: Tick,
-    /// Number of the next job to arrive. It determines the order of jobs that end at the same time.
+    /// Number of the next arriving job. Jobs that end at the same time are ordered by their numbers.
     next_arrival_number: u64,
     /// Total busy time of all cores until `updated_at`.
     total_busy_time: Tick,
 }
 
-/// One tick of virtual time. With 32 fractional bits, its rate is exact to 1e-9 for any number of requests that fits
-/// into memory.
+/// One tick of virtual time in fixed-point representation. With 32 fractional bits, the rate of virtual time is exact
+/// to 1e-9 for any number of requests that fits into memory.
 const FIXED_POINT_ONE: u128 = 1 << 32;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,7 +83,7 @@ impl ProcessorSharing {
     }
 
     /// Updates the rate of virtual time and the next end after the number of jobs has changed.
-    fn update_rate(&mut self) {
+    fn update_virtual_time_rate(&mut self) {
         let job_count = self.jobs.len() as u128;
         self.virtual_time_per_tick = if job_count <= u128::from(self.core_count) {
             FIXED_POINT_ONE
@@ -103,13 +103,13 @@ impl Cores for ProcessorSharing {
     }
 
     #[inline]
-    fn next_event(&self) -> Tick {
-        self.requests_to_cores.next_arrival().min(self.next_end_at).min(self.responses_to_nic.next_arrival())
+    fn next_event_time(&self) -> Tick {
+        self.requests_to_cores.next_arrival_time().min(self.next_end_at).min(self.responses_to_nic.next_arrival_time())
     }
 
-    fn step(&mut self) -> Option<(u16, Response)> {
-        let now = self.next_event();
-        if self.responses_to_nic.next_arrival() == now {
+    fn process_next_event(&mut self) -> Option<(u16, Response)> {
+        let now = self.next_event_time();
+        if self.responses_to_nic.next_arrival_time() == now {
             return self
                 .responses_to_nic
                 .receive()
@@ -125,7 +125,7 @@ impl Cores for ProcessorSharing {
             self.jobs.push(Reverse(Job { virtual_end, arrival_number: self.next_arrival_number, request }));
             self.next_arrival_number += 1;
         }
-        self.update_rate();
+        self.update_virtual_time_rate();
         None
     }
 

@@ -24,7 +24,7 @@ pub struct ServerSpec<'a> {
     /// Number of classes in the distribution of service times.
     pub class_count: u8,
     /// One-way latency between NIC and cores.
-    pub latency: Tick,
+    pub interface_latency: Tick,
     /// Indirection table that policies with RSS use.
     pub indirection_table: &'a IndirectionTable,
 }
@@ -33,14 +33,14 @@ pub struct ServerSpec<'a> {
 pub trait ServerVisitor<S: ResponseSink> {
     type Output;
 
-    /// Uses the server, whose type the compiler knows.
+    /// Uses the server, whose concrete type is known at compile time.
     fn visit(self, server: impl Server<S> + 'static) -> Self::Output;
 }
 
 impl ServerSpec<'_> {
     /// Builds the server for the policy and passes it to `visitor`.
-    pub fn build<S: ResponseSink, V: ServerVisitor<S>>(&self, visitor: V) -> V::Output {
-        let Self { cores, latency, .. } = *self;
+    pub fn build_and_visit<S: ResponseSink, V: ServerVisitor<S>>(&self, visitor: V) -> V::Output {
+        let Self { cores, interface_latency: latency, .. } = *self;
         let fifo_cores = || FifoCores::new(cores, latency);
         match self.policy {
             Policy::CentralFcfs => {
@@ -88,7 +88,7 @@ impl ServerSpec<'_> {
         visitor: V,
         options: &JbsrqOptions,
     ) -> V::Output {
-        let Self { cores, latency, class_count: classes, .. } = *self;
+        let Self { cores, interface_latency: latency, class_count: classes, .. } = *self;
         let service_count = options.priorities.service_count(classes);
         let priority_cores =
             PriorityCores::new(cores, service_count, to_ticks(options.quantum), to_ticks(options.switch_cost));
@@ -98,15 +98,16 @@ impl ServerSpec<'_> {
             selection: scheduler,
             ..FirstEligibleOutConfig::strict_priority(0..service_count)
         };
-        let ranks = RankArrays::new(cores, &ranked_services, rank, depth);
+        let rank_arrays = RankArrays::new(cores, &ranked_services, rank, depth);
         let dispatcher =
-            JoinBoundedShortestRankedQueue::with_ranks(ranks, &scheduler_config).expect("1 to 64 services");
+            JoinBoundedShortestRankedQueue::with_ranks(rank_arrays, &scheduler_config).expect("1 to 64 services");
         let server = NicServer::new(dispatcher, DisciplineCores::new(cores, latency, priority_cores), service_count);
-        if options.assignment == CoreAssignmentMode::CompleteShare {
+        if options.core_assignment_mode == CoreAssignmentMode::CompleteShare {
             return visitor.visit(server);
         }
-        let allocation = CoreAllocator::new(options.assignment, options.worker_count(cores), options.reserved_cores);
-        visitor.visit(RingLeaderServer::new(server, cores, allocation, to_ticks(options.monitor_interval), latency))
+        let core_allocator =
+            CoreAllocator::new(options.core_assignment_mode, options.worker_count(cores), options.reserved_cores);
+        visitor.visit(RingLeaderServer::new(server, cores, core_allocator, to_ticks(options.monitor_interval), latency))
     }
 }
 

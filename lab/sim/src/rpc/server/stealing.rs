@@ -22,7 +22,7 @@ struct Core {
     request_in_service: Option<Request>,
     busy_until: Tick,
     queue: VecDeque<Request>,
-    /// Time for all requests that have started here, including the cost of stealing.
+    /// Total service time of all requests that have started on this core, including the cost of stealing.
     busy_time: Tick,
 }
 
@@ -36,7 +36,7 @@ impl StealingCores {
         }
     }
 
-    fn serve(
+    fn start_request(
         &mut self,
         now: Tick,
         core: u16,
@@ -63,7 +63,7 @@ impl StealingCores {
         if let Some(steal) = self.stealing_policy.next_steal()
             && let Some(request) = self.take_first_waiting_request(steal.victim)
         {
-            self.serve(now, steal.thief, request, self.stealing_cost, timers);
+            self.start_request(now, steal.thief, request, self.stealing_cost, timers);
         }
     }
 }
@@ -72,7 +72,7 @@ impl Discipline for StealingCores {
     fn handle_arrival(&mut self, now: Tick, core: u16, request: Request, timers: &mut TournamentTree<Tick>) {
         let core_state = &mut self.cores[usize::from(core)];
         if core_state.request_in_service.is_none() {
-            return self.serve(now, core, request, 0, timers);
+            return self.start_request(now, core, request, 0, timers);
         }
         core_state.queue.push_back(request);
         self.stealing_policy.set_queue_length(core, core_state.queue.len() as u32);
@@ -83,7 +83,7 @@ impl Discipline for StealingCores {
         let finished_request = self.cores[usize::from(core)].request_in_service.take();
         self.stealing_policy.set_busy(core, false);
         match self.take_first_waiting_request(core) {
-            Some(next_request) => self.serve(now, core, next_request, 0, timers),
+            Some(next_request) => self.start_request(now, core, next_request, 0, timers),
             None => self.steal_request(now, timers),
         }
         finished_request

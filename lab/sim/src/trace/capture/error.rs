@@ -1,7 +1,7 @@
 //! Errors that occur when a capture file is read.
 
-/// Maximum amount by which a time stamp may precede the one before (ns). The packet then gets the time of the packet
-/// before. Captures are slightly out of order because a NIC's queues are read in turn.
+/// Maximum time by which a packet's time stamp may precede that of the packet before (ns). The packet then gets the
+/// time of the packet before. Captures are slightly out of order because a NIC's queues are read in turn.
 pub const REORDER_TOLERANCE_NS: u64 = 10_000_000;
 
 #[derive(Debug, thiserror::Error)]
@@ -14,36 +14,38 @@ pub enum CaptureError {
     UnknownFormat { first_bytes: Vec<u8> },
     /// The file ends in the middle of a record.
     #[error(
-        "cut off in packet {number}: {packets_before} packets were read before, up to {last_s:.6} s after the first"
+        "cut off in packet {packet_number}: {packets_before} packets were read before, up to {last_s:.6} s after the first"
     )]
     Truncated {
-        /// Number of the incomplete record, counted from 1.
-        number: u64,
-        /// Number of complete packets before the record.
+        /// Number of the incomplete packet, counted from 1.
+        packet_number: u64,
+        /// Number of complete packets before the incomplete one.
         packets_before: u64,
         /// Time from the first packet to the last complete one (s).
         last_s: f64,
     },
     /// A record claims to be longer than any valid record.
-    #[error("packet {number} claims to have {bytes} bytes: expected at most {max_bytes}; the file is damaged there")]
+    #[error(
+        "packet {packet_number} claims to have {bytes} bytes: expected at most {max_bytes}; the file is damaged there"
+    )]
     OversizedPacket {
-        /// Number of the record, counted from 1.
-        number: u64,
+        /// Number of the oversized packet, counted from 1.
+        packet_number: u64,
         bytes: u64,
         max_bytes: u32,
     },
     /// A pcapng file contains an invalid block.
-    #[error("after packet {number} comes what is no pcapng block ({reason}): the file is damaged there")]
+    #[error("after packet {packet_number} comes what is no pcapng block ({reason}): the file is damaged there")]
     InvalidBlock {
         /// Number of packets before the invalid block.
-        number: u64,
+        packet_number: u64,
         reason: String,
     },
     /// The file cannot be read, or its compressed data is damaged.
-    #[error("after packet {number}: {error}")]
+    #[error("after packet {packet_number}: {error}")]
     ReadFailed {
         /// Number of packets before the error occurred.
-        number: u64,
+        packet_number: u64,
         error: std::io::Error,
     },
     /// The capture has a link layer that is not supported.
@@ -54,28 +56,28 @@ pub enum CaptureError {
     UnsupportedLinkType(u32),
     /// Packets were captured with too small a snap length to contain the ports.
     #[error(
-        "packet {number} was captured up to byte {captured_bytes} of {length}: its ports are behind; expected a snap \
+        "packet {packet_number} was captured up to byte {captured_bytes} of {wire_bytes}: its ports are behind; expected a snap \
          length of at least {min_snap_length} bytes (64 is enough for most, 96 for nearly all)"
     )]
     SnapLengthTooShort {
         /// Number of the packet, counted from 1.
-        number: u64,
+        packet_number: u64,
         captured_bytes: u32,
         /// Length of the packet on the wire (bytes).
-        length: u32,
+        wire_bytes: u32,
         /// Offset at which the ports end in a packet without options (bytes).
         min_snap_length: u32,
     },
     /// A packet's time stamp is much earlier than that of a packet before it.
     #[error(
-        "packet {number} is of {time_s:.9} s, {:.3} ms before packet {before} of {previous_s:.9} s: expected time \
+        "packet {packet_number} is of {time_s:.9} s, {:.3} ms before packet {before} of {previous_s:.9} s: expected time \
          stamps in order, or at most {tolerated} ms back (reordercap sorts a capture)", (previous_s - time_s) * 1e3,
-        before = number - 1, tolerated = REORDER_TOLERANCE_NS / 1_000_000
+        before = packet_number - 1, tolerated = REORDER_TOLERANCE_NS / 1_000_000
     )]
     Unsorted {
         /// Number of the packet, counted from 1.
-        number: u64,
-        /// Time of the packet (s since 1970).
+        packet_number: u64,
+        /// Time stamp of the packet (s since 1970).
         time_s: f64,
         /// Latest time stamp of all packets before it (s since 1970).
         previous_s: f64,

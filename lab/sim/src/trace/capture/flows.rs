@@ -21,7 +21,7 @@ const CLOSING_FLOW_TIMEOUT_NS: u64 = 2_000_000_000;
 
 /// Key of an IPv4 flow, composed of its addresses, ports and protocol.
 type Ipv4FlowKey = u128;
-/// Key of an IPv6 flow. The first part has the addresses, the second one the ports and protocol.
+/// Key of an IPv6 flow. Its first part has the addresses, and its second part has the ports and the protocol.
 type Ipv6FlowKey = ([u8; 32], u64);
 
 #[derive(Debug, Clone, Copy)]
@@ -29,7 +29,7 @@ enum FlowKey {
     V4(Ipv4FlowKey),
     V6(Ipv6FlowKey),
     /// The flow number is not in use.
-    None,
+    Unused,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -44,7 +44,8 @@ pub struct FlowTracker {
     ipv4_flow_numbers: HashMap<Ipv4FlowKey, u32, FixedState>,
     ipv6_flow_numbers: HashMap<Ipv6FlowKey, u32, FixedState>,
     flows: Vec<FlowState>,
-    /// Key of each flow by flow number. They are separate because every packet accesses `flows` but not the keys.
+    /// Keys of the flows, indexed by flow number. They are separate because every packet accesses `flows` but not the
+    /// keys.
     flow_keys: Vec<FlowKey>,
     free_flow_numbers: Vec<u32>,
     idle_timeout_ns: u64,
@@ -72,9 +73,9 @@ impl FlowTracker {
             }
             let ports = u64::from(record.ports) << 8 | u64::from(record.protocol);
             let (number, is_new) = if record.flags & FLAG_IPV6 == 0 {
-                self.find_or_add_ipv4_flow(u128::from(record.addresses) << 64 | u128::from(ports))
+                self.find_or_add_ipv4_flow(u128::from(record.addresses_or_index) << 64 | u128::from(ports))
             } else {
-                self.find_or_add_ipv6_flow((records.ipv6_addresses[record.addresses as usize], ports))
+                self.find_or_add_ipv6_flow((records.ipv6_addresses[record.addresses_or_index as usize], ports))
             };
             self.append_packet(record, number, is_new, batch);
         }
@@ -161,10 +162,10 @@ impl FlowTracker {
             if now_ns - flow.last_packet_ns < timeout_ns {
                 continue;
             }
-            match std::mem::replace(&mut self.flow_keys[number as usize], FlowKey::None) {
+            match std::mem::replace(&mut self.flow_keys[number as usize], FlowKey::Unused) {
                 FlowKey::V4(key) => self.ipv4_flow_numbers.remove(&key),
                 FlowKey::V6(key) => self.ipv6_flow_numbers.remove(&key),
-                FlowKey::None => continue,
+                FlowKey::Unused => continue,
             };
             self.free_flow_numbers.push(number);
             events.push(Packet { time_ns: now_ns, flow_number: number, wire_bytes: 0, event: FlowEvent::EXPIRES });
@@ -174,7 +175,7 @@ impl FlowTracker {
     }
 }
 
-/// Returns the 4-tuple of a flow, in which the sender is the client.
+/// Returns the 4-tuple of a flow, in which the client is the sender of the flow's packets.
 fn key_to_tuple(key: &FlowKey) -> FourTuple {
     let split_ports = |ports: u64| ((ports >> 24) as u16, (ports >> 8) as u16);
     match key {
@@ -188,6 +189,6 @@ fn key_to_tuple(key: &FlowKey) -> FourTuple {
             let address = |at: usize| Ipv6Addr::from(<[u8; 16]>::try_from(&addresses[at..at + 16]).expect("16 bytes"));
             FourTuple::ipv6((address(0), source), (address(16), destination))
         }
-        FlowKey::None => unreachable!("a flow that has just begun has a key"),
+        FlowKey::Unused => unreachable!("a flow that has just begun has a key"),
     }
 }

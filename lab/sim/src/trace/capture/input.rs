@@ -46,7 +46,7 @@ pub fn detect_format(first_bytes: &[u8]) -> FileFormat {
 /// Reader of a file from its beginning, including the magic number that has already been read.
 pub type InputReader = Box<dyn Read + Send>;
 
-/// File that has been opened and whose format is known.
+/// Opened file whose format is known.
 pub struct TraceInput {
     /// Reader of the decompressed contents.
     pub reader: InputReader,
@@ -90,7 +90,7 @@ fn peek_magic_number(mut reader: impl Read + Send + 'static) -> io::Result<(Vec<
     Ok((first_bytes, Box::new(complete_reader)))
 }
 
-/// Reader of all frames in a Zstandard file. The library alone would only decode a single frame.
+/// Reader of all frames in a Zstandard file. The library's decoder alone would stop after the first frame.
 struct ZstdReader {
     source: BufReader<InputReader>,
     decoder: FrameDecoder,

@@ -31,7 +31,7 @@ use self::input::TraceInput;
 pub use error::CaptureError;
 pub use input::FileFormat;
 
-/// Number of packet batches that circulate between the two threads.
+/// Number of packet batches that circulate between the thread that reads the file and the thread that uses the packets.
 const BATCH_COUNT: usize = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -41,7 +41,8 @@ pub struct ReadOptions {
 }
 
 impl Default for ReadOptions {
-    /// Returns an idle timeout of 60 s. Applications rarely pause longer, and memory is only needed for one minute.
+    /// Returns options with an idle timeout of 60 s. Applications rarely pause longer, and memory is only needed for
+    /// one minute.
     fn default() -> Self {
         Self { idle_timeout_ns: 60_000_000_000 }
     }
@@ -69,10 +70,10 @@ impl CaptureTrace {
         let read_file = move || {
             let mut frame_parser = records::FrameParser::new(filled_batch_sender, empty_batch_receiver);
             let result = match input.format {
-                FileFormat::Pcap => pcap::read(input.reader, &mut frame_parser),
-                _ => pcapng::read(input.reader, &mut frame_parser),
+                FileFormat::Pcap => pcap::read_capture(input.reader, &mut frame_parser),
+                _ => pcapng::read_capture(input.reader, &mut frame_parser),
             };
-            match result.and_then(|()| frame_parser.finish()) {
+            match result.and_then(|()| frame_parser.send_last_batch()) {
                 Ok(()) | Err(StopReason::ReceiverClosed) => Ok(()),
                 Err(StopReason::Error(error)) => Err(TraceError::Capture { path: path_text, error }),
             }

@@ -11,14 +11,14 @@ use super::headers::LinkType;
 use super::input::InputReader;
 use super::records::{Frame, FrameParser, StopReason};
 
-/// Number of bytes per read. They fit into a core's second-level cache together with the parsed records.
+/// Maximum number of bytes in each read. They fit into a core's second-level cache together with the parsed records.
 const CHUNK_BYTES: usize = 512 * 1024;
 const FILE_HEADER_BYTES: usize = 24;
 const RECORD_HEADER_BYTES: usize = 16;
 /// Maximum size of a record (bytes), as in libpcap (MAXIMUM_SNAPLEN).
 const MAX_RECORD_BYTES: u32 = 262_144;
 
-/// How numbers are encoded in a capture file.
+/// Encoding of the numbers in a capture file.
 #[derive(Clone, Copy)]
 struct Encoding {
     is_big_endian: bool,
@@ -34,23 +34,23 @@ impl Encoding {
 }
 
 /// Reads a whole file and passes its frames to `frame_parser`. An error names the fault and its position.
-pub fn read(mut reader: InputReader, frame_parser: &mut FrameParser) -> Result<(), StopReason> {
+pub fn read_capture(mut reader: InputReader, frame_parser: &mut FrameParser) -> Result<(), StopReason> {
     let mut header = [0; FILE_HEADER_BYTES];
     fill_buffer(&mut reader, &mut header, frame_parser)?;
     let (encoding, link_type) = parse_file_header(&header)?;
     // An incomplete record at the end of a chunk is moved to the start of the next one.
     let mut buffer = vec![0; CHUNK_BYTES + RECORD_HEADER_BYTES + MAX_RECORD_BYTES as usize];
-    let mut unparsed_bytes = 0;
+    let mut unparsed_byte_count = 0;
     loop {
-        let read_bytes =
-            read_chunk(&mut reader, &mut buffer[unparsed_bytes..unparsed_bytes + CHUNK_BYTES], frame_parser)?;
-        let filled_bytes = unparsed_bytes + read_bytes;
-        if read_bytes == 0 {
-            return if unparsed_bytes == 0 { Ok(()) } else { Err(frame_parser.truncation_error().into()) };
+        let read_byte_count =
+            read_chunk(&mut reader, &mut buffer[unparsed_byte_count..unparsed_byte_count + CHUNK_BYTES], frame_parser)?;
+        let filled_byte_count = unparsed_byte_count + read_byte_count;
+        if read_byte_count == 0 {
+            return if unparsed_byte_count == 0 { Ok(()) } else { Err(frame_parser.truncation_error().into()) };
         }
-        let parsed_bytes = read_records(&buffer[..filled_bytes], encoding, link_type, frame_parser)?;
-        buffer.copy_within(parsed_bytes..filled_bytes, 0);
-        unparsed_bytes = filled_bytes - parsed_bytes;
+        let parsed_byte_count = read_records(&buffer[..filled_byte_count], encoding, link_type, frame_parser)?;
+        buffer.copy_within(parsed_byte_count..filled_byte_count, 0);
+        unparsed_byte_count = filled_byte_count - parsed_byte_count;
     }
 }
 
@@ -74,23 +74,25 @@ fn read_records(
     link_type: LinkType,
     frame_parser: &mut FrameParser,
 ) -> Result<usize, StopReason> {
-    let mut parsed_bytes = 0;
-    while let Some(header) = bytes[parsed_bytes..].first_chunk::<RECORD_HEADER_BYTES>() {
+    let mut parsed_byte_count = 0;
+    while let Some(header) = bytes[parsed_byte_count..].first_chunk::<RECORD_HEADER_BYTES>() {
         let header_u32 = |offset: usize| {
             encoding.parse_u32([header[offset], header[offset + 1], header[offset + 2], header[offset + 3]])
         };
         let captured_bytes = header_u32(8);
         if captured_bytes > MAX_RECORD_BYTES {
             let (number, bytes) = (frame_parser.packet_count() + 1, u64::from(captured_bytes));
-            return Err(CaptureError::OversizedPacket { number, bytes, max_bytes: MAX_RECORD_BYTES }.into());
+            return Err(
+                CaptureError::OversizedPacket { packet_number: number, bytes, max_bytes: MAX_RECORD_BYTES }.into()
+            );
         }
-        let data_start = parsed_bytes + RECORD_HEADER_BYTES;
+        let data_start = parsed_byte_count + RECORD_HEADER_BYTES;
         let Some(data) = bytes.get(data_start..data_start + captured_bytes as usize) else { break };
         let time_ns = u64::from(header_u32(0)) * 1_000_000_000 + u64::from(header_u32(4)) * encoding.fraction_unit_ns;
         frame_parser.record_frame(link_type, &Frame { time_ns, wire_bytes: header_u32(12), data })?;
-        parsed_bytes = data_start + data.len();
+        parsed_byte_count = data_start + data.len();
     }
-    Ok(parsed_bytes)
+    Ok(parsed_byte_count)
 }
 
 fn read_chunk(reader: &mut InputReader, buffer: &mut [u8], frame_parser: &FrameParser) -> Result<usize, StopReason> {
@@ -102,17 +104,19 @@ fn read_chunk(reader: &mut InputReader, buffer: &mut [u8], frame_parser: &FrameP
             Err(error) if error.kind() == ErrorKind::UnexpectedEof => {
                 return Err(frame_parser.truncation_error().into());
             }
-            Err(error) => return Err(CaptureError::ReadFailed { number: frame_parser.packet_count(), error }.into()),
+            Err(error) => {
+                return Err(CaptureError::ReadFailed { packet_number: frame_parser.packet_count(), error }.into());
+            }
         }
     }
 }
 
 fn fill_buffer(reader: &mut InputReader, buffer: &mut [u8], frame_parser: &FrameParser) -> Result<(), StopReason> {
-    let mut filled_bytes = 0;
-    while filled_bytes < buffer.len() {
-        match read_chunk(reader, &mut buffer[filled_bytes..], frame_parser)? {
+    let mut filled_byte_count = 0;
+    while filled_byte_count < buffer.len() {
+        match read_chunk(reader, &mut buffer[filled_byte_count..], frame_parser)? {
             0 => return Err(frame_parser.truncation_error().into()),
-            read_bytes => filled_bytes += read_bytes,
+            read_bytes => filled_byte_count += read_bytes,
         }
     }
     Ok(())

@@ -10,7 +10,7 @@ use super::headers::{LinkType, SkipReason};
 use super::input::InputReader;
 use super::records::{Frame, FrameParser, StopReason};
 
-/// Initial size of the library's buffer, followed by the maximum size of a block (bytes).
+/// Initial size of the library's buffer (bytes). The next constant is the maximum size of a block.
 const INITIAL_BUFFER_BYTES: usize = 1 << 20;
 const MAX_BLOCK_BYTES: usize = 1 << 25;
 
@@ -20,17 +20,17 @@ struct FullBufferReader(InputReader);
 
 impl Read for FullBufferReader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let mut filled_bytes = 0;
-        while filled_bytes < buffer.len() {
-            match self.0.read(&mut buffer[filled_bytes..]) {
+        let mut filled_byte_count = 0;
+        while filled_byte_count < buffer.len() {
+            match self.0.read(&mut buffer[filled_byte_count..]) {
                 Ok(0) => break,
-                Ok(read_bytes) => filled_bytes += read_bytes,
+                Ok(read_bytes) => filled_byte_count += read_bytes,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::UnexpectedEof => break,
                 Err(error) => return Err(error),
             }
         }
-        Ok(filled_bytes)
+        Ok(filled_byte_count)
     }
 }
 
@@ -57,16 +57,16 @@ impl Interface {
 }
 
 /// Reads a whole file and passes its frames to `frame_parser`. An error names the fault and its position.
-pub fn read(reader: InputReader, frame_parser: &mut FrameParser) -> Result<(), StopReason> {
+pub fn read_capture(reader: InputReader, frame_parser: &mut FrameParser) -> Result<(), StopReason> {
     let mut block_reader = match PcapNGReader::new(INITIAL_BUFFER_BYTES, FullBufferReader(reader)) {
         Ok(file) => file,
         Err(error) => return Err(to_stop_reason(&error, frame_parser)),
     };
     let (mut interfaces, mut capacity) = (Vec::new(), INITIAL_BUFFER_BYTES);
     loop {
-        let consumed_bytes = match block_reader.next() {
+        let consumed_byte_count = match block_reader.next() {
             Ok((bytes, PcapBlockOwned::NG(block))) => {
-                record_block(&block, &mut interfaces, frame_parser)?;
+                parse_block(&block, &mut interfaces, frame_parser)?;
                 Ok(bytes)
             }
             Ok((bytes, _)) => Ok(bytes),
@@ -78,14 +78,14 @@ pub fn read(reader: InputReader, frame_parser: &mut FrameParser) -> Result<(), S
             }
             Err(error) => return Err(to_stop_reason(&error, frame_parser)),
         };
-        match consumed_bytes {
+        match consumed_byte_count {
             Ok(bytes) => block_reader.consume(bytes),
-            Err(()) => refill(&mut block_reader, capacity, frame_parser)?,
+            Err(()) => refill_block_reader(&mut block_reader, capacity, frame_parser)?,
         }
     }
 }
 
-fn refill(
+fn refill_block_reader(
     block_reader: &mut PcapNGReader<FullBufferReader>,
     capacity: usize,
     frame_parser: &FrameParser,
@@ -102,21 +102,24 @@ fn to_stop_reason(error: &PcapError<&[u8]>, frame_parser: &FrameParser) -> StopR
         PcapError::UnexpectedEof | PcapError::Incomplete(_) => frame_parser.truncation_error().into(),
         PcapError::BufferTooSmall => {
             let (number, bytes) = (frame_parser.packet_count() + 1, MAX_BLOCK_BYTES as u64 + 1);
-            CaptureError::OversizedPacket { number, bytes, max_bytes: MAX_BLOCK_BYTES as u32 }.into()
+            CaptureError::OversizedPacket { packet_number: number, bytes, max_bytes: MAX_BLOCK_BYTES as u32 }.into()
         }
         PcapError::ReadError => {
             let error =
                 std::io::Error::other("the file cannot be read any further (damaged compression, or the medium)");
-            CaptureError::ReadFailed { number: frame_parser.packet_count(), error }.into()
+            CaptureError::ReadFailed { packet_number: frame_parser.packet_count(), error }.into()
         }
         PcapError::NomError(_, kind) | PcapError::OwnedNomError(_, kind) => {
-            CaptureError::InvalidBlock { number: frame_parser.packet_count(), reason: format!("{kind:?}") }.into()
+            CaptureError::InvalidBlock { packet_number: frame_parser.packet_count(), reason: format!("{kind:?}") }
+                .into()
         }
-        other => CaptureError::InvalidBlock { number: frame_parser.packet_count(), reason: other.to_string() }.into(),
+        other => {
+            CaptureError::InvalidBlock { packet_number: frame_parser.packet_count(), reason: other.to_string() }.into()
+        }
     }
 }
 
-fn record_block(
+fn parse_block(
     block: &Block<'_>,
     interfaces: &mut Vec<Interface>,
     frame_parser: &mut FrameParser,
@@ -131,7 +134,7 @@ fn record_block(
         Block::EnhancedPacket(packet) => {
             let Some(interface) = interfaces.get(packet.if_id as usize) else {
                 let reason = format!("a packet of interface {}, which is not described", packet.if_id);
-                return Err(CaptureError::InvalidBlock { number: frame_parser.packet_count(), reason }.into());
+                return Err(CaptureError::InvalidBlock { packet_number: frame_parser.packet_count(), reason }.into());
             };
             let data = &packet.data[..packet.data.len().min(packet.caplen as usize)];
             match (interface.link_type, interface.time_ns(packet.ts_high, packet.ts_low)) {

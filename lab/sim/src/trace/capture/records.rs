@@ -7,8 +7,8 @@ use super::headers::{self, Addresses, FLAG_IPV6, LinkType, ParsedHeaders, SkipRe
 
 const PACKETS_PER_BATCH: usize = 32_768;
 
-/// Number of packets without ports above which reading stops, unless there are more packets with ports.
-const TOLERATED_CUT_OFF_COUNT: u64 = 100;
+/// Number of packets cut off before their ports above which reading stops, unless more packets have ports.
+const MAX_TOLERATED_CUT_OFF_PACKETS: u64 = 100;
 
 /// Reason why reading stopped before the end of the file.
 #[derive(Debug)]
@@ -30,8 +30,9 @@ impl From<CaptureError> for StopReason {
 pub struct Record {
     /// Time since the first packet of the file (ns).
     pub time_ns: u64,
-    /// Source and destination address in IPv4, or the index in [`RecordBatch::ipv6_addresses`] in IPv6.
-    pub addresses: u64,
+    /// Source and destination address of an IPv4 packet, or the index of an IPv6 packet in
+    /// [`RecordBatch::ipv6_addresses`].
+    pub addresses_or_index: u64,
     /// Source and destination port, with the source in the upper half.
     pub ports: u32,
     /// Length of the packet on the wire (bytes), at most 65,535.
@@ -50,7 +51,7 @@ pub struct RecordBatch {
     pub ipv6_addresses: Vec<[u8; 32]>,
     /// Number of skipped packets for each reason.
     skip_counts: [u64; SkipReason::COUNT],
-    /// Number of packets with earlier time stamps than the packets before them, within the tolerance.
+    /// Number of packets whose time stamp is earlier than that of the packet before, within the tolerance.
     pub reordered_packet_count: u64,
 }
 
@@ -72,7 +73,7 @@ impl RecordBatch {
     }
 }
 
-/// Packet as it is in a capture file.
+/// Packet as stored in a capture file.
 pub struct Frame<'a> {
     /// Time stamp of the packet (ns since 1970).
     pub time_ns: u64,
@@ -117,7 +118,7 @@ impl FrameParser {
     pub fn truncation_error(&self) -> CaptureError {
         let last_ns = self.first_packet_ns.map_or(0, |first_ns| self.latest_packet_ns - first_ns);
         CaptureError::Truncated {
-            number: self.packet_count + 1,
+            packet_number: self.packet_count + 1,
             packets_before: self.packet_count,
             last_s: last_ns as f64 / 1e9,
         }
@@ -141,15 +142,15 @@ impl FrameParser {
         self.record_batch.skip_counts[reason as usize] += 1;
     }
 
-    /// Returns the packet's time since the first packet, but not less than that of the packet before. Fails when the
-    /// time stamp is too much earlier.
+    /// Returns the packet's time since the first packet, but at least the time of the packet before. Fails when the
+    /// time stamp precedes that packet by more than the tolerance.
     #[inline]
     fn ordered_time_ns(&mut self, time_ns: u64) -> Result<u64, StopReason> {
         let first_ns = *self.first_packet_ns.get_or_insert(time_ns);
         if time_ns < self.latest_packet_ns {
             if self.latest_packet_ns - time_ns > REORDER_TOLERANCE_NS {
                 let (time_s, previous_s) = (time_ns as f64 / 1e9, self.latest_packet_ns as f64 / 1e9);
-                return Err(CaptureError::Unsorted { number: self.packet_count, time_s, previous_s }.into());
+                return Err(CaptureError::Unsorted { packet_number: self.packet_count, time_s, previous_s }.into());
             }
             self.record_batch.reordered_packet_count += 1;
         } else {
@@ -170,7 +171,7 @@ impl FrameParser {
         self.recorded_packet_count += 1;
         self.record_batch.packets.push(Record {
             time_ns,
-            addresses,
+            addresses_or_index: addresses,
             ports: parsed_headers.ports,
             wire_bytes: length.min(u32::from(u16::MAX)) as u16,
             protocol: parsed_headers.protocol,
@@ -182,12 +183,12 @@ impl FrameParser {
         self.cut_off_packet_count += 1;
         self.record_batch.skip_counts[SkipReason::CutOff as usize] += 1;
         self.first_cut_off_error.get_or_insert_with(|| CaptureError::SnapLengthTooShort {
-            number: self.packet_count,
+            packet_number: self.packet_count,
             captured_bytes: frame.data.len() as u32,
-            length: frame.wire_bytes,
+            wire_bytes: frame.wire_bytes,
             min_snap_length: link_type.min_snap_length(),
         });
-        if self.cut_off_packet_count > TOLERATED_CUT_OFF_COUNT { self.check_cut_off_count() } else { Ok(()) }
+        if self.cut_off_packet_count > MAX_TOLERATED_CUT_OFF_PACKETS { self.check_cut_off_count() } else { Ok(()) }
     }
 
     /// Fails if most packets so far have been cut off before their ports. A few packets, with long chains of IPv6
@@ -209,7 +210,7 @@ impl FrameParser {
     }
 
     /// Checks and sends the last batch at the end of the file.
-    pub fn finish(mut self) -> Result<(), StopReason> {
+    pub fn send_last_batch(mut self) -> Result<(), StopReason> {
         self.check_cut_off_count()?;
         self.send_batch()
     }

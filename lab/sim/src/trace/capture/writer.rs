@@ -15,7 +15,7 @@ const HEADERS_BYTES: usize = 54;
 /// A flow's first packet has SYN and its last one FIN. Times are in nanoseconds, because microseconds would lose the
 /// order. Each packet is truncated to `snap_length` bytes (at least 54). A history has no packets and is omitted. Fails
 /// when the trace cannot be read or the capture cannot be written. Panics when a flow is IPv6.
-pub fn write(trace: &mut dyn Trace, snap_length: usize, mut output: impl Write) -> io::Result<u64> {
+pub fn write_capture(trace: &mut dyn Trace, snap_length: usize, mut output: impl Write) -> io::Result<u64> {
     let snap_length = snap_length.max(HEADERS_BYTES);
     let mut file_header = Vec::with_capacity(24);
     for header_word in [0xa1b2_3c4d, 0x0004_0002, 0, 0, snap_length as u32, 1] {
