@@ -110,7 +110,13 @@ mod tests {
         let writer = Mutex::new(File::create(file.path()).unwrap());
         let subscriber = tracing_subscriber::fmt().event_format(LogFormat::Json).with_writer(writer).finish();
         tracing::subscriber::with_default(subscriber, || {
-            tracing::warn!(event = "server-state", id = 7, ratio = 0.5, down = true, "s1 is \"down\":\nno answer");
+            tracing::warn!(
+                event = "server-state-changed",
+                id = 7,
+                ratio = 0.5,
+                down = true,
+                "s1 is \"down\":\nno answer"
+            );
             tracing::info!("plain");
         });
         let text = fs::read_to_string(file.path()).unwrap();
@@ -120,7 +126,7 @@ mod tests {
             humantime::parse_rfc3339(timestamp.as_str().unwrap()).unwrap();
         }
         let expected = serde_json::json!([
-            { "level": "WARN", "message": "s1 is \"down\":\nno answer", "event": "server-state", "id": 7,
+            { "level": "WARN", "message": "s1 is \"down\":\nno answer", "event": "server-state-changed", "id": 7,
               "ratio": 0.5, "down": true },
             { "level": "INFO", "message": "plain" },
         ]);

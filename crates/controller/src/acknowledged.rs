@@ -1,6 +1,6 @@
 //! Acknowledgements and rejections (NACKs) of the newest configuration, and rejections of tables.
 
-use coreward_api::types::{Acknowledgements, RefusedUpdate, Waiting};
+use coreward_api::types::{Acknowledgements, PeerGeneration, RefusedUpdate};
 use coreward_metrics::snapshot::Snapshot;
 use coreward_wire::v1;
 
@@ -28,15 +28,15 @@ const MAX_LISTED_PEERS: usize = 100;
 const LOAD_BALANCER_KIND: &str = "lb";
 const AGENT_KIND: &str = "agent";
 
-fn waiting_peer(component: &str, name: &str, configuration_generation: u64) -> Waiting {
-    Waiting { part: component.to_owned(), name: name.to_owned(), configuration_generation }
+fn waiting_peer(component: &str, name: &str, configuration_generation: u64) -> PeerGeneration {
+    PeerGeneration { component: component.to_owned(), name: name.to_owned(), configuration_generation }
 }
 
 impl Controller {
     pub fn acknowledgements(&self, now: Now) -> Acknowledgements {
         let newest_generation = self.fleet.generation;
         let peers = self.peers(now);
-        let waiting_peers: Vec<Waiting> = peers
+        let waiting_peers: Vec<PeerGeneration> = peers
             .iter()
             .filter(|(_, _, confirmed_generation, _)| *confirmed_generation < newest_generation)
             .map(|(component, name, confirmed_generation, _)| waiting_peer(component, name, *confirmed_generation))
@@ -55,11 +55,11 @@ impl Controller {
         Acknowledgements {
             configuration_generation: newest_generation,
             acknowledged_count: peers.len() as u64 - waiting_count,
-            waiting_count,
-            waiting: waiting_peers.into_iter().take(MAX_LISTED_PEERS).collect(),
+            pending_count: waiting_count,
+            pending_peers: waiting_peers.into_iter().take(MAX_LISTED_PEERS).collect(),
             refused_count,
             refused: all_refused_updates.into_iter().take(MAX_LISTED_PEERS).collect(),
-            disconnected: lost_load_balancers.take(MAX_LISTED_PEERS).collect(),
+            disconnected_load_balancers: lost_load_balancers.take(MAX_LISTED_PEERS).collect(),
         }
     }
 

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use coreward_api::types::{CountedConnections, DrainStatus, Drained, DrainedBy, ReportState};
+use coreward_api::types::{ActiveDrain, ConnectionCounts, DrainOrigin, DrainStatus, ReportState};
 use coreward_model::ServerId;
 use coreward_model::tuple::Protocol;
 
@@ -44,14 +44,14 @@ impl Controller {
             server: server.name.clone(),
             state: state_reason.state,
             state_reason: state_reason.reason,
-            reports: agent.report_state(now),
-            drained: drain,
-            remaining,
-            waits_for,
-            connections: agent
+            report_state: agent.report_state(now),
+            drain,
+            remaining_connections: remaining,
+            unknown_count_reasons: waits_for,
+            connection_counts: agent
                 .connection_count(now)
                 .map(|connection_count| to_counted_connections(connection_count, now)),
-            not_counted: drained_services
+            uncounted_services: drained_services
                 .iter()
                 .filter(|service| !has_counted_connections(service))
                 .map(|service| service.name.clone())
@@ -59,21 +59,25 @@ impl Controller {
         })
     }
 
-    pub(super) fn drain_of(&self, id: ServerId, now: Now) -> Option<Drained> {
+    pub(super) fn drain_of(&self, id: ServerId, now: Now) -> Option<ActiveDrain> {
         let server = &self.fleet.servers[&id];
         if server.admin_state == AdminState::Left {
             return None;
         }
         if let Some(drain) = &server.drain {
             let drain_duration = now.record_time.saturating_sub(drain.changed_at);
-            return Some(Drained {
-                by: DrainedBy::Command,
+            return Some(ActiveDrain {
+                origin: DrainOrigin::Command,
                 since_unix_ms: Some(now.wall.saturating_sub(drain_duration).as_millis() as u64),
                 services: drain.services.iter().flatten().cloned().collect(),
             });
         }
         let is_drained_by_document = server.admin_state == AdminState::Draining || server.weight.get() == 0;
-        is_drained_by_document.then_some(Drained { by: DrainedBy::Document, since_unix_ms: None, services: Vec::new() })
+        is_drained_by_document.then_some(ActiveDrain {
+            origin: DrainOrigin::Document,
+            since_unix_ms: None,
+            services: Vec::new(),
+        })
     }
 
     /// Returns the present and past services of the server in which it currently takes no new connections.
@@ -137,7 +141,7 @@ fn has_counted_connections(service: &FleetService) -> bool {
     service.address.protocol == Protocol::Tcp
 }
 
-pub(super) fn to_counted_connections(connection_count: &ConnectionCount, now: Now) -> CountedConnections {
+pub(super) fn to_counted_connections(connection_count: &ConnectionCount, now: Now) -> ConnectionCounts {
     let connections_by_service: BTreeMap<String, u32> = connection_count.connections_by_service.clone();
-    CountedConnections { age_ms: connection_count.age(now).as_millis() as u64, services: connections_by_service }
+    ConnectionCounts { age_ms: connection_count.age(now).as_millis() as u64, connections_by_service }
 }

@@ -94,8 +94,8 @@ impl Harness {
 
     fn drain_wait_reasons(&self, now: Now) -> Vec<String> {
         let drain_status = self.drain_status(now);
-        assert_eq!(drain_status.remaining, None);
-        drain_status.waits_for
+        assert_eq!(drain_status.remaining_connections, None);
+        drain_status.unknown_count_reasons
     }
 }
 
@@ -107,7 +107,7 @@ fn drained_connections_are_counted_after_all_load_balancers_confirmed() {
     let generation_before_drain = harness.records.generation;
     harness.send_report(&session, Some((0, generation_before_drain, 7)), at(10));
     assert_eq!(
-        (harness.drain_status(at(10)).remaining, harness.drain_status(at(10)).waits_for.len()),
+        (harness.drain_status(at(10)).remaining_connections, harness.drain_status(at(10)).unknown_count_reasons.len()),
         (None, 0),
         "it is not drained"
     );
@@ -127,12 +127,15 @@ fn drained_connections_are_counted_after_all_load_balancers_confirmed() {
     harness.send_report(&session, Some((0, generation_before_drain, 0)), at(13));
     assert_eq!(harness.drain_wait_reasons(at(13)), [expected_count_reason], "it began before the agent knew");
     harness.send_report(&session, Some((0, generation, 3)), at(13));
-    assert_eq!(harness.drain_status(at(13)).remaining, Some(3), "of the service in which it is drained");
+    assert_eq!(harness.drain_status(at(13)).remaining_connections, Some(3), "of the service in which it is drained");
     let generation = harness.drain_s1(&[], at(13));
     balancer_sessions.iter().for_each(|session| harness.confirm_configuration(*session, generation, at(13)));
     harness.send_report(&session, Some((0, generation, 3)), at(14));
     let drain_status = harness.drain_status(at(14));
-    assert_eq!((drain_status.remaining, drain_status.not_counted), (Some(103), vec!["dns".to_owned()]));
+    assert_eq!(
+        (drain_status.remaining_connections, drain_status.uncounted_services),
+        (Some(103), vec!["dns".to_owned()])
+    );
     assert_eq!(harness.displayed_open_connections(at(14)), [103, 103], "connections of services, and no other sockets");
 }
 
@@ -153,9 +156,15 @@ fn drain_waits_for_missing_confirmations() {
     assert_eq!(harness.drain_wait_reasons(at(11)), [expected_first_count_reason]);
     let generation = harness.records.generation;
     harness.send_report(&session, Some((0, generation, 0)), at(11));
-    assert_eq!(harness.drain_status(at(11)).remaining, Some(100));
+    assert_eq!(harness.drain_status(at(11)).remaining_connections, Some(100));
     let disconnected_names = |now| {
-        harness.controller.acknowledgements(now).disconnected.into_iter().map(|peer| peer.name).collect::<Vec<_>>()
+        harness
+            .controller
+            .acknowledgements(now)
+            .disconnected_load_balancers
+            .into_iter()
+            .map(|peer| peer.name)
+            .collect::<Vec<_>>()
     };
     assert_eq!((disconnected_names(at(11)), disconnected_names(at(80))), (vec![], vec!["lb1".to_owned()]));
     // The server's agent is gone, so its count is valid no longer than its report.

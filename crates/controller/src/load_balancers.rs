@@ -274,12 +274,12 @@ impl LoadBalancers {
     pub fn stamped_packets(&self, service: &str) -> StampedService {
         let reported_states = self.by_name.values().filter_map(|balancer| balancer.reported_state.as_ref());
         let stamped_services = reported_states.flat_map(|(state, _)| &state.stamped_services);
-        let zero_counts = StampedService { service: service.to_owned(), by_cookie: 0, by_flow_table: 0 };
+        let zero_counts = StampedService { service: service.to_owned(), cookie_packets: 0, flow_table_packets: 0 };
         stamped_services.filter(|stamped_service| stamped_service.service == service).fold(
             zero_counts,
             |sum, stamped| StampedService {
-                by_cookie: sum.by_cookie.saturating_add(stamped.by_cookie),
-                by_flow_table: sum.by_flow_table.saturating_add(stamped.by_flow_table),
+                cookie_packets: sum.cookie_packets.saturating_add(stamped.by_cookie),
+                flow_table_packets: sum.flow_table_packets.saturating_add(stamped.by_flow_table),
                 ..sum
             },
         )

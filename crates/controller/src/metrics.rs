@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use coreward_api::types::{DrainedBy, ReportState, Server, ServerState, Status};
+use coreward_api::types::{DrainOrigin, ReportState, Server, ServerState, Status};
 use coreward_metrics::component;
 use coreward_metrics::component::{CONFIGURATION_GENERATION, SERVER_WARNINGS, TABLE_GENERATION};
 use coreward_metrics::metrics;
@@ -138,22 +138,22 @@ impl Controller {
 
 fn add_server_metrics(snapshot: &mut Snapshot, server: &Server) {
     let server_name = server.name.as_str();
-    if server.reports != ReportState::None && server.state != ServerState::Gone {
+    if server.report_state != ReportState::None && server.state != ServerState::Gone {
         snapshot.add_value(&SERVER_REPORT_AGE_SECONDS, [server_name], to_seconds(server.report_age_ms));
-        snapshot.add_indexed_values(&SERVER_CORE_LOAD_RATIO, server_name, server.core_load.iter().copied());
+        snapshot.add_indexed_values(&SERVER_CORE_LOAD_RATIO, server_name, server.core_loads.iter().copied());
     }
     snapshot.add_value(&SERVER_OPEN_CONNECTIONS, [server_name], server.open_connections.into());
-    if let Some(counted_connections) = server.connections.as_ref().filter(|_| server.state != ServerState::Gone) {
-        for (service, count) in &counted_connections.services {
+    if let Some(counted_connections) = server.connection_counts.as_ref().filter(|_| server.state != ServerState::Gone) {
+        for (service, count) in &counted_connections.connections_by_service {
             snapshot.add_value(&SERVER_SERVICE_CONNECTIONS, [server_name, service], (*count).into());
         }
     }
-    let is_drained_by_command = server.drained.as_ref().is_some_and(|drain| drain.by == DrainedBy::Command);
+    let is_drained_by_command = server.drain.as_ref().is_some_and(|drain| drain.origin == DrainOrigin::Command);
     snapshot.add_value(&SERVER_DRAINED, [server_name], f64::from(u8::from(is_drained_by_command)));
     component::add_server_counters(
         snapshot,
         server_name,
-        (server.rss_matched, server.rss_mismatched),
+        (server.rss_matched_syns, server.rss_mismatched_syns),
         server.counters.iter(),
     );
     snapshot.add_value(&SERVER_WARNINGS, [server_name], server.warnings.len() as f64);

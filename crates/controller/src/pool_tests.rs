@@ -302,7 +302,7 @@ fn servers_with_lb_stamping_need_no_agent() {
     let server = ServerId::try_from(1).unwrap();
     assert!(!fleet.is_stamping_server(server));
     assert!(!fleet.agent_configuration(server, &BTreeSet::new()).services[0].mode.is_stamped_by_servers());
-    assert!(harness.controller.keys(at(10)).waiting_for.is_empty());
+    assert!(harness.controller.keys(at(10)).pending_peers.is_empty());
 
     let (address, client) = (configuration.services[0].address, "10.1.0.7:1024".parse().unwrap());
     let tuple = FourTuple::new(client, address.vip_and_port).unwrap();

@@ -180,7 +180,7 @@ impl Controller {
             RackStatus {
                 name: name.clone(),
                 version: rack.version.clone(),
-                age_ms: now.monotonic.saturating_sub(rack.last_message_at).as_millis() as u32,
+                last_message_age_ms: now.monotonic.saturating_sub(rack.last_message_at).as_millis() as u32,
                 servers: server_names,
                 permitted_servers: permitted_server_counts.server_count(name),
             }

@@ -81,7 +81,7 @@ fn any_rack_may_report_for_any_server_by_default() {
     assert_eq!(harness.configured_streams(rack_session), [(1, 0)]);
     let status = harness.controller.status(at(0));
     assert_eq!((status.racks[0].permitted_servers, &status.racks[0].servers), (2, &vec!["s0".to_owned()]));
-    assert_eq!((status.servers[0].rack.as_deref(), &status.servers[0].racks), (Some("r1"), &None));
+    assert_eq!((status.servers[0].rack.as_deref(), &status.servers[0].permitted_racks), (Some("r1"), &None));
 }
 
 #[test]
@@ -102,7 +102,7 @@ fn rack_reports_only_for_servers_that_name_it() {
     let status = harness.controller.status(at(0));
     let permitted_server_counts: Vec<u32> = status.racks.iter().map(|rack| rack.permitted_servers).collect();
     assert_eq!(permitted_server_counts, [2, 1]);
-    assert_eq!(status.servers[1].racks, Some(Vec::new()));
+    assert_eq!(status.servers[1].permitted_racks, Some(Vec::new()));
     assert_eq!((status.refused_reports["unknown_rack"], status.refused_reports["foreign_rack"]), (1, 2));
     let summary = v1::RackSummary { server_id: vec![2], cores: vec![1], load_sum: vec![0.5], ..Default::default() };
     let rejection = harness.controller.record_rack_summaries(first, &[summary], at(0)).unwrap_err();

@@ -167,15 +167,15 @@ impl Controller {
     pub fn keys_summary(&self, now: Now) -> Keys {
         let key_ring = &self.fleet.key_ring;
         Keys {
-            current: key_ring.keys.current_key_index.get() as u32,
+            current_key: key_ring.keys.current_key_index.get() as u32,
             current_since_unix_s: self.key_start_unix_s(now),
-            phase: match key_ring.phase {
+            rotation_phase: match key_ring.phase {
                 KeyPhase::Steady => ShownPhase::Steady,
                 KeyPhase::Announced { .. } => ShownPhase::Announced,
             },
-            generation: key_ring.generation,
-            waiting_for: self.unconfirmed_load_balancers(self.is_announcement_forced(), now).collect(),
-            shortest_life_s: self.fleet.max_connection_lifetime.as_secs(),
+            configuration_generation: key_ring.generation,
+            pending_peers: self.unconfirmed_load_balancers(self.is_announcement_forced(), now).collect(),
+            min_key_age_s: self.fleet.max_connection_lifetime.as_secs(),
             rotation_interval_s: self.fleet.key_rotation_interval.map_or(0, |interval| interval.as_secs()),
         }
     }
@@ -191,7 +191,7 @@ impl Controller {
     #[cfg(test)]
     pub fn keys(&self, now: Now) -> Keys {
         let mut keys = self.keys_summary(now);
-        keys.waiting_for
+        keys.pending_peers
             .extend(self.servers_after(None).filter_map(|(id, server)| self.agent_delaying_keys(id, server, now)));
         keys
     }

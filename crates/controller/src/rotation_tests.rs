@@ -311,7 +311,10 @@ fn key_rotation_has_two_phases_and_changes_the_stamping_key() {
     assert_eq!(announced_key_ring.keys.current_key_index, first_key_ring.keys.current_key_index);
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None), "no daemon has confirmed it");
     let keys_status = harness.controller.keys(harness.now());
-    assert_eq!((keys_status.phase, keys_status.waiting_for.len()), (ShownPhase::Announced, 2 + SERVER_COUNT));
+    assert_eq!(
+        (keys_status.rotation_phase, keys_status.pending_peers.len()),
+        (ShownPhase::Announced, 2 + SERVER_COUNT)
+    );
     harness.deliver_and_confirm_all_configurations();
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(Some(KeyStep::Switch)));
     harness.take_key_step(KeyStep::Switch);
@@ -320,7 +323,7 @@ fn key_rotation_has_two_phases_and_changes_the_stamping_key() {
         (switched_key_ring.keys.keys, switched_key_ring.keys.current_key_index.get()),
         (announced_key_ring.keys.keys, 1)
     );
-    assert_eq!(harness.controller.keys(harness.now()).phase, ShownPhase::Steady);
+    assert_eq!(harness.controller.keys(harness.now()).rotation_phase, ShownPhase::Steady);
     assert!(harness.are_all_stamps_readable());
 }
 

@@ -3,7 +3,7 @@
 use std::ops::Bound;
 use std::time::Duration;
 
-use coreward_api::types::{CheckedBy, ServerState, ServiceMember};
+use coreward_api::types::{HealthCheckResult, ServerState, ServiceMember};
 use coreward_model::health::{HealthVerdict, Probe};
 use coreward_model::{ServerId, ServiceAddress};
 
@@ -51,21 +51,21 @@ impl Controller {
     fn service_member(&self, service: &Service, id: ServerId, now: Now) -> ServiceMember {
         let state_reason = self.state_reason_in_service(service, id, now);
         let check_results = self.load_balancers.check_results((service.configuration().index, id), now);
-        let check_results = check_results.into_iter().map(|(load_balancer, check_result, age)| CheckedBy {
+        let check_results = check_results.into_iter().map(|(load_balancer, check_result, age)| HealthCheckResult {
             load_balancer: load_balancer.to_owned(),
-            up: check_result.verdict.map(|verdict| verdict == HealthVerdict::Up),
-            since_ms: (check_result.verdict_duration + age).as_millis() as u64,
+            is_up: check_result.verdict.map(|verdict| verdict == HealthVerdict::Up),
+            result_age_ms: (check_result.verdict_duration + age).as_millis() as u64,
             error: (!check_result.error.is_empty()).then(|| check_result.error.clone()),
             latency_us: u32::try_from(check_result.latency.as_micros()).unwrap_or(u32::MAX),
-            checks: check_result.completed_check_count,
-            failures: check_result.failed_check_count,
+            check_count: check_result.completed_check_count,
+            failure_count: check_result.failed_check_count,
         });
         ServiceMember {
             server: self.fleet.servers[&id].name.clone(),
             state: state_reason.state,
             state_for_ms: state_reason.duration_ms(),
-            reason: state_reason.reason,
-            checks: check_results.collect(),
+            state_reason: state_reason.reason,
+            health_checks: check_results.collect(),
         }
     }
 

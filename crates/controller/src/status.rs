@@ -5,7 +5,7 @@ use std::ops::Bound;
 use std::time::Duration;
 
 use coreward_api::types::{
-    DispatchedService, LoadBalancer, LoadBalancerCounts, LoadBalancerState, Loads, Overview, OverviewLoadBalancer,
+    DispatchedService, LoadBalancer, LoadBalancerCounters, LoadBalancerState, Loads, Overview, OverviewLoadBalancer,
     OverviewServer, OverviewService, RssGroup as ShownGroup, Server, ServerLoads, ServerRss, Service as ShownService,
     Status,
 };
@@ -64,7 +64,7 @@ impl Controller {
     /// Returns the part of the status that changes with every report, without the servers.
     pub fn loads_summary(&self, now: Now) -> Loads {
         let load_balancer_counts =
-            |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| LoadBalancerCounts {
+            |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| LoadBalancerCounters {
                 name: name.clone(),
                 counters: balancer.reported_state.iter().flat_map(|(state, _)| state.counters.clone()).collect(),
             };
@@ -84,7 +84,7 @@ impl Controller {
         let core_loads = agent.loads(now).into_iter().flat_map(|loads| loads.iter());
         ServerLoads {
             name: server.name.clone(),
-            cores: core_loads.map(|load| (load * 1000.0).round() / 1000.0).collect(),
+            core_loads: core_loads.map(|load| (load * 1000.0).round() / 1000.0).collect(),
             open_connections: agent.open_connection_count(),
             service_connections: agent.connection_count(now).map(ConnectionCount::total_connections),
             new_connections: newest_report
@@ -149,9 +149,9 @@ impl Controller {
             address: server.address,
             state: state_reason.state,
             state_reason: state_reason.reason,
-            reports: agent.report_state(now),
+            report_state: agent.report_state(now),
             weight: server.weight.get(),
-            drained: self.drain_of(id, now),
+            drain: self.drain_of(id, now),
             warnings: self.server_warnings(server, agent, now),
         }
     }
@@ -170,7 +170,9 @@ impl Controller {
                         .map_or(0, |(_, received_at)| milliseconds_since(*received_at, now)),
                     connected: balancer.is_connected(),
                     alive: balancer.is_alive(now),
-                    owner: record.and_then(|record| record.owner_number).map(|owner| owner.get().into()),
+                    connection_table_owner: record
+                        .and_then(|record| record.owner_number)
+                        .map(|owner| owner.get().into()),
                     address: record.and_then(|record| record.address),
                 }
             })
@@ -205,7 +207,7 @@ impl Controller {
             rss_groups: rss_groups.iter().filter_map(|group| self.displayed_group(group, includes_rss_keys)).collect(),
             warnings: self.service_warnings(service, &pool),
             members: Vec::new(),
-            check: fleet_service.health_check.as_ref().map(|check| check.probe.name().to_owned()),
+            health_check_kind: fleet_service.health_check.as_ref().map(|check| check.probe.name().to_owned()),
             when_all_down: fleet_service.when_all_down.name().to_owned(),
             failing_open: service.is_failing_open(),
         })
@@ -297,27 +299,27 @@ impl Controller {
             state: state_reason.state,
             state_for_ms: state_reason.duration_ms(),
             state_reason: state_reason.reason,
-            reports: agent.report_state(now),
-            core_load: agent.loads(now).map(|loads| loads.to_vec()).unwrap_or_default(),
+            report_state: agent.report_state(now),
+            core_loads: agent.loads(now).map(|loads| loads.to_vec()).unwrap_or_default(),
             report_age_ms: newest_report.map_or(0, |report| milliseconds_since(report.received_at, now)),
             open_connections: agent.open_connection_count(),
             rss: displayed_rss(agent, includes_rss_keys),
-            rss_matched: newest_report.map_or(0, |report| report.rss_match_count),
-            rss_mismatched: newest_report.map_or(0, |report| report.rss_mismatch_count),
+            rss_matched_syns: newest_report.map_or(0, |report| report.rss_match_count),
+            rss_mismatched_syns: newest_report.map_or(0, |report| report.rss_mismatch_count),
             warnings: self.server_warnings(server, agent, now),
             weight: server.weight.get(),
             capacity: self.capacity(server, agent).unwrap_or(0.0),
             configuration_generation: agent.confirmed_generation,
             counters: newest_report.iter().flat_map(|report| report.details.counters.iter().cloned()).collect(),
-            dispatch: newest_report
+            dispatched_services: newest_report
                 .iter()
                 .flat_map(|report| &report.details.dispatched_services)
                 .map(DispatchedService::from)
                 .collect(),
-            drained: self.drain_of(id, now),
+            drain: self.drain_of(id, now),
             rack: agent.session.as_ref().and_then(|session| session.rack_name.as_ref().map(ToString::to_string)),
-            racks: self.fleet.server_allowed_racks(id).map(|racks| racks.iter().cloned().collect()),
-            connections: agent.connection_count(now).map(|count| to_counted_connections(count, now)),
+            permitted_racks: self.fleet.server_allowed_racks(id).map(|racks| racks.iter().cloned().collect()),
+            connection_counts: agent.connection_count(now).map(|count| to_counted_connections(count, now)),
         }
     }
 

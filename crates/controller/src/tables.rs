@@ -25,7 +25,7 @@ impl Controller {
                 service: service.configuration().name.clone(),
                 generation: table_and_age.map_or(0, |(table, _)| table.generation),
                 age_ms: table_and_age.map_or(0, |(_, age)| age.as_millis() as u32),
-                rule: table_and_age.map(|(table, _)| table.rule.name().to_owned()),
+                placement_rule: table_and_age.map(|(table, _)| table.rule.name().to_owned()),
                 bucket_count: service.configuration().buckets.get(),
             }
         };
@@ -55,11 +55,11 @@ pub fn to_api_table(service: &str, table: &PlacementTable, age: Duration, names:
         service: service.to_owned(),
         generation: table.generation,
         age_ms: age.as_millis() as u32,
-        rule: table.rule.name().to_owned(),
+        placement_rule: table.rule.name().to_owned(),
         bucket_count: table.bucket_count.get(),
-        groups: candidates_by_group(table, server_name),
+        candidates_by_rss_group: candidates_by_group(table, server_name),
         members: table.members.iter().map(to_api_member).collect(),
-        consistent: table.consistent_servers.iter().map(|id| server_name(*id)).collect(),
+        consistent_servers: table.consistent_servers.iter().map(|id| server_name(*id)).collect(),
     }
 }
 

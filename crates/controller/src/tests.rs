@@ -178,7 +178,7 @@ fn server_without_fresh_reports_counts_with_the_mean_load() {
     let sessions = harness.connect_and_report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
     assert!(harness.controller.are_all_loads_known(at(400)) && !harness.controller.are_all_loads_known(at(401)));
     assert_eq!(bucket_counts_by_server(&harness.make_table(at(100))), BTreeMap::from([(0, 128)]));
-    assert_eq!(harness.server_status("s0", at(400)).reports, ReportState::Fresh);
+    assert_eq!(harness.server_status("s0", at(400)).report_state, ReportState::Fresh);
     // s1 and s2 continue to report, while s0 stops. After its time to live, s0 counts as the mean of the others, 0.75.
     for (session, load) in [(&sessions[1], 0.5), (&sessions[2], 1.0)] {
         let busy_ns = [(load * 500e6) as u64; 4];
@@ -186,7 +186,7 @@ fn server_without_fresh_reports_counts_with_the_mean_load() {
     }
     assert_eq!(bucket_counts_by_server(&harness.make_table(at(401))), BTreeMap::from([(1, 128)]));
     let status = harness.server_status("s0", at(401));
-    assert_eq!((status.reports, status.core_load.len(), status.report_age_ms), (ReportState::Stale, 0, 301));
+    assert_eq!((status.report_state, status.core_loads.len(), status.report_age_ms), (ReportState::Stale, 0, 301));
     harness.controller.record_report(&sessions[0], Ok(report_with_initial_rss(3, at(600), &[0; 4])), at(600)).unwrap();
     assert_eq!(bucket_counts_by_server(&harness.make_table(at(600))), BTreeMap::from([(0, 128)]));
 }
@@ -233,7 +233,7 @@ fn second_agent_of_a_server_is_rejected_while_the_first_is_alive() {
 fn rejected_reports_are_counted_and_change_nothing() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
     let session = harness.connect_and_report_loads(&[&[0.25; 4]]).remove(0);
-    let load_before = harness.server_status("s0", at(150)).core_load;
+    let load_before = harness.server_status("s0", at(150)).core_loads;
     let mut reject_report = |report: Result<AgentReport, ReportError>| {
         let rejection = harness.controller.record_report(&session, report, at(150)).unwrap_err();
         assert!(!rejection.ends_session());
@@ -249,7 +249,7 @@ fn rejected_reports_are_counted_and_change_nothing() {
     );
     assert_eq!(reject_report(Ok(report_with_initial_rss(3, at(100), &[90_000_000; 4]))).0, "clock_stalled");
     assert_eq!(reject_report(Err(ReportError::TimeToLiveMsOutOfRange(0))).0, "time_to_live");
-    assert_eq!(harness.server_status("s0", at(150)).core_load, load_before);
+    assert_eq!(harness.server_status("s0", at(150)).core_loads, load_before);
     harness
         .controller
         .record_report(&session, Ok(report_with_initial_rss(3, at(1_150), &[100_000_000; 4])), at(150))
@@ -273,7 +273,7 @@ fn wall_clock_step_changes_no_load() {
         }
         harness.controller.record_report(&session, Ok(next_report), now).unwrap();
         let status = harness.server_status("s0", now);
-        assert_eq!(status.core_load.len(), 4);
+        assert_eq!(status.core_loads.len(), 4);
         let has_warning = status.warnings.iter().any(|warning| warning.contains("its wall clock is 3600000 ms ahead"));
         assert_eq!(has_warning, is_hour_ahead, "{:?}", status.warnings);
     }

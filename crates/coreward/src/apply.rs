@@ -4,7 +4,7 @@ use std::io::{BufRead as _, IsTerminal as _, Write as _};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use coreward_api::types::{Acknowledgements, RefusedUpdate, Waiting};
+use coreward_api::types::{Acknowledgements, PeerGeneration, RefusedUpdate};
 use coreward_http::client::Client;
 use coreward_render::block_on;
 use coreward_render::fleet::{ProposedFleet, format_apply_result};
@@ -84,9 +84,9 @@ fn wait_until_in_force(client: &Client, timeout: Duration) -> anyhow::Result<()>
 }
 
 fn is_in_force_everywhere(acknowledgements: &Acknowledgements) -> bool {
-    acknowledgements.waiting_count == 0
+    acknowledgements.pending_count == 0
         && acknowledgements.refused_count == 0
-        && acknowledgements.disconnected.is_empty()
+        && acknowledgements.disconnected_load_balancers.is_empty()
 }
 
 /// Returns whether further answers cannot change the outcome, because a daemon rejects this configuration or all
@@ -94,8 +94,8 @@ fn is_in_force_everywhere(acknowledgements: &Acknowledgements) -> bool {
 fn is_wait_over(acknowledgements: &Acknowledgements) -> bool {
     let newest_generation = acknowledgements.configuration_generation;
     let rejects_newest_generation =
-        |update: &RefusedUpdate| update.kind == "configuration" && update.generation == newest_generation;
-    acknowledgements.waiting_count == 0 || acknowledgements.refused.iter().any(rejects_newest_generation)
+        |update: &RefusedUpdate| update.update_kind == "configuration" && update.generation == newest_generation;
+    acknowledgements.pending_count == 0 || acknowledgements.refused.iter().any(rejects_newest_generation)
 }
 
 /// Returns a description of the daemons that have not applied the newest configuration.
@@ -104,25 +104,25 @@ fn describe_missing_acknowledgements(acknowledgements: &Acknowledgements) -> Str
         "configuration {} is in force at {}, not at {}; {} updates were refused, {} load balancers are not connected:",
         acknowledgements.configuration_generation,
         acknowledgements.acknowledged_count,
-        acknowledgements.waiting_count,
+        acknowledgements.pending_count,
         acknowledgements.refused_count,
-        acknowledgements.disconnected.len()
+        acknowledgements.disconnected_load_balancers.len()
     )];
-    let waiting_line = |waiting_daemon: &Waiting| {
+    let waiting_line = |waiting_daemon: &PeerGeneration| {
         format!(
             "  {} {}: has configuration {}",
-            waiting_daemon.part, waiting_daemon.name, waiting_daemon.configuration_generation
+            waiting_daemon.component, waiting_daemon.name, waiting_daemon.configuration_generation
         )
     };
-    let disconnected_line = |Waiting { name, .. }: &Waiting| {
+    let disconnected_line = |PeerGeneration { name, .. }: &PeerGeneration| {
         format!(
             "  lb {name}: is not connected, and forwards by what it has, if it runs: expected its daemon to run, or \
              `coreward lb forget {name}` if it is gone for good"
         )
     };
-    lines.extend(acknowledgements.waiting.iter().map(waiting_line));
+    lines.extend(acknowledgements.pending_peers.iter().map(waiting_line));
     lines.extend(RefusedUpdate::summary_lines(&acknowledgements.refused).into_iter().map(|line| format!("  {line}")));
-    lines.extend(acknowledgements.disconnected.iter().map(disconnected_line));
+    lines.extend(acknowledgements.disconnected_load_balancers.iter().map(disconnected_line));
     lines.join("\n")
 }
 
@@ -144,14 +144,17 @@ mod tests {
         refused_generations: &[u64],
         disconnected_names: &[&str],
     ) -> Acknowledgements {
-        let load_balancer =
-            |name: &str| Waiting { part: "lb".to_owned(), name: name.to_owned(), configuration_generation: 4 };
+        let load_balancer = |name: &str| PeerGeneration {
+            component: "lb".to_owned(),
+            name: name.to_owned(),
+            configuration_generation: 4,
+        };
         let refused_updates: Vec<RefusedUpdate> = refused_generations
             .iter()
             .map(|generation| RefusedUpdate {
-                part: "lb".to_owned(),
+                component: "lb".to_owned(),
                 name: "lb1".to_owned(),
-                kind: "configuration".to_owned(),
+                update_kind: "configuration".to_owned(),
                 service: None,
                 generation: *generation,
                 reason: "too many services".to_owned(),
@@ -160,11 +163,11 @@ mod tests {
         Acknowledgements {
             configuration_generation: 5,
             acknowledged_count: 1,
-            waiting_count,
-            waiting: (0..waiting_count).map(|_| load_balancer("lb1")).collect(),
+            pending_count: waiting_count,
+            pending_peers: (0..waiting_count).map(|_| load_balancer("lb1")).collect(),
             refused_count: refused_updates.len() as u64,
             refused: refused_updates,
-            disconnected: disconnected_names.iter().copied().map(load_balancer).collect(),
+            disconnected_load_balancers: disconnected_names.iter().copied().map(load_balancer).collect(),
         }
     }
 

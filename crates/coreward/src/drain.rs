@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{anyhow, bail};
-use coreward_api::types::{DrainServer, DrainStatus, Drained, DrainedBy, ServerState};
+use coreward_api::types::{ActiveDrain, DrainOrigin, DrainServer, DrainStatus, ServerState};
 use coreward_http::Problem;
 use coreward_http::client::Client;
 use tokio::time::{Instant, sleep, timeout_at};
@@ -105,10 +105,10 @@ async fn wait_until_drained(
     let (server, mut printed_text, mut is_controller_unreachable) =
         (status.server.clone(), describe_drain(&status), false);
     loop {
-        if status.drained.is_none() && status.state != ServerState::Gone {
+        if status.drain.is_none() && status.state != ServerState::Gone {
             bail!("{server} is no longer drained: another command ended the drain");
         }
-        if status.remaining == Some(0) {
+        if status.remaining_connections == Some(0) {
             return Ok((status, RemainingConnections::Zero));
         }
         sleep(POLL_INTERVAL.min(deadline - Instant::now())).await;
@@ -126,7 +126,7 @@ async fn wait_until_drained(
         if !is_controller_unreachable && is_text_output {
             print_changed_status(&status, &mut printed_text)?;
         }
-        if Instant::now() >= deadline && status.remaining != Some(0) {
+        if Instant::now() >= deadline && status.remaining_connections != Some(0) {
             break;
         }
     }
@@ -150,11 +150,11 @@ fn is_permanent_error(error: &anyhow::Error) -> bool {
 }
 
 fn describe_remaining(status: &DrainStatus, is_controller_unreachable: bool) -> String {
-    match status.remaining {
+    match status.remaining_connections {
         _ if is_controller_unreachable => "what remains is not known (the controller does not answer)".to_owned(),
         Some(1) => "1 connection remains".to_owned(),
         Some(connection_count) => format!("{connection_count} connections remain"),
-        None => format!("what remains is not known (waiting for {})", status.waits_for.join("; ")),
+        None => format!("what remains is not known (waiting for {})", status.unknown_count_reasons.join("; ")),
     }
 }
 
@@ -168,22 +168,24 @@ fn format_drain_status(status: &DrainStatus, format: OutputFormat) -> anyhow::Re
 /// Returns a line such as "s1 is draining by command: 12 connections remain (api 2, web 10)".
 fn describe_drain(status: &DrainStatus) -> String {
     let DrainStatus { server, .. } = status;
-    let Some(drain) = &status.drained else {
+    let Some(drain) = &status.drain else {
         if status.state == ServerState::Gone {
             return format!("{server} has left the fleet's document: {}", describe_remaining(status, false));
         }
         let reason = if status.state_reason.is_empty() { String::new() } else { format!(" ({})", status.state_reason) };
         return format!("{server} is {}{reason}", status.state);
     };
-    let remaining_text = match status.remaining {
+    let remaining_text = match status.remaining_connections {
         Some(0) => "no connection remains".to_owned(),
         _ => describe_remaining(status, false),
     };
-    let connections_by_service: Vec<String> = match (&status.connections, status.remaining) {
+    let connections_by_service: Vec<String> = match (&status.connection_counts, status.remaining_connections) {
         (Some(connection_counts), Some(1..)) => {
             let is_drained_service = |service: &String| drain.services.is_empty() || drain.services.contains(service);
-            let services_with_connections =
-                connection_counts.services.iter().filter(|(service, count)| **count > 0 && is_drained_service(service));
+            let services_with_connections = connection_counts
+                .connections_by_service
+                .iter()
+                .filter(|(service, count)| **count > 0 && is_drained_service(service));
             services_with_connections.map(|(service, count)| format!("{service} {count}")).collect()
         }
         _ => Vec::new(),
@@ -193,21 +195,21 @@ fn describe_drain(status: &DrainStatus) -> String {
     } else {
         format!(" ({})", connections_by_service.join(", "))
     };
-    let uncounted_services_text = match status.not_counted.as_slice() {
+    let uncounted_services_text = match status.uncounted_services.as_slice() {
         [] => String::new(),
         services => format!("; flows of UDP are not counted ({})", services.join(", ")),
     };
-    let state = if status.remaining == Some(0) { "drained" } else { "draining" };
+    let state = if status.remaining_connections == Some(0) { "drained" } else { "draining" };
     format!(
         "{server} is {state}{}: {remaining_text}{connections_by_service}{uncounted_services_text}",
         format_origin_and_services(drain)
     )
 }
 
-fn format_origin_and_services(drain: &Drained) -> String {
-    let origin_text = match drain.by {
-        DrainedBy::Command => "",
-        DrainedBy::Document => " by the fleet's document",
+fn format_origin_and_services(drain: &ActiveDrain) -> String {
+    let origin_text = match drain.origin {
+        DrainOrigin::Command => "",
+        DrainOrigin::Document => " by the fleet's document",
     };
     let services_text =
         if drain.services.is_empty() { String::new() } else { format!(" in {}", drain.services.join(", ")) };
@@ -216,7 +218,7 @@ fn format_origin_and_services(drain: &Drained) -> String {
 
 #[cfg(test)]
 mod tests {
-    use coreward_api::types::{CountedConnections, ReportState};
+    use coreward_api::types::{ConnectionCounts, ReportState};
 
     use super::*;
 
@@ -225,15 +227,19 @@ mod tests {
             server: "s1".into(),
             state: ServerState::Draining,
             state_reason: "by `coreward drain`".into(),
-            reports: ReportState::Fresh,
-            drained: Some(Drained { by: DrainedBy::Command, since_unix_ms: Some(1), services: Vec::new() }),
-            remaining,
-            waits_for: if remaining.is_none() { vec!["a count that begins now".into()] } else { Vec::new() },
-            connections: Some(CountedConnections {
+            report_state: ReportState::Fresh,
+            drain: Some(ActiveDrain { origin: DrainOrigin::Command, since_unix_ms: Some(1), services: Vec::new() }),
+            remaining_connections: remaining,
+            unknown_count_reasons: if remaining.is_none() {
+                vec!["a count that begins now".into()]
+            } else {
+                Vec::new()
+            },
+            connection_counts: Some(ConnectionCounts {
                 age_ms: 5,
-                services: [("api".to_owned(), 2), ("web".to_owned(), 10)].into(),
+                connections_by_service: [("api".to_owned(), 2), ("web".to_owned(), 10)].into(),
             }),
-            not_counted: Vec::new(),
+            uncounted_services: Vec::new(),
         }
     }
 
@@ -245,12 +251,15 @@ mod tests {
         );
         assert_eq!(describe_drain(&drain_status_with_remaining(Some(0))), "s1 is drained: no connection remains");
         let drained_in_web =
-            Some(Drained { by: DrainedBy::Command, since_unix_ms: Some(1), services: vec!["web".into()] });
-        let status_drained_in_web =
-            DrainStatus { drained: drained_in_web, remaining: Some(1), ..drain_status_with_remaining(Some(1)) };
+            Some(ActiveDrain { origin: DrainOrigin::Command, since_unix_ms: Some(1), services: vec!["web".into()] });
+        let status_drained_in_web = DrainStatus {
+            drain: drained_in_web,
+            remaining_connections: Some(1),
+            ..drain_status_with_remaining(Some(1))
+        };
         assert_eq!(describe_drain(&status_drained_in_web), "s1 is draining in web: 1 connection remains");
         let status_with_udp_service =
-            DrainStatus { not_counted: vec!["dns".into()], ..drain_status_with_remaining(Some(0)) };
+            DrainStatus { uncounted_services: vec!["dns".into()], ..drain_status_with_remaining(Some(0)) };
         assert_eq!(
             describe_drain(&status_with_udp_service),
             "s1 is drained: no connection remains; flows of UDP are not counted (dns)"
@@ -260,7 +269,7 @@ mod tests {
             "s1 is draining: what remains is not known (waiting for a count that begins now)"
         );
         let active_status = DrainStatus {
-            drained: None,
+            drain: None,
             state: ServerState::Active,
             state_reason: String::new(),
             ..drain_status_with_remaining(None)

@@ -23,8 +23,8 @@ use crate::Problem;
 use crate::tokens::read_token;
 pub use contact::{ControllerUrl, Credential, InvalidControllerUrl};
 use coreward_api::types::{
-    Acknowledgements, Audit, AuditQuery, Check, Checked, DrainServer, DrainStatus, Explain, Explanation, Fleet,
-    FleetApplied, Health, HealthState, Keys, LoadBalancers, Loads, NewFleet, RotateKeys, Status,
+    Acknowledgements, Audit, AuditQuery, CheckRequest, CheckResult, DrainServer, DrainStatus, Explain, Explanation,
+    Fleet, FleetApplied, Health, HealthState, Keys, LoadBalancers, Loads, NewFleet, RotateKeys, Status,
 };
 use exchange::{PendingRequest, connect_and_send};
 
@@ -132,7 +132,7 @@ impl Client {
     }
 
     /// Checks a fleet document without applying it, and returns its mistakes.
-    pub async fn check(&self, check: &Check) -> anyhow::Result<Checked> {
+    pub async fn check(&self, check: &CheckRequest) -> anyhow::Result<CheckResult> {
         self.send_json(Method::POST, "check", check).await
     }
 

@@ -235,8 +235,8 @@ async fn agents_of_a_lost_rack_connect_through_another_one() {
     let core_loads = within_timeout("the loads of every core", async {
         loop {
             let servers = fetch_controller_status(directory.path(), api).await.servers;
-            if servers.iter().all(|server| server.core_load.len() == 2) {
-                return servers.into_iter().map(|server| server.core_load).collect::<Vec<_>>();
+            if servers.iter().all(|server| server.core_loads.len() == 2) {
+                return servers.into_iter().map(|server| server.core_loads).collect::<Vec<_>>();
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }

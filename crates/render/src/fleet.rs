@@ -44,7 +44,7 @@ impl ProposedFleet {
     }
 
     pub fn is_already_active(&self) -> bool {
-        self.preview.in_force
+        self.preview.is_active
     }
 
     pub fn changes(&self) -> &[FleetChange] {
@@ -63,7 +63,7 @@ impl ProposedFleet {
         let mut text = format!("against generation {generation}:\n");
         for change in &self.preview.changes {
             let _ = writeln!(text, "  {}", change.message);
-            if let Some(breaks) = &change.breaks {
+            if let Some(breaks) = &change.breakage_reason {
                 let _ = writeln!(text, "    ! {breaks}");
             }
         }

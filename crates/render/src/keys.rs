@@ -8,21 +8,21 @@ use coreward_api::types::{KeyPhase, Keys};
 /// Formats the state of the cookie keys as text. `now` is the time since 1970.
 pub fn format_key_status(keys: &Keys, now: Duration) -> String {
     let key_age = now.saturating_sub(Duration::from_secs(keys.current_since_unix_s));
-    let mut text = format!("key {} stamps, for {} now\n", keys.current, format_duration(key_age));
-    let waiting_peers = keys.waiting_for.join(", ");
-    if keys.phase == KeyPhase::Announced {
+    let mut text = format!("key {} stamps, for {} now\n", keys.current_key, format_duration(key_age));
+    let waiting_peers = keys.pending_peers.join(", ");
+    if keys.rotation_phase == KeyPhase::Announced {
         let _ = match waiting_peers.as_str() {
             "" => writeln!(text, "  rotation   the next key is everywhere, and about to stamp"),
             _ => writeln!(
                 text,
                 "  rotation   the next key (configuration {}) waits for {waiting_peers}",
-                keys.generation
+                keys.configuration_generation
             ),
         };
         return text;
     }
     let time_left = |seconds: u64| Duration::from_secs(seconds).saturating_sub(key_age);
-    let next_rotation = match (keys.rotation_interval_s, time_left(keys.shortest_life_s)) {
+    let next_rotation = match (keys.rotation_interval_s, time_left(keys.min_key_age_s)) {
         (0, Duration::ZERO) => "by `coreward keys rotate`".to_owned(),
         (0, young) => format!("by `coreward keys rotate`, not within {}", format_duration(young)),
         (interval, _) => match time_left(interval) {
@@ -35,7 +35,7 @@ pub fn format_key_status(keys: &Keys, now: Duration) -> String {
         let _ = writeln!(
             text,
             "  ! configuration {}, which brought the keys, is not confirmed by {waiting_peers}",
-            keys.generation
+            keys.configuration_generation
         );
     }
     text
@@ -59,12 +59,12 @@ mod tests {
 
     fn steady_keys() -> Keys {
         Keys {
-            current: 1,
+            current_key: 1,
             current_since_unix_s: 1_000_000,
-            phase: KeyPhase::Steady,
-            generation: 7,
-            waiting_for: Vec::new(),
-            shortest_life_s: 86_400,
+            rotation_phase: KeyPhase::Steady,
+            configuration_generation: 7,
+            pending_peers: Vec::new(),
+            min_key_age_s: 86_400,
             rotation_interval_s: 0,
         }
     }
@@ -88,7 +88,7 @@ mod tests {
             format_keys(&scheduled_keys, 604_700),
             "key 1 stamps, for 6 d 23 h now\n  rotation   in 1 min 40 s\n"
         );
-        let unconfirmed_keys = Keys { waiting_for: vec!["the agent of s3".into()], ..scheduled_keys };
+        let unconfirmed_keys = Keys { pending_peers: vec!["the agent of s3".into()], ..scheduled_keys };
         assert_eq!(
             format_keys(&unconfirmed_keys, 604_801),
             "key 1 stamps, for 7 d 0 h now\n  rotation   due now\n  ! configuration 7, which brought the keys, is not \
@@ -99,8 +99,8 @@ mod tests {
     #[test]
     fn unfinished_rotation_lists_peers_without_the_next_key() {
         let announced_keys = Keys {
-            phase: KeyPhase::Announced,
-            waiting_for: vec!["load balancer lb2".into(), "the agent of s3".into()],
+            rotation_phase: KeyPhase::Announced,
+            pending_peers: vec!["load balancer lb2".into(), "the agent of s3".into()],
             ..steady_keys()
         };
         assert_eq!(
@@ -109,7 +109,7 @@ mod tests {
              the \
              agent of s3\n"
         );
-        let confirmed_keys = Keys { waiting_for: Vec::new(), ..announced_keys };
+        let confirmed_keys = Keys { pending_peers: Vec::new(), ..announced_keys };
         assert!(format_keys(&confirmed_keys, 0).ends_with("the next key is everywhere, and about to stamp\n"));
     }
 }

@@ -29,7 +29,7 @@ pub fn format_status(reply: &Status, now: Duration) -> String {
     text += "\n";
     text += &servers_text(&reply.servers);
     for server in &reply.servers {
-        server.dispatch.iter().for_each(|service| text += &dispatch_text(&server.name, service));
+        server.dispatched_services.iter().for_each(|service| text += &dispatch_text(&server.name, service));
     }
     reply.racks.iter().for_each(|rack| text += &rack_text(rack, reply.servers.len()));
     for balancer in &reply.load_balancers {
@@ -44,7 +44,7 @@ pub fn format_status(reply: &Status, now: Duration) -> String {
 }
 
 fn rack_text(rack: &Rack, server_count: usize) -> String {
-    let Rack { name, version, age_ms, servers: connected_servers, permitted_servers } = rack;
+    let Rack { name, version, last_message_age_ms: age_ms, servers: connected_servers, permitted_servers } = rack;
     let permitted_text =
         if *permitted_servers as usize == server_count { "all".to_owned() } else { permitted_servers.to_string() };
     let (last_message, connected_servers) = (format!("last message {age_ms} ms ago"), connected_servers.join(" "));
@@ -90,7 +90,7 @@ fn service_text(service: &Service) -> String {
     };
     let _ = writeln!(text, "  table      {table_text}");
     let _ = writeln!(text, "  servers    {}", service.servers.join(" "));
-    if let Some(check) = &service.check {
+    if let Some(check) = &service.health_check_kind {
         let takes_new_connections = |state| matches!(state, ServerState::Active | ServerState::Joining);
         let up = service.members.iter().filter(|member| takes_new_connections(member.state)).count();
         let present_member_count = service.members.iter().filter(|member| member.state != ServerState::Gone).count();
@@ -144,7 +144,7 @@ fn servers_text(servers: &[Server]) -> String {
     }
     servers
         .iter()
-        .filter(|server| server.drained.is_some())
+        .filter(|server| server.drain.is_some())
         .for_each(|server| text += &remaining_connections_text(server));
     for server in servers {
         let prefixed_warnings: Vec<String> =
@@ -165,12 +165,12 @@ fn state_text(server: &Server) -> String {
 
 /// Formats a server's remaining connections, such as "s1: 12 connections as counted 0.7 s ago (api 2, web 10)".
 fn remaining_connections_text(server: &Server) -> String {
-    let Some(connection_counts) = &server.connections else {
+    let Some(connection_counts) = &server.connection_counts else {
         return format!("  {}: how many connections remain is not known\n", server.name);
     };
-    let connection_count: u64 = connection_counts.services.values().copied().map(u64::from).sum();
+    let connection_count: u64 = connection_counts.connections_by_service.values().copied().map(u64::from).sum();
     let services: Vec<String> =
-        connection_counts.services.iter().map(|(name, count)| format!("{name} {count}")).collect();
+        connection_counts.connections_by_service.iter().map(|(name, count)| format!("{name} {count}")).collect();
     let age_seconds = connection_counts.age_ms as f64 / 1000.0;
     format!(
         "  {}: {connection_count} connections as counted {age_seconds:.1} s ago ({})\n",
@@ -180,14 +180,14 @@ fn remaining_connections_text(server: &Server) -> String {
 }
 
 fn server_row(server: &Server) -> Vec<String> {
-    let has_report = server.reports != ReportState::None;
-    let report_age = match server.reports {
+    let has_report = server.report_state != ReportState::None;
+    let report_age = match server.report_state {
         ReportState::Fresh => format!("{} ms", server.report_age_ms),
         ReportState::Stale => format!("{} ms, stale", server.report_age_ms),
         ReportState::None => "never".to_owned(),
     };
     let or_dash = |is_known: bool, value: String| if is_known { value } else { "-".to_owned() };
-    let core_loads = &server.core_load;
+    let core_loads = &server.core_loads;
     let highest_load = core_loads.iter().copied().fold(0.0, f64::max);
     vec![
         server.name.clone(),
@@ -197,7 +197,7 @@ fn server_row(server: &Server) -> Vec<String> {
         report_age,
         or_dash(has_report, server.open_connections.to_string()),
         server.weight.to_string(),
-        rss_prediction_text(server.rss_matched, server.rss_mismatched),
+        rss_prediction_text(server.rss_matched_syns, server.rss_mismatched_syns),
         or_dash(!core_loads.is_empty(), format!("{:.2}", mean(core_loads).unwrap_or(0.0))),
         or_dash(!core_loads.is_empty(), format!("{highest_load:.2}")),
         core_loads.iter().map(|load| load_bar(*load)).collect(),
@@ -259,7 +259,7 @@ fn connection_text(balancer: &LoadBalancer) -> String {
 fn load_balancer_text(balancer: &LoadBalancer, services: &[Service]) -> String {
     let mut text = format!("\nload balancer {}: {}\n", balancer.name, connection_text(balancer));
     let address = balancer.address.map_or_else(|| "no address".to_owned(), |address| address.to_string());
-    let owner_text = balancer.owner.map_or_else(|| "none".to_owned(), |owner| owner.to_string());
+    let owner_text = balancer.connection_table_owner.map_or_else(|| "none".to_owned(), |owner| owner.to_string());
     let _ = writeln!(text, "  owner      {owner_text}, at {address}");
     let Some(state) = balancer.state.as_ref().filter(|_| balancer.connected) else { return text };
     let mut table_generations: Vec<String> =
@@ -274,12 +274,12 @@ fn load_balancer_text(balancer: &LoadBalancer, services: &[Service]) -> String {
         let _ = writeln!(text, "  VLAN       {vlan}");
     }
     let _ = writeln!(text, "  packets    {}", format_positive_counts(&state.counters));
-    let events_text = format_positive_counts(&state.events);
+    let events_text = format_positive_counts(&state.event_counters);
     if !events_text.is_empty() {
         let _ = writeln!(text, "  events     {events_text}");
     }
-    if state.connections > 0 {
-        let _ = writeln!(text, "  table      {} connections", state.connections);
+    if state.connection_count > 0 {
+        let _ = writeln!(text, "  table      {} connections", state.connection_count);
     }
     append_warnings(&mut text, describe_missing_configuration(state, services).as_slice());
     if !state.unresolved_load_balancers.is_empty() {
@@ -315,7 +315,7 @@ fn clocks_text(state: &LoadBalancerState) -> String {
     }
     let mut text = String::new();
     for (service, clocks) in clocks_by_service {
-        let is_known = |clock: &&&ServerClock| ["known", "per-connection"].contains(&clock.state.as_str());
+        let is_known = |clock: &&&ServerClock| ["known", "per-connection"].contains(&clock.clock_state.as_str());
         let known_count = clocks.iter().filter(is_known).count();
         let packet_counts = state.stamped_services.iter().find(|stamped_service| stamped_service.service == service);
         let cookie_share_text = packet_counts

@@ -6,9 +6,9 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::time::Duration;
 
 use coreward_api::types::{
-    CountedConnections, DispatchedService, DispatchedWorker, Drained, DrainedBy, Explain, ExplainedServer, Explanation,
-    KeyPhase, Keys, LoadBalancer, LoadBalancerState, PacketKind, Rack, ReportState, RssGroup, Server, ServerClock,
-    ServerState, Service, ServiceMember, StampedService, Status,
+    ActiveDrain, ConnectionCounts, DispatchedService, DispatchedWorker, DrainOrigin, Explain, ExplainedServer,
+    Explanation, KeyPhase, Keys, LoadBalancer, LoadBalancerState, PacketKind, Rack, ReportState, RssGroup, Server,
+    ServerClock, ServerState, Service, ServiceMember, StampedService, Status,
 };
 use coreward_model::tuple::Protocol;
 
@@ -19,10 +19,10 @@ fn server_clock(server: &str, state: &str, problem: &str) -> ServerClock {
     ServerClock {
         service: "old".into(),
         server: server.into(),
-        state: state.into(),
+        clock_state: state.into(),
         syn_acks: 9,
-        with_timestamps: 8,
-        disagreed: 0,
+        syn_acks_with_timestamps: 8,
+        disagreeing_syn_acks: 0,
         problem: (!problem.is_empty()).then(|| problem.to_owned()),
     }
 }
@@ -57,23 +57,23 @@ fn sample_server(n: u8, state: ServerState, core_load: &[f64]) -> Server {
         state,
         state_reason: String::new(),
         state_for_ms: None,
-        reports: ReportState::Fresh,
-        core_load: core_load.to_vec(),
+        report_state: ReportState::Fresh,
+        core_loads: core_load.to_vec(),
         report_age_ms: 40,
         open_connections: 12,
         rss: None,
-        rss_matched: 0,
-        rss_mismatched: 0,
+        rss_matched_syns: 0,
+        rss_mismatched_syns: 0,
         warnings: Vec::new(),
         weight: n.into(),
         capacity: 0.0,
         configuration_generation: 0,
         counters: BTreeMap::new(),
-        dispatch: Vec::new(),
-        drained: None,
-        connections: None,
+        dispatched_services: Vec::new(),
+        drain: None,
+        connection_counts: None,
         rack: None,
-        racks: None,
+        permitted_racks: None,
     }
 }
 
@@ -85,14 +85,14 @@ fn sample_load_balancer_state() -> LoadBalancerState {
         xdp_mode: "native".into(),
         vlan: Some(10),
         configuration_generation: 3,
-        events: BTreeMap::from([("connection_unknown".into(), 3)]),
-        connections: 40,
+        event_counters: BTreeMap::from([("connection_unknown".into(), 3)]),
+        connection_count: 40,
         unresolved_load_balancers: vec!["lb2".into()],
         server_clocks: vec![
             server_clock("s1", "per-connection", ""),
             server_clock("s2", "differs", "look at its sysctl"),
         ],
-        stamped_services: vec![StampedService { service: "old".into(), by_cookie: 1_999, by_flow_table: 1 }],
+        stamped_services: vec![StampedService { service: "old".into(), cookie_packets: 1_999, flow_table_packets: 1 }],
         warnings: vec!["it does not route".into()],
     }
 }
@@ -104,7 +104,7 @@ fn sample_status() -> Status {
         state_age_ms: 0,
         connected: false,
         alive: false,
-        owner: Some(owner),
+        connection_table_owner: Some(owner),
         address: None,
     };
     let connected_load_balancer = LoadBalancer {
@@ -138,29 +138,29 @@ fn sample_status() -> Status {
                 sample_member("s2", ServerState::Down),
                 sample_member("s0", ServerState::Gone),
             ],
-            check: Some("http".into()),
+            health_check_kind: Some("http".into()),
             when_all_down: "fail-open".into(),
             failing_open: false,
         }],
         keys: Keys {
-            current: 1,
+            current_key: 1,
             current_since_unix_s: 1_000_000,
-            phase: KeyPhase::Steady,
-            generation: 0,
-            waiting_for: Vec::new(),
-            shortest_life_s: 0,
+            rotation_phase: KeyPhase::Steady,
+            configuration_generation: 0,
+            pending_peers: Vec::new(),
+            min_key_age_s: 0,
             rotation_interval_s: 0,
         },
         servers: vec![
             Server {
-                rss_matched: 97,
-                rss_mismatched: 3,
+                rss_matched_syns: 97,
+                rss_mismatched_syns: 3,
                 warnings: vec!["aRFS is on".into()],
-                dispatch: vec![dispatched_service()],
+                dispatched_services: vec![dispatched_service()],
                 ..sample_server(1, ServerState::Active, &[0.0, 0.3, 0.55, 1.2])
             },
             Server {
-                reports: ReportState::None,
+                report_state: ReportState::None,
                 state_reason: "lb1: connection refused".into(),
                 state_for_ms: Some(61_500),
                 vlan: Some(20),
@@ -171,7 +171,7 @@ fn sample_status() -> Status {
         racks: vec![Rack {
             name: "rack1".into(),
             version: "0.1.0".into(),
-            age_ms: 60,
+            last_message_age_ms: 60,
             servers: vec!["s1".into(), "s2".into()],
             permitted_servers: 2,
         }],
@@ -179,7 +179,13 @@ fn sample_status() -> Status {
 }
 
 fn sample_member(server: &str, state: ServerState) -> ServiceMember {
-    ServiceMember { server: server.into(), state, reason: String::new(), state_for_ms: None, checks: Vec::new() }
+    ServiceMember {
+        server: server.into(),
+        state,
+        state_reason: String::new(),
+        state_for_ms: None,
+        health_checks: Vec::new(),
+    }
 }
 
 const SAMPLE_STATUS_TEXT: &str = "\
@@ -264,18 +270,27 @@ fn status_is_printed_as_json() {
     assert_eq!(json["racks"][0]["servers"][1], "s2");
     assert_eq!(json["load_balancers"][0]["state"]["table_generations"]["web"], 76);
     let clocks = &json["load_balancers"][0]["state"]["server_clocks"];
-    assert_eq!((&clocks[0]["state"], &clocks[1]["problem"]), (&"per-connection".into(), &"look at its sysctl".into()));
+    assert_eq!(
+        (&clocks[0]["clock_state"], &clocks[1]["problem"]),
+        (&"per-connection".into(), &"look at its sysctl".into())
+    );
     assert!(clocks[0]["problem"].is_null() && clocks[1]["syn_acks"] == 9);
     assert_eq!(json["load_balancers"][0]["state"]["warnings"][0], "it does not route");
     assert_eq!(json["refused_reports"]["no_cores"], 0);
-    let dispatch = &json["servers"][0]["dispatch"][0];
+    let dispatch = &json["servers"][0]["dispatched_services"][0];
     assert_eq!((&dispatch["listen"], &dispatch["counters"]["over_bound"]), (&"0.0.0.0:53".into(), &7.into()));
     assert_eq!((&dispatch["workers"][1]["abandoned"], &dispatch["workers"][1]["eligible"]), (&6.into(), &false.into()));
     assert_eq!(dispatch["workers"][0]["outstanding_work_us"], 12.5);
-    assert_eq!(json["servers"][1]["dispatch"], serde_json::json!([]));
+    assert_eq!(json["servers"][1]["dispatched_services"], serde_json::json!([]));
     assert!(json["servers"][1]["rss"].is_null());
-    assert_eq!((&json["services"][0]["consistency"], &json["keys"]["phase"]), (&"stateful".into(), &"steady".into()));
-    assert_eq!((&json["load_balancers"][0]["owner"], &json["load_balancers"][1]["alive"]), (&0.into(), &false.into()));
+    assert_eq!(
+        (&json["services"][0]["consistency"], &json["keys"]["rotation_phase"]),
+        (&"stateful".into(), &"steady".into())
+    );
+    assert_eq!(
+        (&json["load_balancers"][0]["connection_table_owner"], &json["load_balancers"][1]["alive"]),
+        (&0.into(), &false.into())
+    );
 }
 
 fn sample_explanation() -> Explanation {
@@ -378,10 +393,11 @@ fn unreachable_controller_and_invalid_token_are_reported() {
 fn draining_server_shows_its_remaining_connections() {
     let services = BTreeMap::from([("web".to_owned(), 10), ("api".to_owned(), 2)]);
     let mut status = sample_status();
-    status.servers[0].drained = Some(Drained { by: DrainedBy::Command, since_unix_ms: None, services: Vec::new() });
+    status.servers[0].drain =
+        Some(ActiveDrain { origin: DrainOrigin::Command, since_unix_ms: None, services: Vec::new() });
     let text = status::format_status(&status, Duration::from_secs(1));
     assert!(text.contains("  s1: how many connections remain is not known\n"), "{text}");
-    status.servers[0].connections = Some(CountedConnections { age_ms: 700, services });
+    status.servers[0].connection_counts = Some(ConnectionCounts { age_ms: 700, connections_by_service: services });
     let text = status::format_status(&status, Duration::from_secs(1));
     assert!(text.contains("  s1: 12 connections as counted 0.7 s ago (api 2, web 10)\n"), "{text}");
 }

@@ -73,9 +73,9 @@ fn section_heights(wanted_section_lines: [usize; 3], server_count: usize, area: 
 }
 
 fn header_lines<'a>(model: &Model, status: &Status, sort_order: SortOrder) -> Vec<Line<'a>> {
-    let reporting_count = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
+    let reporting_count = status.servers.iter().filter(|server| server.report_state == ReportState::Fresh).count();
     let core_loads: Vec<f64> =
-        model.server_loads_by_name().values().flat_map(|server| server.cores.iter().copied()).collect();
+        model.server_loads_by_name().values().flat_map(|server| server.core_loads.iter().copied()).collect();
     let highest_load = core_loads.iter().copied().fold(0.0, f64::max);
     let new_connection_rate: f64 = model.new_connection_rates().values().sum();
     let open_connection_count: u64 =
@@ -193,7 +193,7 @@ fn load_balancers_table<'a>(model: &Model, status: &'a Status, area: Rect) -> Ta
 fn servers_table<'a>(model: &Model, status: &'a Status, view: View, area: Rect) -> Table<'a> {
     let (loads, rates) = (model.server_loads_by_name(), model.new_connection_rates());
     let new_connection_rate = |server: &Server| rates.get(server.name.as_str()).copied();
-    let mean_load_of = |server: &Server| loads.get(server.name.as_str()).and_then(|loads| mean(&loads.cores));
+    let mean_load_of = |server: &Server| loads.get(server.name.as_str()).and_then(|loads| mean(&loads.core_loads));
     let mut servers: Vec<&'a Server> = status.servers.iter().collect();
     match view.order {
         SortOrder::Name => servers.sort_by(|a, b| a.name.cmp(&b.name)),
@@ -221,13 +221,13 @@ fn server_row<'a>(
     new_connection_rate: Option<f64>,
     core_columns: usize,
 ) -> Row<'a> {
-    let core_loads = loads.map_or(&[][..], |loads| &loads.cores);
+    let core_loads = loads.map_or(&[][..], |loads| &loads.core_loads);
     // Agents of older versions only count all of the machine's connections.
     let open_connection_count = loads.map(|loads| loads.service_connections.unwrap_or(loads.open_connections.into()));
     let text_or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
     let format_percent = |load: f64| format!("{:.0} %", load * 100.0);
     let highest_load = core_loads.iter().copied().reduce(f64::max);
-    let (age, colour) = match server.reports {
+    let (age, colour) = match server.report_state {
         ReportState::Fresh => (format!("{} ms", server.report_age_ms), Color::Reset),
         ReportState::Stale => (format!("{} s", server.report_age_ms / 1000), Color::Red),
         ReportState::None => ("never".to_owned(), Color::Red),

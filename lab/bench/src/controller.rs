@@ -119,7 +119,8 @@ async fn measure(args: &Args, controller: &mut ControllerProcess) -> anyhow::Res
     }
     let resident_mib = controller.resident_mib()?;
     let status = controller.fetch_status().await?;
-    let reporting_server_count = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
+    let reporting_server_count =
+        status.servers.iter().filter(|server| server.report_state == ReportState::Fresh).count();
     ensure!(
         reporting_server_count == args.agents as usize,
         "{reporting_server_count} of {} agents report",

@@ -91,7 +91,8 @@ async fn measure(args: &Args, controller: &mut ControllerProcess, interval: Dura
         "{rack_server_count} of {} agents are behind racks",
         args.agents
     );
-    let reporting_server_count = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
+    let reporting_server_count =
+        status.servers.iter().filter(|server| server.report_state == ReportState::Fresh).count();
     ensure!(
         reporting_server_count == rack_server_count,
         "{reporting_server_count} of {rack_server_count} servers report"

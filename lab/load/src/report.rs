@@ -82,13 +82,13 @@ pub struct Report {
     /// Number of requests that each worker answered, including those of the measuring stream.
     pub workers: Vec<WorkerReport>,
     /// Number of responses that repeat an earlier one.
-    pub duplicates: u64,
+    pub duplicate_responses: u64,
     /// Number of responses that arrived after the time-out.
-    pub late: u64,
+    pub late_responses: u64,
     /// Number of responses with an id that no request had.
-    pub unknown: u64,
+    pub unknown_responses: u64,
     #[serde(flatten)]
-    pub errors: TransportErrorCounts,
+    pub transport_errors: TransportErrorCounts,
 }
 
 impl Report {
@@ -125,10 +125,10 @@ impl Report {
             measure: measured_results.iter().zip(&measured_type).map(class_report).next(),
             lateness_us: Latency::from(&results.lateness_ns),
             workers: results.answers_by_worker.iter().map(worker_report).collect(),
-            duplicates: results.duplicate_responses,
-            late: results.late_responses,
-            unknown: results.unknown_responses,
-            errors: results.transport_errors,
+            duplicate_responses: results.duplicate_responses,
+            late_responses: results.late_responses,
+            unknown_responses: results.unknown_responses,
+            transport_errors: results.transport_errors,
         }
     }
 }
@@ -171,14 +171,14 @@ impl Printable for Report {
             remarks.push(format!("Answered by server/worker: {}.", workers.join(", ")));
         }
         let irregular_counts = [
-            (self.duplicates, "duplicate responses"),
-            (self.late, "responses after the time-out"),
-            (self.unknown, "responses to no request"),
-            (self.errors.refused, "refusals (no listener)"),
-            (self.errors.not_sent, "requests that the kernel did not take"),
-            (self.errors.failed, "requests that the server could not do"),
-            (self.errors.malformed, "malformed responses"),
-            (self.errors.broken_connections, "broken connections"),
+            (self.duplicate_responses, "duplicate responses"),
+            (self.late_responses, "responses after the time-out"),
+            (self.unknown_responses, "responses to no request"),
+            (self.transport_errors.refused, "refusals (no listener)"),
+            (self.transport_errors.not_sent, "requests that the kernel did not take"),
+            (self.transport_errors.failed, "requests that the server could not do"),
+            (self.transport_errors.malformed, "malformed responses"),
+            (self.transport_errors.broken_connections, "broken connections"),
         ];
         remarks.extend(
             irregular_counts

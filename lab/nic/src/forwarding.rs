@@ -161,7 +161,7 @@ fn start_daemons(guest: &mut Guest) -> Result<()> {
 fn core_loads_in_status(status: &Value) -> Option<[Vec<f64>; 2]> {
     let loads_of_server = |name: &str| {
         let server = status["servers"].as_array()?.iter().find(|server| server["name"] == name)?;
-        server["core_load"].as_array()?.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>()
+        server["core_loads"].as_array()?.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>()
     };
     Some([loads_of_server("s1")?, loads_of_server("s2")?])
 }

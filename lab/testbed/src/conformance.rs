@@ -57,38 +57,38 @@ pub struct ConformanceOutcome {
     /// Description of each failed download. The first few contain curl's error message.
     pub failed_downloads: Vec<String>,
     /// Response time of the idle connection after its pause (ms), or `Err` with the reason for which it broke.
-    pub idle: Result<u64, String>,
+    pub idle_connection: Result<u64, String>,
     /// Number of bytes that the busy connection received, or `Err` with the reason for which it broke or stalled.
-    pub busy: Result<u64, String>,
+    pub busy_connection: Result<u64, String>,
     /// Number of forwarding tables that the load balancer used during the run.
-    pub tables: u64,
+    pub used_tables: u64,
     pub pool_changes: u64,
     /// Counters of the load balancer that are above 0, by name.
-    pub load_balancer: BTreeMap<String, u64>,
+    pub lb_counters: BTreeMap<String, u64>,
     /// TCP counters of the run with coreward.
-    pub tcp: TcpCounters,
+    pub tcp_counters: TcpCounters,
     /// TCP counters of a run under the same load in which the load balancer's kernel only routes packets. `None` if
     /// servers are behind a router, because the kernel cannot route packets for a VIP to them.
-    pub tcp_without: Option<TcpCounters>,
+    pub tcp_counters_without_coreward: Option<TcpCounters>,
 }
 
 /// Growth of TCP counters during a run, summed over the client and all servers.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct TcpCounters {
-    pub sent: u64,
-    pub retransmitted: u64,
+    pub sent_segments: u64,
+    pub retransmitted_segments: u64,
     /// Number of retransmitted segments per million segments sent.
     pub retransmitted_ppm: f64,
     /// Number of retransmitted segments that the receiver already had (DSACK, RFC 2883). Their originals were delayed
     /// but not lost.
-    pub retransmitted_needlessly: u64,
+    pub spurious_retransmissions: u64,
     /// Numbers of segments that servers dropped because of their timestamps, by name of the kernel counter (only those
     /// above 0).
     pub timestamp_drops_at_servers: BTreeMap<String, u64>,
     /// Numbers of segments that PAWS dropped at the client, by name of the kernel counter (only those above 0).
     pub timestamp_drops_at_client: BTreeMap<String, u64>,
     /// Number of pure acknowledgements that arrived after a newer segment.
-    pub overtaken_acks: u64,
+    pub reordered_acks: u64,
 }
 
 impl ConformanceOutcome {
@@ -97,9 +97,9 @@ impl ConformanceOutcome {
     pub fn has_passed(&self) -> bool {
         self.wrk_errors == 0
             && self.failed_downloads.is_empty()
-            && self.idle.is_ok()
-            && self.busy.is_ok()
-            && self.tcp.has_only_tolerable_timestamp_drops()
+            && self.idle_connection.is_ok()
+            && self.busy_connection.is_ok()
+            && self.tcp_counters.has_only_tolerable_timestamp_drops()
     }
 }
 
@@ -110,7 +110,7 @@ impl TcpCounters {
     /// A wrong TSval would affect far more than one segment in a million.
     fn has_only_tolerable_timestamp_drops(&self) -> bool {
         let is_tolerable_client_drop_count = |(name, count): (&String, &u64)| {
-            name == PAWS_ESTABLISHED_DROP_COUNTER && *count <= 1 + self.sent / 1_000_000
+            name == PAWS_ESTABLISHED_DROP_COUNTER && *count <= 1 + self.sent_segments / 1_000_000
         };
         self.timestamp_drops_at_servers.is_empty()
             && self.timestamp_drops_at_client.iter().all(is_tolerable_client_drop_count)
@@ -216,11 +216,11 @@ fn run_with_coreward(
     })?;
     let counters_after = read_all_counters(testbed)?;
     Ok(ConformanceOutcome {
-        tables: query_table_generation(&fleet, testbed)? - first_table_generation,
+        used_tables: query_table_generation(&fleet, testbed)? - first_table_generation,
         pool_changes: pool_changes.into_inner(),
-        load_balancer: query_load_balancer_counters(&fleet, testbed)?,
-        tcp: compute_tcp_counter_growth(&counters_before, &counters_after),
-        tcp_without: tcp_without_coreward,
+        lb_counters: query_load_balancer_counters(&fleet, testbed)?,
+        tcp_counters: compute_tcp_counter_growth(&counters_before, &counters_after),
+        tcp_counters_without_coreward: tcp_without_coreward,
         ..outcome
     })
 }
@@ -250,13 +250,13 @@ fn measure_clients(
             wrk_errors,
             downloads,
             failed_downloads,
-            idle: idle_result,
-            busy: busy_result,
-            tables: 0,
+            idle_connection: idle_result,
+            busy_connection: busy_result,
+            used_tables: 0,
             pool_changes: 0,
-            load_balancer: BTreeMap::new(),
-            tcp: TcpCounters::default(),
-            tcp_without: None,
+            lb_counters: BTreeMap::new(),
+            tcp_counters: TcpCounters::default(),
+            tcp_counters_without_coreward: None,
         })
     })
 }
@@ -307,13 +307,13 @@ fn compute_tcp_counter_growth(counters_before: &[KernelCounters], counters_after
     let retransmitted_segments = counter_growth("TcpRetransSegs");
     let sent_segments = counter_growth("TcpOutSegs");
     TcpCounters {
-        sent: sent_segments,
-        retransmitted: retransmitted_segments,
+        sent_segments,
+        retransmitted_segments,
         retransmitted_ppm: retransmitted_segments as f64 / sent_segments.max(1) as f64 * 1e6,
-        retransmitted_needlessly: counter_growth("TcpExtTCPDSACKRecvSegs"),
+        spurious_retransmissions: counter_growth("TcpExtTCPDSACKRecvSegs"),
         timestamp_drops_at_servers: timestamp_drop_growth(&counters_before[1..], &counters_after[1..]),
         timestamp_drops_at_client: timestamp_drop_growth(&counters_before[..1], &counters_after[..1]),
-        overtaken_acks: counter_growth(PAWS_OLD_ACK_COUNTER),
+        reordered_acks: counter_growth(PAWS_OLD_ACK_COUNTER),
     }
 }
 
@@ -484,7 +484,7 @@ mod tests {
     #[test]
     fn only_drops_of_reordered_segments_are_tolerated() {
         let drop_counts = |name: &str, count| BTreeMap::from([(name.to_owned(), count)]);
-        let counters_without_drops = TcpCounters { sent: 2_500_000, ..TcpCounters::default() };
+        let counters_without_drops = TcpCounters { sent_segments: 2_500_000, ..TcpCounters::default() };
         assert!(counters_without_drops.has_only_tolerable_timestamp_drops());
         let client_drops = |name, count| TcpCounters {
             timestamp_drops_at_client: drop_counts(name, count),

@@ -24,12 +24,12 @@ pub struct BrokenConnections {
     /// before.
     pub wrong_answer: u64,
     /// Number of connections with other errors, such as a missing route.
-    pub other: u64,
+    pub other_errors: u64,
 }
 
 impl BrokenConnections {
     pub fn total_count(&self) -> u64 {
-        let Self { refused, reset, timed_out, closed_early, wrong_answer, other } = self;
+        let Self { refused, reset, timed_out, closed_early, wrong_answer, other_errors: other } = self;
         refused + reset + timed_out + closed_early + wrong_answer + other
     }
     /// Counts a failed connection. Logs an unexpected failure with the index of its connection.
@@ -48,7 +48,7 @@ impl BrokenConnections {
                         %error,
                         "the test counts a connection's unexpected error as another failure"
                     );
-                    &mut self.other
+                    &mut self.other_errors
                 }
             },
         };
@@ -63,7 +63,7 @@ impl AddAssign for BrokenConnections {
         self.timed_out += other.timed_out;
         self.closed_early += other.closed_early;
         self.wrong_answer += other.wrong_answer;
-        self.other += other.other;
+        self.other_errors += other.other_errors;
     }
 }
 

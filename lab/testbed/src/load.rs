@@ -52,14 +52,14 @@ pub struct LoadReport {
     pub completed: u64,
     /// Numbers of broken connections, by kind.
     pub broken: BrokenConnections,
-    pub answered: u64,
+    pub answered_requests: u64,
     /// Latency of requests, from the due time to the response.
     pub latency_us: Latency,
     /// Lateness of the load generator, from a request's due time to its send time, on open connections. If it exceeds a
     /// millisecond, the machine is too busy for a measurement.
     pub lateness_us: Latency,
     /// Number of connections that each core of each server answered.
-    pub placed: Vec<CoreConnections>,
+    pub connections_by_core: Vec<CoreConnections>,
 }
 
 /// Percentiles, maximum and mean of latencies or other delays (us).
@@ -357,7 +357,7 @@ impl LoadClient<'_> {
     }
 
     fn count_finished_connection(&mut self, connection: &LoadConnection) {
-        self.report.answered += u64::from(connection.answered_request_count);
+        self.report.answered_requests += u64::from(connection.answered_request_count);
         if let Some(serving_core) = connection.serving_core {
             *self.connections_by_core.entry(serving_core).or_default() += 1;
         }
@@ -391,6 +391,6 @@ impl LoadClient<'_> {
         connections_by_core.sort_by_key(|core_connections| (core_connections.server, core_connections.core));
         let (latency_us, lateness_us) =
             (Latency::from(&self.latency_histogram), Latency::from(&self.lateness_histogram));
-        LoadReport { latency_us, lateness_us, placed: connections_by_core, ..self.report }
+        LoadReport { latency_us, lateness_us, connections_by_core, ..self.report }
     }
 }

@@ -13,23 +13,23 @@ pub struct Acknowledgements {
     /// Number of peers that have applied the newest configuration, except for rejected parts.
     pub acknowledged_count: u64,
     /// Number of peers that have not confirmed the newest configuration.
-    pub waiting_count: u64,
+    pub pending_count: u64,
     /// The first 100 peers that have not confirmed the newest configuration.
-    pub waiting: Vec<Waiting>,
+    pub pending_peers: Vec<PeerGeneration>,
     /// Number of rejected parts of updates. The peers continue to use the previous versions of these parts.
     pub refused_count: u64,
     /// The first 100 rejected parts of updates.
     pub refused: Vec<RefusedUpdate>,
     /// Load balancers that are disconnected but not forgotten. Each forwards packets by its last configuration.
     #[serde(default)]
-    pub disconnected: Vec<Waiting>,
+    pub disconnected_load_balancers: Vec<PeerGeneration>,
 }
 
 /// Load balancer or agent (peer) that has not confirmed the newest configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct Waiting {
+pub struct PeerGeneration {
     /// Kind of the peer: "lb" or "agent".
-    pub part: String,
+    pub component: String,
     /// Name of the load balancer or server.
     pub name: String,
     /// Generation of the newest configuration that the peer has confirmed, or 0 if it has confirmed none.
@@ -40,11 +40,11 @@ pub struct Waiting {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RefusedUpdate {
     /// Kind of the peer: "lb" or "agent".
-    pub part: String,
+    pub component: String,
     /// Name of the load balancer or server.
     pub name: String,
     /// Kind of the rejected part: "configuration" or "table".
-    pub kind: String,
+    pub update_kind: String,
     /// Name of the service, or null if the whole update was rejected.
     pub service: Option<String>,
     /// Generation of the rejected configuration or table, or 0 if it is unknown.
@@ -61,7 +61,7 @@ impl RefusedUpdate {
     /// configuration 5 of services a, b: ...".
     pub fn summary_lines(refused_updates: &[Self]) -> Vec<String> {
         let mut services_by_rejection: BTreeMap<_, Vec<&str>> = BTreeMap::new();
-        for Self { part, name, kind, service, generation, reason } in refused_updates {
+        for Self { component: part, name, update_kind: kind, service, generation, reason } in refused_updates {
             // A kernel log about a BPF program may be long, so only its first line is shown. The API returns all of it.
             let reason = reason.lines().next().unwrap_or_default();
             let refused_services = services_by_rejection.entry((part, name, kind, *generation, reason)).or_default();
@@ -97,9 +97,9 @@ mod tests {
     fn refused_update(kind: &str, service: Option<&str>, reason: &str) -> RefusedUpdate {
         let (part, name, kind) = ("lb".to_owned(), "lb1".to_owned(), kind.to_owned());
         RefusedUpdate {
-            part,
+            component: part,
             name,
-            kind,
+            update_kind: kind,
             service: service.map(str::to_owned),
             generation: 5,
             reason: reason.to_owned(),

@@ -25,14 +25,14 @@ pub struct DrainServer {
 /// Origin of a server's drain: a command or the fleet document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
-pub enum DrainedBy {
+pub enum DrainOrigin {
     /// The server was drained by `coreward drain`, and remains drained until `coreward undrain`.
     Command,
     /// The server is drained by `state` or `weight` in the fleet document.
     Document,
 }
 
-impl DrainedBy {
+impl DrainOrigin {
     /// Returns the origin's name, as it appears in output.
     pub fn name(self) -> &'static str {
         match self {
@@ -42,7 +42,7 @@ impl DrainedBy {
     }
 }
 
-impl fmt::Display for DrainedBy {
+impl fmt::Display for DrainOrigin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
     }
@@ -50,9 +50,9 @@ impl fmt::Display for DrainedBy {
 
 /// Active drain of a server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct Drained {
+pub struct ActiveDrain {
     /// Origin of the drain.
-    pub by: DrainedBy,
+    pub origin: DrainOrigin,
     /// Start of the drain (ms since 1970, by the controller's wall clock). Null if the fleet document drains the
     /// server, because the start is then unknown.
     pub since_unix_ms: Option<u64>,
@@ -62,11 +62,11 @@ pub struct Drained {
 
 /// Counts of a server's TCP connections, from half-open to closing ones, without listening and TIME-WAIT sockets.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct CountedConnections {
+pub struct ConnectionCounts {
     /// Time since the server's agent began to count the connections (ms).
     pub age_ms: u64,
     /// Number of connections by service name, for the server's present and former TCP services.
-    pub services: BTreeMap<String, u32>,
+    pub connections_by_service: BTreeMap<String, u32>,
 }
 
 /// State of a server's drain, with its remaining connections.
@@ -79,16 +79,16 @@ pub struct DrainStatus {
     /// Reason for the server's state, or empty if there is none.
     pub state_reason: String,
     /// State of the reports of the server's agent.
-    pub reports: ReportState,
+    pub report_state: ReportState,
     /// Drain of the server, or null if it is not drained.
-    pub drained: Option<Drained>,
+    pub drain: Option<ActiveDrain>,
     /// Number of remaining connections of the drained services, counted after the last new connection. Null if the
     /// server is not drained, or if the number is unknown (see `waits_for`).
-    pub remaining: Option<u64>,
+    pub remaining_connections: Option<u64>,
     /// Reasons why `remaining` is unknown.
-    pub waits_for: Vec<String>,
+    pub unknown_count_reasons: Vec<String>,
     /// The newest count of connections, even if it is too old for `remaining`. Null if there is none.
-    pub connections: Option<CountedConnections>,
+    pub connection_counts: Option<ConnectionCounts>,
     /// Names of drained services whose flows are not counted, because UDP flows have no visible end.
-    pub not_counted: Vec<String>,
+    pub uncounted_services: Vec<String>,
 }

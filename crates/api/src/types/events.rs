@@ -24,7 +24,7 @@ pub struct EventsQuery {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Events {
     /// Identifier of the controller's process. The ids of events restart with each process.
-    pub run: String,
+    pub run_id: String,
     /// Events, the oldest first. The controller keeps the newest 1,000.
     pub events: Vec<Event>,
 }
@@ -41,9 +41,9 @@ pub struct Event {
     /// Kind of the event, whose name is the same in all versions.
     pub event: EventId,
     /// Kind of the event's subject.
-    pub kind: EventKind,
+    pub subject_kind: SubjectKind,
     /// Name of the event's subject, or empty if the event concerns all subjects of this kind.
-    pub name: String,
+    pub subject_name: String,
     /// Description of the event, for people.
     pub message: String,
 }
@@ -67,25 +67,25 @@ pub enum EventId {
     /// An operator has applied another fleet document.
     FleetApplied,
     /// A fleet document with another generation has become active, for any reason.
-    FleetInForce,
+    FleetActivated,
     /// A service has been added to the fleet document.
-    ServiceNew,
+    ServiceAdded,
     /// The policy of a service has changed.
-    ServicePolicy,
+    ServicePolicyChanged,
     /// A service has been removed from the fleet document.
-    ServiceGone,
+    ServiceRemoved,
     /// A server has been added to the fleet document.
-    ServerNew,
+    ServerAdded,
     /// The state of a server has changed: up, down, draining, gone.
-    ServerState,
+    ServerStateChanged,
     /// The weight of a server has changed.
-    ServerWeight,
+    ServerWeightChanged,
     /// A server that had left the fleet was forgotten, so its id is free again.
     ServerForgotten,
     /// A server was drained or undrained by command.
-    ServerDrain,
+    ServerDrainChanged,
     /// A load balancer has connected, disconnected, fallen silent, or is lost.
-    LoadBalancerState,
+    LoadBalancerStateChanged,
     /// A load balancer was forgotten, because it was disconnected for too long or by command.
     LoadBalancerForgotten,
     /// The next cookie key is being distributed.
@@ -95,9 +95,9 @@ pub enum EventId {
     /// A rotation of the cookie keys was begun or continued by command.
     KeysRotated,
     /// A warning of `coreward status` has begun.
-    WarningBegins,
+    WarningStarted,
     /// A warning of `coreward status` has ended.
-    WarningEnds,
+    WarningEnded,
 }
 
 impl EventId {
@@ -105,22 +105,22 @@ impl EventId {
     pub const ALL: [Self; 18] = [
         Self::ControllerStarted,
         Self::FleetApplied,
-        Self::FleetInForce,
-        Self::ServiceNew,
-        Self::ServicePolicy,
-        Self::ServiceGone,
-        Self::ServerNew,
-        Self::ServerState,
-        Self::ServerWeight,
+        Self::FleetActivated,
+        Self::ServiceAdded,
+        Self::ServicePolicyChanged,
+        Self::ServiceRemoved,
+        Self::ServerAdded,
+        Self::ServerStateChanged,
+        Self::ServerWeightChanged,
         Self::ServerForgotten,
-        Self::ServerDrain,
-        Self::LoadBalancerState,
+        Self::ServerDrainChanged,
+        Self::LoadBalancerStateChanged,
         Self::LoadBalancerForgotten,
         Self::KeysAnnounced,
         Self::KeysSwitched,
         Self::KeysRotated,
-        Self::WarningBegins,
-        Self::WarningEnds,
+        Self::WarningStarted,
+        Self::WarningEnded,
     ];
 
     /// Returns the event's name in JSON documents.
@@ -128,22 +128,22 @@ impl EventId {
         match self {
             Self::ControllerStarted => "controller-started",
             Self::FleetApplied => "fleet-applied",
-            Self::FleetInForce => "fleet-in-force",
-            Self::ServiceNew => "service-new",
-            Self::ServicePolicy => "service-policy",
-            Self::ServiceGone => "service-gone",
-            Self::ServerNew => "server-new",
-            Self::ServerState => "server-state",
-            Self::ServerWeight => "server-weight",
+            Self::FleetActivated => "fleet-activated",
+            Self::ServiceAdded => "service-added",
+            Self::ServicePolicyChanged => "service-policy-changed",
+            Self::ServiceRemoved => "service-removed",
+            Self::ServerAdded => "server-added",
+            Self::ServerStateChanged => "server-state-changed",
+            Self::ServerWeightChanged => "server-weight-changed",
             Self::ServerForgotten => "server-forgotten",
-            Self::ServerDrain => "server-drain",
-            Self::LoadBalancerState => "load-balancer-state",
+            Self::ServerDrainChanged => "server-drain-changed",
+            Self::LoadBalancerStateChanged => "load-balancer-state-changed",
             Self::LoadBalancerForgotten => "load-balancer-forgotten",
             Self::KeysAnnounced => "keys-announced",
             Self::KeysSwitched => "keys-switched",
             Self::KeysRotated => "keys-rotated",
-            Self::WarningBegins => "warning-begins",
-            Self::WarningEnds => "warning-ends",
+            Self::WarningStarted => "warning-started",
+            Self::WarningEnded => "warning-ended",
         }
     }
 }
@@ -151,7 +151,7 @@ impl EventId {
 /// Kind of an event's subject.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
-pub enum EventKind {
+pub enum SubjectKind {
     /// Event about the controller itself.
     Controller,
     /// Event about the fleet document.
@@ -166,7 +166,7 @@ pub enum EventKind {
     Keys,
 }
 
-impl fmt::Display for EventKind {
+impl fmt::Display for SubjectKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::Controller => "controller",

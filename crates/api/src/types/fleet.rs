@@ -49,7 +49,7 @@ pub struct FleetApplied {
     /// Generation of the document that the new one was compared with.
     pub replaced_generation: u64,
     /// Whether the new text is active. After a dry run, this is true only if the text was active before.
-    pub in_force: bool,
+    pub is_active: bool,
     /// Differences between the replaced and the new document, one for each changed key, server or service.
     pub changes: Vec<FleetChange>,
 }
@@ -69,13 +69,13 @@ pub struct FleetChange {
     pub message: String,
     /// Reason why established connections break, or null if they continue.
     #[serde(default)]
-    pub breaks: Option<String>,
+    pub breakage_reason: Option<String>,
 }
 
 /// Request to check a fleet document.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub struct Check {
+pub struct CheckRequest {
     /// Name of the document, shown in error messages.
     #[serde(default = "unnamed")]
     pub name: String,
@@ -85,11 +85,11 @@ pub struct Check {
 
 /// Result of the check of a fleet document: the mistakes found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct Checked {
+pub struct CheckResult {
     /// Mistakes in the order of their lines, or empty if there are none.
     pub mistakes: Vec<DocumentMistake>,
     /// Minimum number of further mistakes, which are not listed.
-    pub more: u64,
+    pub omitted_count: u64,
 }
 
 /// Mistake in a fleet document.

@@ -10,18 +10,18 @@ use utoipa::ToSchema;
 pub struct Keys {
     /// Index of the key that stamps new cookies, which is 0 or 1.
     #[schema(maximum = 1)]
-    pub current: u32,
+    pub current_key: u32,
     /// Time at which the present key began to stamp cookies (seconds since 1970).
     pub current_since_unix_s: u64,
     /// Phase of the key rotation.
-    pub phase: KeyPhase,
+    pub rotation_phase: KeyPhase,
     /// Generation of the configuration that contains the present keys.
-    pub generation: u64,
+    pub configuration_generation: u64,
     /// Load balancers and agents that have not confirmed the `generation`, such as "load balancer lb2" or "the agent of
     /// s3".
-    pub waiting_for: Vec<String>,
+    pub pending_peers: Vec<String>,
     /// Minimum age of the present key (s) for a rotation without `force`.
-    pub shortest_life_s: u64,
+    pub min_key_age_s: u64,
     /// Interval between scheduled rotations (s), or 0 if none are scheduled.
     pub rotation_interval_s: u64,
 }

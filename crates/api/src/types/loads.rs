@@ -7,7 +7,7 @@ use coreward_model::ServiceAddress;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::{Drained, Keys, ReportState, ServerState, serde_text};
+use super::{ActiveDrain, Keys, ReportState, ServerState, serde_text};
 
 /// Loads of all servers' cores, and counters of all load balancers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -19,7 +19,7 @@ pub struct Loads {
     /// Loads of the servers, sorted by id as in `status`.
     pub servers: Vec<ServerLoads>,
     /// Counters of the load balancers, sorted by name as in `status`.
-    pub load_balancers: Vec<LoadBalancerCounts>,
+    pub load_balancers: Vec<LoadBalancerCounters>,
 }
 
 /// Loads of one server's cores, and counts of its connections.
@@ -28,7 +28,7 @@ pub struct ServerLoads {
     /// Name of the server.
     pub name: String,
     /// Load of each core in fractions of its capacity, to three decimals, or empty if unknown.
-    pub cores: Vec<f64>,
+    pub core_loads: Vec<f64>,
     /// Number of TCP connections to the server's services at the agent's last count.
     pub open_connections: u32,
     /// Number of connections to the server's services at the agent's last count, or null if it is unknown. The count is
@@ -41,7 +41,7 @@ pub struct ServerLoads {
 
 /// Packet counters of one load balancer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct LoadBalancerCounts {
+pub struct LoadBalancerCounters {
     /// Name of the load balancer.
     pub name: String,
     /// Total number of packets by outcome. The keys are the names of enum lb_counter.
@@ -101,12 +101,12 @@ pub struct OverviewServer {
     /// Reason for the state, or empty if there is none.
     pub state_reason: String,
     /// State of the reports of the server's agent.
-    pub reports: ReportState,
+    pub report_state: ReportState,
     /// Weight of the server.
     pub weight: u32,
     /// Drain of the server, or null if it is not drained.
     #[serde(default)]
-    pub drained: Option<Drained>,
+    pub drain: Option<ActiveDrain>,
     /// Warnings about the server, for the operator.
     pub warnings: Vec<String>,
 }

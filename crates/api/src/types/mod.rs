@@ -14,20 +14,20 @@ mod status;
 mod tables;
 mod wire;
 
-pub use acknowledgements::{Acknowledgements, RefusedUpdate, Waiting};
+pub use acknowledgements::{Acknowledgements, PeerGeneration, RefusedUpdate};
 pub use audit::{Audit, AuditEntry, AuditQuery};
-pub use drain::{CountedConnections, DrainServer, DrainStatus, Drained, DrainedBy};
-pub use events::{Event, EventId, EventKind, Events, EventsQuery, Severity};
+pub use drain::{ActiveDrain, ConnectionCounts, DrainOrigin, DrainServer, DrainStatus};
+pub use events::{Event, EventId, Events, EventsQuery, Severity, SubjectKind};
 pub use explain::{Explain, ExplainedServer, Explanation, PacketKind};
-pub use fleet::{Check, Checked, DocumentMistake, Fleet, FleetApplied, FleetChange, NewFleet};
+pub use fleet::{CheckRequest, CheckResult, DocumentMistake, Fleet, FleetApplied, FleetChange, NewFleet};
 pub use keys::{KeyPhase, Keys, RotateKeys};
 pub use loads::{
-    LoadBalancerCounts, Loads, Overview, OverviewLoadBalancer, OverviewServer, OverviewService, ServerLoads,
+    LoadBalancerCounters, Loads, Overview, OverviewLoadBalancer, OverviewServer, OverviewService, ServerLoads,
 };
 pub use status::{
-    CheckedBy, DispatchedService, DispatchedWorker, LoadBalancer, LoadBalancerState, LoadBalancers, Rack, ReportState,
-    RssGroup, Server, ServerClock, ServerRss, ServerState, Servers, Service, ServiceMember, Services, StampedService,
-    Status, StatusQuery,
+    DispatchedService, DispatchedWorker, HealthCheckResult, LoadBalancer, LoadBalancerState, LoadBalancers, Rack,
+    ReportState, RssGroup, Server, ServerClock, ServerRss, ServerState, Servers, Service, ServiceMember, Services,
+    StampedService, Status, StatusQuery,
 };
 pub use tables::{Candidate, Member, Table, TableSummary, Tables};
 

@@ -8,7 +8,7 @@ use coreward_model::ServiceAddress;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
-use super::{CountedConnections, Drained, Keys, serde_text};
+use super::{ActiveDrain, ConnectionCounts, Keys, serde_text};
 
 /// Query options of a request for the status.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, IntoParams)]
@@ -57,7 +57,7 @@ pub struct Rack {
     /// Version of the rack controller.
     pub version: String,
     /// Time since the rack controller's last message (ms).
-    pub age_ms: u32,
+    pub last_message_age_ms: u32,
     /// Names of servers whose agents are connected through the rack.
     pub servers: Vec<String>,
     /// Number of servers that may use the rack according to the fleet document.
@@ -112,7 +112,7 @@ pub struct Service {
     /// States of the service's servers.
     pub members: Vec<ServiceMember>,
     /// Kind of the service's health checks, "tcp", "http", "https" or "agent", or null if there are none.
-    pub check: Option<String>,
+    pub health_check_kind: Option<String>,
     /// Treatment of new connections when all servers are down: "fail-open" or "drop".
     pub when_all_down: String,
     /// Whether all servers are down but get new connections nevertheless.
@@ -139,30 +139,30 @@ pub struct ServiceMember {
     /// State of the server in this service.
     pub state: ServerState,
     /// Reason for the state, or empty if there is none.
-    pub reason: String,
+    pub state_reason: String,
     /// Time since the state began (ms), or null if it began before this controller's start.
     pub state_for_ms: Option<u64>,
     /// Results of the health checks by each load balancer.
-    pub checks: Vec<CheckedBy>,
+    pub health_checks: Vec<HealthCheckResult>,
 }
 
 /// Result of one load balancer's health checks of a server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct CheckedBy {
+pub struct HealthCheckResult {
     /// Name of the load balancer.
     pub load_balancer: String,
     /// Whether the load balancer considers the server up, or null after too few checks.
-    pub up: Option<bool>,
+    pub is_up: Option<bool>,
     /// Time since `up` last changed (ms).
-    pub since_ms: u64,
+    pub result_age_ms: u64,
     /// Error of the newest check, or null if the check passed.
     pub error: Option<String>,
     /// Latency of the newest check (us), or 0 if there was no answer.
     pub latency_us: u32,
     /// Number of the load balancer's health checks of the server.
-    pub checks: u64,
+    pub check_count: u64,
     /// Number of these checks that failed.
-    pub failures: u64,
+    pub failure_count: u64,
 }
 
 /// A group of servers whose NICs compute the same RSS hash.
@@ -196,9 +196,9 @@ pub struct Server {
     /// Time since the state began (ms), or null if it began before this controller's start.
     pub state_for_ms: Option<u64>,
     /// State of the reports of the server's agent.
-    pub reports: ReportState,
+    pub report_state: ReportState,
     /// Smoothed load of each core, in fractions of its capacity, or empty if it is unknown.
-    pub core_load: Vec<f64>,
+    pub core_loads: Vec<f64>,
     /// Age of the newest report by the server's agent (ms).
     pub report_age_ms: u32,
     /// Number of TCP connections to the server's services at the agent's last count.
@@ -206,9 +206,9 @@ pub struct Server {
     /// RSS configuration of the server's NIC, or null if it is unknown.
     pub rss: Option<ServerRss>,
     /// Number of SYNs that arrived on the predicted receive queue.
-    pub rss_matched: u64,
+    pub rss_matched_syns: u64,
     /// Number of SYNs that arrived on another receive queue than predicted.
-    pub rss_mismatched: u64,
+    pub rss_mismatched_syns: u64,
     /// Warnings about the server, for the operator.
     pub warnings: Vec<String>,
     /// Weight of the server.
@@ -220,19 +220,19 @@ pub struct Server {
     /// Counters of the server's BPF programs, by name.
     pub counters: BTreeMap<String, u64>,
     /// UDP services whose requests `coreward dispatch` distributes among workers on the server.
-    pub dispatch: Vec<DispatchedService>,
+    pub dispatched_services: Vec<DispatchedService>,
     /// Drain of the server, or null if it is not drained.
     #[serde(default)]
-    pub drained: Option<Drained>,
+    pub drain: Option<ActiveDrain>,
     /// Connections to the server by service, at the agent's last count, or null if they are unknown.
     #[serde(default)]
-    pub connections: Option<CountedConnections>,
+    pub connection_counts: Option<ConnectionCounts>,
     /// Rack of the server's agent, or null if the agent is connected directly or there is none.
     #[serde(default)]
     pub rack: Option<String>,
     /// Names of the racks that the server's agent may use, or null if it may use any.
     #[serde(default)]
-    pub racks: Option<Vec<String>>,
+    pub permitted_racks: Option<Vec<String>>,
 }
 
 /// State of a server. The variants are sorted from the best to the worst.
@@ -365,7 +365,7 @@ pub struct LoadBalancer {
     /// Whether the load balancer sent a message in the last two seconds.
     pub alive: bool,
     /// Number that identifies the load balancer's connection table in cookies, or null if it has no table.
-    pub owner: Option<u32>,
+    pub connection_table_owner: Option<u32>,
     /// Address at which other load balancers reach this one, or null if it is unknown.
     #[schema(value_type = Option<String>)]
     pub address: Option<IpAddr>,
@@ -388,9 +388,9 @@ pub struct LoadBalancerState {
     /// Generation of the newest active configuration, or 0 if there is none yet.
     pub configuration_generation: u64,
     /// Number of packets by event (enum lb_event).
-    pub events: BTreeMap<String, u64>,
+    pub event_counters: BTreeMap<String, u64>,
     /// Number of connections in the load balancer's connection table.
-    pub connections: u64,
+    pub connection_count: u64,
     /// Names of load balancers whose MAC address is unknown.
     pub unresolved_load_balancers: Vec<String>,
     /// Timestamp clocks of the servers whose connections the load balancer stamps with cookies.
@@ -408,16 +408,16 @@ pub struct StampedService {
     /// Name of the service.
     pub service: String,
     /// Number of packets whose server the cookie decided.
-    pub by_cookie: u64,
+    pub cookie_packets: u64,
     /// Number of packets whose server the flow table decided.
-    pub by_flow_table: u64,
+    pub flow_table_packets: u64,
 }
 
 impl StampedService {
     /// Returns the share of packets whose server the cookie decided, or `None` if there was no packet yet.
     pub fn cookie_share(&self) -> Option<f64> {
-        let total_packets = self.by_cookie.saturating_add(self.by_flow_table);
-        (total_packets > 0).then(|| self.by_cookie as f64 / total_packets as f64)
+        let total_packets = self.cookie_packets.saturating_add(self.flow_table_packets);
+        (total_packets > 0).then(|| self.cookie_packets as f64 / total_packets as f64)
     }
 }
 
@@ -429,13 +429,13 @@ pub struct ServerClock {
     /// Name of the server.
     pub server: String,
     /// State of the clock: "known", "per-connection", "learning", "unseen", "no-timestamps" or "differs".
-    pub state: String,
+    pub clock_state: String,
     /// Number of SYN-ACKs from the server.
     pub syn_acks: u64,
     /// Number of SYN-ACKs with timestamps.
-    pub with_timestamps: u64,
+    pub syn_acks_with_timestamps: u64,
     /// Number of SYN-ACKs whose timestamp clock differed from the clock of another connection.
-    pub disagreed: u64,
+    pub disagreeing_syn_acks: u64,
     /// Reason why the server's connections are not stamped, and what was expected. Null if they are stamped, or if the
     /// clock is still being measured.
     pub problem: Option<String>,

@@ -20,7 +20,7 @@ pub struct TableSummary {
     /// Age of the table (ms).
     pub age_ms: u32,
     /// Placement rule of the table (enum placement_rule), or null if there is no table yet.
-    pub rule: Option<String>,
+    pub placement_rule: Option<String>,
     /// Number of the table's buckets.
     pub bucket_count: u32,
 }
@@ -35,15 +35,15 @@ pub struct Table {
     /// Age of the table (ms).
     pub age_ms: u32,
     /// Placement rule of the table (enum placement_rule).
-    pub rule: String,
+    pub placement_rule: String,
     /// Number of the table's buckets.
     pub bucket_count: u32,
     /// Candidates for new connections, by RSS group and then by bucket. The candidates of a bucket begin with the best.
-    pub groups: Vec<Vec<Vec<Candidate>>>,
+    pub candidates_by_rss_group: Vec<Vec<Vec<Candidate>>>,
     /// Servers that take new connections.
     pub members: Vec<Member>,
     /// Name of the server of each bucket, for connections without a cookie.
-    pub consistent: Vec<String>,
+    pub consistent_servers: Vec<String>,
 }
 
 /// A core of a server that is a candidate for new connections of a bucket.

@@ -48,8 +48,8 @@ impl From<&v1::LoadBalancerState> for LoadBalancerState {
             xdp_mode: state.xdp_mode.clone(),
             vlan: Vlan::new(state.vlan.into()).ok().map(Vlan::get),
             configuration_generation: state.configuration_generation,
-            events: sort_by_name(&state.events),
-            connections: state.connections,
+            event_counters: sort_by_name(&state.events),
+            connection_count: state.connections,
             unresolved_load_balancers: state.unresolved_load_balancers.clone(),
             server_clocks: state.server_clocks.iter().map(ServerClock::from).collect(),
             stamped_services: state.stamped_services.iter().map(StampedService::from).collect(),
@@ -69,9 +69,9 @@ impl RefusedUpdate {
     /// Converts a peer's message about an update that it rejected. `component` and `name` are the peer's kind and name.
     pub fn new(component: &str, name: &str, refused_update: &v1::RefusedUpdate) -> Self {
         Self {
-            part: component.to_owned(),
+            component: component.to_owned(),
             name: name.to_owned(),
-            kind: if refused_update.table { "table" } else { "configuration" }.to_owned(),
+            update_kind: if refused_update.table { "table" } else { "configuration" }.to_owned(),
             service: (!refused_update.service.is_empty()).then(|| refused_update.service.clone()),
             generation: refused_update.generation,
             reason: refused_update.reason.clone(),
@@ -82,7 +82,7 @@ impl RefusedUpdate {
 impl From<&v1::StampedPackets> for StampedService {
     fn from(stamped_packets: &v1::StampedPackets) -> Self {
         let v1::StampedPackets { service, by_cookie, by_flow_table } = stamped_packets.clone();
-        Self { service, by_cookie, by_flow_table }
+        Self { service, cookie_packets: by_cookie, flow_table_packets: by_flow_table }
     }
 }
 
@@ -91,10 +91,10 @@ impl From<&v1::ServerClock> for ServerClock {
         Self {
             service: clock.service.clone(),
             server: clock.server.clone(),
-            state: clock.state.clone(),
+            clock_state: clock.state.clone(),
             syn_acks: clock.syn_acks,
-            with_timestamps: clock.with_timestamps,
-            disagreed: clock.disagreed,
+            syn_acks_with_timestamps: clock.with_timestamps,
+            disagreeing_syn_acks: clock.disagreed,
             problem: (!clock.problem.is_empty()).then(|| clock.problem.clone()),
         }
     }

@@ -3,7 +3,7 @@
 use axum::Extension;
 use axum::extract::State;
 use coreward_api::Caller;
-use coreward_api::types::{Audit, AuditQuery, EventId, EventKind, LoadBalancers, MAX_SAFE_INTEGER};
+use coreward_api::types::{Audit, AuditQuery, EventId, LoadBalancers, MAX_SAFE_INTEGER, SubjectKind};
 use coreward_http::extract::{Path, Query};
 use coreward_http::work::{JsonAnswer, WorkSize, compute_answer};
 use coreward_http::{Problem, ProblemKind};
@@ -68,7 +68,7 @@ pub async fn forget(
     })?;
     let event_message = format!("{caller}: forgotten");
     api.events.add_event(
-        (EventKind::LoadBalancer, EventId::LoadBalancerForgotten),
+        (SubjectKind::LoadBalancer, EventId::LoadBalancerForgotten),
         &name,
         event_message,
         controller_state.now().wall,

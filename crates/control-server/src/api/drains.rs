@@ -3,7 +3,7 @@
 use axum::Extension;
 use axum::extract::State;
 use coreward_api::Caller;
-use coreward_api::types::{DrainServer, DrainStatus, EventId, EventKind};
+use coreward_api::types::{DrainServer, DrainStatus, EventId, SubjectKind};
 use coreward_http::extract::{Json, Path};
 use coreward_http::{Problem, ProblemKind};
 
@@ -112,7 +112,7 @@ async fn request_drain_change(
     if outcome.has_new_configuration {
         let event_message = format!("{caller}: {event}");
         api.events.add_event(
-            (EventKind::Server, EventId::ServerDrain),
+            (SubjectKind::Server, EventId::ServerDrainChanged),
             server,
             event_message,
             controller_state.now().wall,

@@ -3,7 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use coreward_api::types::{Event, EventId, EventKind, KeyPhase, Overview, OverviewLoadBalancer, ServerState, Severity};
+use coreward_api::types::{
+    Event, EventId, KeyPhase, Overview, OverviewLoadBalancer, ServerState, Severity, SubjectKind,
+};
 use parking_lot::{Mutex, MutexGuard};
 use rand::rand_core::{TryRng as _, UnwrapErr};
 use rand::rngs::SysRng;
@@ -50,7 +52,7 @@ impl EventLog {
     }
 
     /// Adds an event that does not follow from a change of the fleet's status. `wall_time` is the time since 1970.
-    pub fn add_event(&self, (kind, event): (EventKind, EventId), name: &str, message: String, wall_time: Duration) {
+    pub fn add_event(&self, (kind, event): (SubjectKind, EventId), name: &str, message: String, wall_time: Duration) {
         self.add_events(
             [NewEvent { severity: Severity::Info, event_id: event, kind, name: name.to_owned(), message }],
             wall_time,
@@ -66,7 +68,7 @@ impl EventLog {
             None => {
                 let message =
                     format!("the controller has started, configuration {}", overview.configuration_generation);
-                let (kind, event_id) = (EventKind::Controller, EventId::ControllerStarted);
+                let (kind, event_id) = (SubjectKind::Controller, EventId::ControllerStarted);
                 vec![NewEvent { severity: Severity::Info, event_id, kind, name: String::new(), message }]
             }
         };
@@ -90,8 +92,8 @@ impl EventLog {
                 at_unix_ms: wall_time.as_millis() as u64,
                 severity,
                 event,
-                kind,
-                name,
+                subject_kind: kind,
+                subject_name: name,
                 message,
             });
         }
@@ -112,7 +114,7 @@ impl EventLog {
 struct NewEvent {
     severity: Severity,
     event_id: EventId,
-    kind: EventKind,
+    kind: SubjectKind,
     name: String,
     message: String,
 }
@@ -121,7 +123,7 @@ fn events_between(old_overview: &Overview, new_overview: &Overview) -> Vec<NewEv
     let mut new_events = NewEvents(Vec::new());
     if old_overview.fleet_generation != new_overview.fleet_generation {
         let message = format!("the document of generation {} is in force", new_overview.fleet_generation);
-        new_events.add_info((EventKind::Fleet, EventId::FleetInForce), "", message);
+        new_events.add_info((SubjectKind::Fleet, EventId::FleetActivated), "", message);
     }
     add_service_events(old_overview, new_overview, &mut new_events);
     add_server_events(old_overview, new_overview, &mut new_events);
@@ -133,18 +135,18 @@ fn events_between(old_overview: &Overview, new_overview: &Overview) -> Vec<NewEv
 struct NewEvents(Vec<NewEvent>);
 
 impl NewEvents {
-    fn add_info(&mut self, kind: (EventKind, EventId), name: &str, message: impl Into<String>) {
+    fn add_info(&mut self, kind: (SubjectKind, EventId), name: &str, message: impl Into<String>) {
         self.push_event(Severity::Info, kind, name, message);
     }
 
-    fn add_warning(&mut self, kind: (EventKind, EventId), name: &str, message: impl Into<String>) {
+    fn add_warning(&mut self, kind: (SubjectKind, EventId), name: &str, message: impl Into<String>) {
         self.push_event(Severity::Warning, kind, name, message);
     }
 
     fn push_event(
         &mut self,
         severity: Severity,
-        (kind, event): (EventKind, EventId),
+        (kind, event): (SubjectKind, EventId),
         name: &str,
         message: impl Into<String>,
     ) {
@@ -152,15 +154,15 @@ impl NewEvents {
     }
 
     /// Adds events for warnings that begin or end. A warning in which only a number changes causes no event.
-    fn add_warning_changes(&mut self, kind: EventKind, name: &str, old_warnings: &[String], new_warnings: &[String]) {
+    fn add_warning_changes(&mut self, kind: SubjectKind, name: &str, old_warnings: &[String], new_warnings: &[String]) {
         let [old, new] = [old_warnings, new_warnings].map(|warnings| -> BTreeMap<String, &String> {
             warnings.iter().map(|warning| (strip_digits(warning), warning)).collect()
         });
         for (_, warning) in new.iter().filter(|(stripped_text, _)| !old.contains_key(*stripped_text)) {
-            self.add_warning((kind, EventId::WarningBegins), name, *warning);
+            self.add_warning((kind, EventId::WarningStarted), name, *warning);
         }
         for (_, warning) in old.iter().filter(|(stripped_text, _)| !new.contains_key(*stripped_text)) {
-            self.add_info((kind, EventId::WarningEnds), name, format!("ended: {warning}"));
+            self.add_info((kind, EventId::WarningEnded), name, format!("ended: {warning}"));
         }
     }
 }
@@ -170,20 +172,20 @@ fn strip_digits(text: &str) -> String {
 }
 
 fn add_service_events(old_overview: &Overview, new_overview: &Overview, new_events: &mut NewEvents) {
-    let kind = EventKind::Service;
+    let kind = SubjectKind::Service;
     let [old, new] = [old_overview, new_overview]
         .map(|overview| overview.services.iter().map(|service| (&*service.name, service)).collect::<BTreeMap<_, _>>());
     for (name, service) in &new {
         match old.get(name) {
             None => {
                 let message = format!("new, at {}: {}", service.address, service.policy);
-                new_events.add_info((kind, EventId::ServiceNew), name, message);
+                new_events.add_info((kind, EventId::ServiceAdded), name, message);
                 new_events.add_warning_changes(kind, name, &[], &service.warnings);
             }
             Some(old_service) => {
                 if old_service.policy != service.policy {
                     new_events.add_info(
-                        (kind, EventId::ServicePolicy),
+                        (kind, EventId::ServicePolicyChanged),
                         name,
                         format!("policy {} instead of {}", service.policy, old_service.policy),
                     );
@@ -194,17 +196,17 @@ fn add_service_events(old_overview: &Overview, new_overview: &Overview, new_even
     }
     old.keys()
         .filter(|name| !new.contains_key(*name))
-        .for_each(|name| new_events.add_info((kind, EventId::ServiceGone), name, "left the document"));
+        .for_each(|name| new_events.add_info((kind, EventId::ServiceRemoved), name, "left the document"));
 }
 
 fn add_server_events(old_overview: &Overview, new_overview: &Overview, new_events: &mut NewEvents) {
-    let kind = EventKind::Server;
+    let kind = SubjectKind::Server;
     let [old, new] = [old_overview, new_overview]
         .map(|overview| overview.servers.iter().map(|server| (server.id, server)).collect::<BTreeMap<_, _>>());
     for (id, server) in &new {
         let Some(old_server) = old.get(id) else {
             new_events.add_info(
-                (kind, EventId::ServerNew),
+                (kind, EventId::ServerAdded),
                 &server.name,
                 format!("new, at {}: {}", server.address, server.state),
             );
@@ -216,13 +218,13 @@ fn add_server_events(old_overview: &Overview, new_overview: &Overview, new_event
             let message =
                 format!("{} (was {}){reason_separator}{}", server.state, old_server.state, server.state_reason);
             match server.state {
-                ServerState::Down => new_events.add_warning((kind, EventId::ServerState), &server.name, message),
-                _ => new_events.add_info((kind, EventId::ServerState), &server.name, message),
+                ServerState::Down => new_events.add_warning((kind, EventId::ServerStateChanged), &server.name, message),
+                _ => new_events.add_info((kind, EventId::ServerStateChanged), &server.name, message),
             }
         }
         if old_server.weight != server.weight {
             new_events.add_info(
-                (kind, EventId::ServerWeight),
+                (kind, EventId::ServerWeightChanged),
                 &server.name,
                 format!("weight {} instead of {}", server.weight, old_server.weight),
             );
@@ -236,7 +238,7 @@ fn add_server_events(old_overview: &Overview, new_overview: &Overview, new_event
 }
 
 fn add_load_balancer_events(old_overview: &Overview, new_overview: &Overview, new_events: &mut NewEvents) {
-    let kind = EventKind::LoadBalancer;
+    let kind = SubjectKind::LoadBalancer;
     let state_description = |balancer: &OverviewLoadBalancer| match (balancer.connected, balancer.alive) {
         (true, true) => "connected",
         (true, false) => "silent",
@@ -252,8 +254,8 @@ fn add_load_balancer_events(old_overview: &Overview, new_overview: &Overview, ne
             new.get(name).map(|new_balancer| state_description(new_balancer)),
         ) {
             (old_state, Some(new_state)) if old_state != Some(new_state) => match new_state {
-                "silent" | "lost" => new_events.add_warning((kind, EventId::LoadBalancerState), name, new_state),
-                _ => new_events.add_info((kind, EventId::LoadBalancerState), name, new_state),
+                "silent" | "lost" => new_events.add_warning((kind, EventId::LoadBalancerStateChanged), name, new_state),
+                _ => new_events.add_info((kind, EventId::LoadBalancerStateChanged), name, new_state),
             },
             (Some(_), None) => new_events.add_info((kind, EventId::LoadBalancerForgotten), name, "forgotten"),
             _ => {}
@@ -267,14 +269,18 @@ fn add_load_balancer_events(old_overview: &Overview, new_overview: &Overview, ne
 
 fn add_key_events(old_overview: &Overview, new_overview: &Overview, new_events: &mut NewEvents) {
     let (old, new) = (&old_overview.keys, &new_overview.keys);
-    if (old.phase, new.phase) == (KeyPhase::Steady, KeyPhase::Announced) {
-        new_events.add_info((EventKind::Keys, EventId::KeysAnnounced), "", "the next cookie key is being distributed");
-    }
-    if old.current != new.current {
+    if (old.rotation_phase, new.rotation_phase) == (KeyPhase::Steady, KeyPhase::Announced) {
         new_events.add_info(
-            (EventKind::Keys, EventId::KeysSwitched),
+            (SubjectKind::Keys, EventId::KeysAnnounced),
             "",
-            format!("key {} stamps from now on", new.current),
+            "the next cookie key is being distributed",
+        );
+    }
+    if old.current_key != new.current_key {
+        new_events.add_info(
+            (SubjectKind::Keys, EventId::KeysSwitched),
+            "",
+            format!("key {} stamps from now on", new.current_key),
         );
     }
 }

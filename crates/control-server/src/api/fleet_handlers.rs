@@ -6,7 +6,7 @@ use axum::Extension;
 use axum::extract::State;
 use coreward_api::Caller;
 use coreward_api::types::{
-    Acknowledgements, Check, Checked, EventId, EventKind, Fleet, FleetApplied, FleetChange, NewFleet,
+    Acknowledgements, CheckRequest, CheckResult, EventId, Fleet, FleetApplied, FleetChange, NewFleet, SubjectKind,
 };
 use coreward_config::Source;
 use coreward_http::extract::Json;
@@ -96,14 +96,14 @@ pub async fn put_fleet(
     let applied_generation = outcome.document_generation;
     if !dry_run && !was_in_force {
         let message = format!("{caller}: applied the document of generation {applied_generation}");
-        api.events.add_event((EventKind::Fleet, EventId::FleetApplied), "", message, controller_state.now().wall);
+        api.events.add_event((SubjectKind::Fleet, EventId::FleetApplied), "", message, controller_state.now().wall);
     }
     // No other request may prevent this answer, or the caller would assume that the document was not applied.
     compute_answer(WorkSize::Small, move || {
         Ok(FleetApplied {
             generation: applied_generation,
             replaced_generation: generation,
-            in_force: !dry_run || was_in_force,
+            is_active: !dry_run || was_in_force,
             changes: changes.iter().map(to_fleet_change).collect(),
         })
     })
@@ -131,7 +131,7 @@ fn to_fleet_change(change: &config::DocumentChange) -> FleetChange {
         old: None,
         new: None,
         message: String::new(),
-        breaks: breaking_reason.clone(),
+        breakage_reason: breaking_reason.clone(),
     };
     let document_change = match change {
         config::DocumentChange::Added { subject, .. } | config::DocumentChange::Removed { subject } => {
@@ -147,17 +147,17 @@ fn to_fleet_change(change: &config::DocumentChange) -> FleetChange {
 /// Check a fleet document and return all mistakes
 #[utoipa::path(
     post, path = "/v1/check",
-    request_body = Check,
-    responses((status = 200, description = "Mistakes of the document", body = Checked))
+    request_body = CheckRequest,
+    responses((status = 200, description = "Mistakes of the document", body = CheckResult))
 )]
-pub async fn check(Json(request): Json<Check>) -> Result<JsonAnswer, Problem> {
+pub async fn check(Json(request): Json<CheckRequest>) -> Result<JsonAnswer, Problem> {
     check_document_name(&request.name)?;
     compute_answer(WorkSize::Large, move || {
         Ok(match FleetConfig::parse(&Source::from_text(&request.name, &request.text)) {
-            Ok(_) => Checked { mistakes: Vec::new(), more: 0 },
-            Err(mistakes) => Checked {
+            Ok(_) => CheckResult { mistakes: Vec::new(), omitted_count: 0 },
+            Err(mistakes) => CheckResult {
                 mistakes: mistakes.shown_diagnostics.iter().map(Into::into).collect(),
-                more: mistakes.omitted_diagnostic_count as u64,
+                omitted_count: mistakes.omitted_diagnostic_count as u64,
             },
         })
     })

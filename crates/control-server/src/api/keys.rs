@@ -3,7 +3,7 @@
 use axum::Extension;
 use axum::extract::State;
 use coreward_api::Caller;
-use coreward_api::types::{EventId, EventKind, Keys, RotateKeys};
+use coreward_api::types::{EventId, Keys, RotateKeys, SubjectKind};
 use coreward_http::extract::Json;
 use coreward_http::{Problem, ProblemKind};
 
@@ -42,7 +42,7 @@ pub async fn rotate(
         .await
         .map_err(|error| api.failed_change_problem(&error))?;
     api.events.add_event(
-        (EventKind::Keys, EventId::KeysRotated),
+        (SubjectKind::Keys, EventId::KeysRotated),
         "",
         format!("{caller}: {}", key_step.describe()),
         now.wall,

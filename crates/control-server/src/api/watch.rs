@@ -40,7 +40,7 @@ pub async fn events(State(api): State<Api>, Query(query): Query<EventsQuery>) ->
     }
     let max_event_count = query.limit.map_or(MAX_EVENTS, usize::from);
     Ok(Json(Events {
-        run: api.events.run_id().to_owned(),
+        run_id: api.events.run_id().to_owned(),
         events: api.events.events_after(query.after, max_event_count),
     }))
 }

@@ -351,7 +351,7 @@ impl ControllerState {
 
     fn add_waiting_agents(&self, mut keys: Keys, now: Now) -> Keys {
         let agents = self.map_servers(|controller, id, server| controller.agent_delaying_keys(id, server, now));
-        keys.waiting_for.extend(agents.into_iter().flatten());
+        keys.pending_peers.extend(agents.into_iter().flatten());
         keys
     }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use coreward_api::Role;
-use coreward_api::types::{Check, DrainServer, DrainedBy, NewFleet, ServerState};
+use coreward_api::types::{CheckRequest, DrainOrigin, DrainServer, NewFleet, ServerState};
 use coreward_http::client::Client;
 use coreward_http::tokens::token_path;
 use coreward_http::{Problem, ProblemKind};
@@ -194,14 +194,14 @@ async fn document_is_applied_whole_or_not_at_all() {
         "{problem:?}"
     );
     let check_result =
-        client.check(&Check { name: "a.toml".into(), text: "load_ewma_alpha = 2\n".into() }).await.unwrap();
+        client.check(&CheckRequest { name: "a.toml".into(), text: "load_ewma_alpha = 2\n".into() }).await.unwrap();
     assert_eq!(check_result.mistakes.len(), 1);
 
     let preview = client.apply_fleet(&new_fleet_request(&text, 0, true)).await.unwrap();
-    assert_eq!((preview.generation, preview.in_force, preview.changes.len()), (0, false, 2));
+    assert_eq!((preview.generation, preview.is_active, preview.changes.len()), (0, false, 2));
     assert_eq!(client.fleet().await.unwrap().generation, 0);
     let applied_fleet = client.apply_fleet(&new_fleet_request(&text, 0, false)).await.unwrap();
-    assert_eq!((applied_fleet.generation, applied_fleet.in_force), (1, true));
+    assert_eq!((applied_fleet.generation, applied_fleet.is_active), (1, true));
     assert_eq!(applied_fleet.changes[0].subject, "server s1");
     assert_eq!(client.fleet().await.unwrap().text, text);
     let generation_conflict = client.apply_fleet(&new_fleet_request(&text, 0, false)).await.unwrap_err();
@@ -232,35 +232,38 @@ async fn drain_lasts_until_undrain() {
         (DrainServer::default(), DrainServer { force: true, ..DrainServer::default() });
     let start_time = std::time::Instant::now();
     let first_drain_status = client.drain("s1", &drain_request).await.unwrap();
-    let drain = first_drain_status.drained.clone().unwrap();
+    let drain = first_drain_status.drain.clone().unwrap();
     assert_eq!(
-        (first_drain_status.state, drain.by, drain.services.len()),
-        (ServerState::Draining, DrainedBy::Command, 0)
+        (first_drain_status.state, drain.origin, drain.services.len()),
+        (ServerState::Draining, DrainOrigin::Command, 0)
     );
-    assert_eq!((first_drain_status.state_reason.as_str(), first_drain_status.remaining), ("by `coreward drain`", None));
     assert_eq!(
-        first_drain_status.waits_for,
+        (first_drain_status.state_reason.as_str(), first_drain_status.remaining_connections),
+        ("by `coreward drain`", None)
+    );
+    assert_eq!(
+        first_drain_status.unknown_count_reasons,
         ["its agent, which does not report", "a load balancer: none is connected"],
         "no agent counts"
     );
     let generation = client.status(false).await.unwrap().configuration_generation;
     let repeated_drain_status = client.drain("s1", &drain_request).await.unwrap();
-    assert_eq!(repeated_drain_status.drained.unwrap().services, drain.services);
+    assert_eq!(repeated_drain_status.drain.unwrap().services, drain.services);
     assert_eq!(client.status(false).await.unwrap().configuration_generation, generation, "nothing has changed");
     let last_server_error = client.drain("s2", &drain_request).await.unwrap_err();
     let problem = last_server_error.downcast_ref::<Problem>().unwrap();
     assert_eq!(problem.kind, ProblemKind::Conflict);
     assert_eq!(problem.detail, "no other server of web takes new connections: expected one, or `force`");
     assert_eq!(client.drain("s2", &forced_request).await.unwrap().state, ServerState::Draining);
-    assert_eq!(client.undrain("s2").await.unwrap().drained, None);
+    assert_eq!(client.undrain("s2").await.unwrap().drain, None);
 
     env.controller.kill().await;
     // The server is active in another document.
     env.test_directory.write_fleet_file(&["s1", "s2", "s3"], WEB_SERVICE_TOML);
     env.controller = env.test_directory.start_controller().await;
     let client = env.client(Role::Operator);
-    let drain_after_restart = client.drain_status("s1").await.unwrap().drained.unwrap();
-    assert_eq!(drain_after_restart.by, DrainedBy::Command);
+    let drain_after_restart = client.drain_status("s1").await.unwrap().drain.unwrap();
+    assert_eq!(drain_after_restart.origin, DrainOrigin::Command);
     // The stored clock stops while no controller runs, and it is saved once a second.
     let allowed_deviation_ms = 1_000 + start_time.elapsed().as_millis() as u64;
     let deviation_ms = drain_after_restart.since_unix_ms.unwrap().abs_diff(drain.since_unix_ms.unwrap());
@@ -273,7 +276,7 @@ async fn drain_lasts_until_undrain() {
     );
     for _ in 0..2 {
         let drain_status = client.undrain("s1").await.unwrap();
-        assert_eq!((drain_status.state, drain_status.drained), (ServerState::Active, None));
+        assert_eq!((drain_status.state, drain_status.drain), (ServerState::Active, None));
     }
     let (_, events) = env.send_request("GET", "/v1/events", Some(&token), None).await;
     assert!(events.to_string().contains(": undrained"), "{events}");

@@ -94,14 +94,17 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
     let acknowledgements = with_timeout("the load balancer", async {
         loop {
             let acknowledgements = controller.client.acknowledgements().await.unwrap();
-            if acknowledgements.waiting_count == 1 {
+            if acknowledgements.pending_count == 1 {
                 break acknowledgements;
             }
             wait_for_rate_limit().await;
         }
     })
     .await;
-    assert_eq!((acknowledgements.waiting[0].part.as_str(), acknowledgements.waiting[0].name.as_str()), ("lb", "lb1"));
+    assert_eq!(
+        (acknowledgements.pending_peers[0].component.as_str(), acknowledgements.pending_peers[0].name.as_str()),
+        ("lb", "lb1")
+    );
     let rejection_reason = "services[0].mode.consistency: \"quantum\"".to_owned();
     let refused_update =
         v1::RefusedUpdate { service: "web".into(), generation: 2, reason: rejection_reason.clone(), table: false };
@@ -109,7 +112,7 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
     let acknowledgements = with_timeout("its answer", async {
         loop {
             let acknowledgements = controller.client.acknowledgements().await.unwrap();
-            if acknowledgements.waiting_count == 0 {
+            if acknowledgements.pending_count == 0 {
                 break acknowledgements;
             }
             let state = v1::LoadBalancerState {
@@ -126,7 +129,7 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
     let [listed_refusal] = &acknowledgements.refused[..] else { panic!("{acknowledgements:?}") };
     assert_eq!((listed_refusal.name.as_str(), listed_refusal.service.as_deref()), ("lb1", Some("web")));
     assert_eq!(
-        (listed_refusal.kind.as_str(), listed_refusal.reason.as_str()),
+        (listed_refusal.update_kind.as_str(), listed_refusal.reason.as_str()),
         ("configuration", rejection_reason.as_str())
     );
 

@@ -30,7 +30,13 @@ impl LoadBalancer {
         let updates =
             controller.control_client().await.load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
         with_timeout("the load balancer on record", async {
-            while controller.status().await.load_balancers.iter().all(|balancer| balancer.owner.is_none()) {
+            while controller
+                .status()
+                .await
+                .load_balancers
+                .iter()
+                .all(|balancer| balancer.connection_table_owner.is_none())
+            {
                 tokio::time::sleep(std::time::Duration::from_millis(60)).await;
             }
         })

@@ -201,7 +201,9 @@ async fn placement_tables_follow_reported_loads() {
     })
     .await;
     assert_eq!(status.accepted_reports, 16);
-    assert!(status.servers.iter().all(|server| server.reports == ReportState::Fresh && server.core_load.len() == 2));
+    assert!(
+        status.servers.iter().all(|server| server.report_state == ReportState::Fresh && server.core_loads.len() == 2)
+    );
     assert_eq!(status.services[0].rss_groups[0].servers.len(), 2);
 
     let explain_query = r#"{"vip": "10.200.0.1:80", "client": "10.1.0.7:40312"}"#;
@@ -454,12 +456,16 @@ async fn key_rotation_waits_for_all_daemons_and_survives_a_restart() {
     let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
     let original_keys = load_balancer.next_configuration().await.keys;
     let announced_keys = request_key_rotation(&controller, true).await.unwrap();
-    assert_eq!((announced_keys.phase, announced_keys.current), (KeyPhase::Announced, 0));
-    assert!(announced_keys.waiting_for.contains(&"load balancer lb1".to_owned()), "{:?}", announced_keys.waiting_for);
+    assert_eq!((announced_keys.rotation_phase, announced_keys.current_key), (KeyPhase::Announced, 0));
+    assert!(
+        announced_keys.pending_peers.contains(&"load balancer lb1".to_owned()),
+        "{:?}",
+        announced_keys.pending_peers
+    );
     controller.kill().await;
 
     let controller = test_directory.start_controller().await;
-    assert_eq!(controller.status().await.keys.phase, KeyPhase::Announced);
+    assert_eq!(controller.status().await.keys.rotation_phase, KeyPhase::Announced);
     let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
     let configuration = load_balancer.next_configuration().await;
     assert_eq!(configuration.keys.keys[0], original_keys.keys[0]);
@@ -478,5 +484,5 @@ async fn key_rotation_waits_for_all_daemons_and_survives_a_restart() {
         (keys_after_switch.keys, keys_after_switch.current_key_index),
         (configuration.keys.keys, original_keys.current_key_index.other_index())
     );
-    assert_eq!(controller.status().await.keys.phase, KeyPhase::Steady);
+    assert_eq!(controller.status().await.keys.rotation_phase, KeyPhase::Steady);
 }

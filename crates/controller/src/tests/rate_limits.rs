@@ -7,7 +7,7 @@ use super::*;
 fn excess_reports_are_rejected_and_counted() {
     let mut harness = Harness::new(&["active", "active"], "crossrss");
     let sessions = harness.connect_and_report_loads(&[&[0.5; 4], &[0.5; 4]]);
-    let loads_before = harness.server_status("s0", at(100)).core_load;
+    let loads_before = harness.server_status("s0", at(100)).core_loads;
     let accepted_reports: Vec<bool> = (3..1003)
         .map(|sequence| {
             harness
@@ -18,7 +18,7 @@ fn excess_reports_are_rejected_and_counted() {
         .collect();
     assert!(accepted_reports.iter().filter(|is_accepted| **is_accepted).count() < 64);
     assert!(harness.controller.status(at(100)).refused_reports["too_often"] > 900);
-    assert_eq!(harness.server_status("s0", at(100)).core_load, loads_before, "its clock stood still");
+    assert_eq!(harness.server_status("s0", at(100)).core_loads, loads_before, "its clock stood still");
     assert!(
         harness
             .controller

@@ -21,23 +21,24 @@ fn sample_server_json(number: usize, state: &str) -> Value {
 fn sample_status(server_count: usize) -> Status {
     let state = |number: usize| if number == 3 { "draining" } else { "active" };
     let servers: Vec<Value> = (1..=server_count).map(|number| sample_server_json(number, state(number))).collect();
-    let member = json!({"server": "s1", "state": "active", "reason": "", "state_for_ms": null, "checks": []});
+    let member =
+        json!({"server": "s1", "state": "active", "state_reason": "", "state_for_ms": null, "health_checks": []});
     serde_json::from_value(json!({
         "configuration_generation": 3, "report_interval_ms": 100, "accepted_reports": 1, "refused_reports": {},
         "services": [{
             "name": "web", "address": "10.200.0.1:80/tcp", "policy": "crossrss", "consistency": "stateless",
             "timestamps": "server", "bucket_count": 1024, "table_generation": 77, "table_age_ms": 5, "servers": ["s1"],
-            "members": [member], "check": null,
+            "members": [member], "health_check_kind": null,
             "when_all_down": "fail-open", "failing_open": false, "rss_groups": [], "warnings": [],
         }],
         "servers": servers,
         "load_balancers": [{
-            "name": "lb1", "state": null, "state_age_ms": 5, "connected": true, "alive": true, "owner": 0,
+            "name": "lb1", "state": null, "state_age_ms": 5, "connected": true, "alive": true, "connection_table_owner": 0,
             "address": null,
         }],
         "keys": {
-            "current": 0, "current_since_unix_s": 1, "phase": "steady", "generation": 1, "waiting_for": [],
-            "shortest_life_s": 1, "rotation_interval_s": 0,
+            "current_key": 0, "current_since_unix_s": 1, "rotation_phase": "steady", "configuration_generation": 1, "pending_peers": [],
+            "min_key_age_s": 1, "rotation_interval_s": 0,
         },
     }))
     .unwrap()
@@ -46,7 +47,7 @@ fn sample_status(server_count: usize) -> Status {
 fn sample_loads(uptime_ms: u64, server_count: usize) -> Loads {
     let server = |number: usize| {
         json!({
-            "name": format!("s{number}"), "cores": [0.1 * number as f64 / server_count as f64, 0.95], "open_connections": 9,
+            "name": format!("s{number}"), "core_loads": [0.1 * number as f64 / server_count as f64, 0.95], "open_connections": 9,
             "service_connections": 7, "new_connections": uptime_ms * number as u64 / 100,
         })
     };

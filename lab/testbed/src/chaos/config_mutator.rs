@@ -35,19 +35,19 @@ const COMMAND_TIMEOUT_S: &str = "8";
 /// Counts of attempted configuration changes, by outcome.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct WriteCounts {
-    pub acknowledged: u64,
+    pub acknowledged_changes: u64,
     /// Number of changes that failed or that the controller did not answer.
-    pub unanswered: u64,
+    pub unanswered_changes: u64,
     /// Number of unanswered changes that the controller has applied, as a later comparison showed.
-    pub unanswered_in_force: u64,
+    pub unanswered_applied_changes: u64,
     /// Number of invalid documents sent, all of which the controller must reject.
     pub invalid_documents: u64,
     /// Number of requests to rotate keys that are too young, all of which the controller must reject.
-    pub rotations: u64,
+    pub early_rotations: u64,
     /// Number of acknowledged `drain` and `undrain` commands.
-    pub drains: u64,
+    pub acknowledged_drains: u64,
     /// Number of `drain` and `undrain` commands that were rejected or not answered.
-    pub drains_unanswered: u64,
+    pub unanswered_drains: u64,
     /// Number of queries for the active configuration.
     pub status_queries: u64,
     pub violations: Vec<String>,
@@ -97,7 +97,7 @@ impl<'a> ConfigWriter<'a> {
         let mut next_change_time = Instant::now();
         let mut attempted_changes = 0u64;
         while !stop_flag.load(Ordering::Relaxed) {
-            if self.write_counts().acknowledged >= change_count || Instant::now() < next_change_time {
+            if self.write_counts().acknowledged_changes >= change_count || Instant::now() < next_change_time {
                 std::thread::sleep(Duration::from_millis(10));
                 continue;
             }
@@ -191,13 +191,13 @@ impl<'a> ConfigWriter<'a> {
                 expected_config.expected_drains.record_document(&present_servers, true);
                 (expected_config.generation, expected_config.document_text) = (generation, text);
                 expected_config.unanswered_documents.clear();
-                self.update_counts(|writes| writes.acknowledged += 1);
+                self.update_counts(|writes| writes.acknowledged_changes += 1);
                 Ok(true)
             }
             Err(_) => {
                 expected_config.expected_drains.record_document(&present_servers, false);
                 expected_config.unanswered_documents.push(text);
-                self.update_counts(|writes| writes.unanswered += 1);
+                self.update_counts(|writes| writes.unanswered_changes += 1);
                 Ok(false)
             }
         }
@@ -220,7 +220,7 @@ impl<'a> ConfigWriter<'a> {
         let is_acknowledged = self.operator.run_coreward(&[command, &format!("s{server}")]).is_ok();
         expected_config.expected_drains.record_drain_request(server, is_drain, is_acknowledged);
         self.update_counts(|writes| {
-            *if is_acknowledged { &mut writes.drains } else { &mut writes.drains_unanswered } += 1
+            *if is_acknowledged { &mut writes.acknowledged_drains } else { &mut writes.unanswered_drains } += 1
         });
         is_acknowledged
     }
@@ -239,7 +239,7 @@ impl<'a> ConfigWriter<'a> {
     /// Requests a key rotation. It must be rejected, because the keys are minutes old and cookies are valid for a day,
     /// whatever the clock shows.
     fn try_key_rotation(&self) {
-        self.update_counts(|writes| writes.rotations += 1);
+        self.update_counts(|writes| writes.early_rotations += 1);
         if let Ok(answer) = self.operator.run_coreward(&["keys", "rotate"]) {
             self.record_violation(format!("keys that are minutes old are rotated: {answer}"));
         }
@@ -259,7 +259,7 @@ impl<'a> ConfigWriter<'a> {
             return true;
         }
         if generation > expected_config.generation && expected_config.unanswered_documents.contains(&text) {
-            self.update_counts(|writes| writes.unanswered_in_force += 1);
+            self.update_counts(|writes| writes.unanswered_applied_changes += 1);
         } else {
             let first_line = |text: &str| text.lines().next().unwrap_or_default().to_owned();
             self.record_violation(format!(

@@ -58,7 +58,7 @@ impl ExpectedDrains {
         for server in status["servers"].as_array().into_iter().flatten() {
             let server_number = server["name"].as_str().and_then(|name| name.strip_prefix('s')?.parse().ok());
             let Some(number) = server_number else { continue };
-            let is_drained = server["drained"]["by"] == "command";
+            let is_drained = server["drain"]["origin"] == "command";
             match self.0.get(&number) {
                 Some(DrainState::UncertainSince(since)) if since.elapsed() < MAX_COMMAND_DELAY => {}
                 Some(DrainState::UncertainSince(_)) => self.record_drain_request(number, is_drained, true),
@@ -84,7 +84,8 @@ mod tests {
     use super::*;
 
     fn status_with_drains(drains: &[(u16, &str)]) -> Value {
-        let server = |(number, by): &(u16, &str)| json!({ "name": format!("s{number}"), "drained": { "by": by } });
+        let server =
+            |(number, origin): &(u16, &str)| json!({ "name": format!("s{number}"), "drain": { "origin": origin } });
         json!({ "servers": drains.iter().map(server).collect::<Vec<_>>() })
     }
 

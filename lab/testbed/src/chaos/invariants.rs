@@ -31,15 +31,15 @@ const STATUS_TIMEOUT_S: &str = "3";
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Observations {
     /// Number of times that the controller's status was checked.
-    pub statuses: u64,
+    pub status_checks: u64,
     /// Number of times that a load balancer's tables were checked.
-    pub scrapes: u64,
+    pub table_checks: u64,
     /// Longest time that any load balancer went without a new table (s).
     pub longest_without_table_s: f64,
     /// End of the longest time without a new table (seconds since the start of the run).
     pub longest_without_table_at_s: f64,
     /// Number of times that the health checks of a load balancer changed a server's state from up to down.
-    pub found_down: u64,
+    pub down_verdicts: u64,
     pub violations: Vec<String>,
 }
 
@@ -146,7 +146,7 @@ impl<'a> InvariantChecker<'a> {
 
     fn record_table_generations(&self, number: u16, generation_sum: f64) {
         let (mut state, now) = (self.lock_state(), Instant::now());
-        state.observations.scrapes += 1;
+        state.observations.table_checks += 1;
         let previous_change = state.last_table_changes.get(&number).copied();
         match previous_change {
             // Any different sum means a new table. It may be smaller, because a new controller restarts its
@@ -166,7 +166,7 @@ impl<'a> InvariantChecker<'a> {
 
     fn check_status(&self, status: &Value) {
         let mut state = self.lock_state();
-        state.observations.statuses += 1;
+        state.observations.status_checks += 1;
         let configuration_generation = status["configuration_generation"].as_u64().unwrap_or(0);
         if configuration_generation < state.configuration_generation {
             let previous_generation = state.configuration_generation;
@@ -214,11 +214,11 @@ impl ObservedState {
 
     fn record_health_checks(&mut self, service: &Value) {
         for member in array_or_empty(&service["members"]) {
-            for check in array_or_empty(&member["checks"]) {
+            for check in array_or_empty(&member["health_checks"]) {
                 let health_check_key =
                     [&check["load_balancer"], &service["name"], &member["server"]].map(Value::to_string);
-                match check["up"] == false {
-                    true => self.observations.found_down += u64::from(self.down_servers.insert(health_check_key)),
+                match check["is_up"] == false {
+                    true => self.observations.down_verdicts += u64::from(self.down_servers.insert(health_check_key)),
                     false => drop(self.down_servers.remove(&health_check_key)),
                 }
             }
@@ -254,8 +254,8 @@ impl ObservedState {
 /// have sent its state after `recovery_start`.
 pub fn unconverged_reason(testbed: &Testbed, status: &Value, recovery_start: Instant) -> Option<String> {
     for server in array_or_empty(&status["servers"]) {
-        if server["state"] != "gone" && server["reports"] != "fresh" {
-            return Some(format!("{} reports {}", server["name"], server["reports"]));
+        if server["state"] != "gone" && server["report_state"] != "fresh" {
+            return Some(format!("{} reports {}", server["name"], server["report_state"]));
         }
         if server["state"] == "down" {
             return Some(format!("{} is down: {}", server["name"], server["state_reason"]));
@@ -303,7 +303,7 @@ fn scrape_load_balancer_metrics() -> anyhow::Result<String> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct ResourceUsage {
     pub memory_kb: u64,
-    pub files: u64,
+    pub open_files: u64,
 }
 
 /// Returns the current resource usage of a process. Fails when the process has ended.
@@ -311,5 +311,5 @@ pub fn read_resource_usage(pid: u32) -> anyhow::Result<ResourceUsage> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     let resident_memory = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"));
     let memory_kb = resident_memory.with_context(|| format!("process {pid} has ended"))?.trim().parse()?;
-    Ok(ResourceUsage { memory_kb, files: fs::read_dir(format!("/proc/{pid}/fd"))?.count() as u64 })
+    Ok(ResourceUsage { memory_kb, open_files: fs::read_dir(format!("/proc/{pid}/fd"))?.count() as u64 })
 }

@@ -274,11 +274,11 @@ impl<'a> ChaosRun<'a> {
         let mut outcome = ChaosOutcome {
             seconds: self.run_start.elapsed().as_secs_f64(),
             seed: self.options.seed,
-            faults: self.fault_counts.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect(),
+            fault_counts: self.fault_counts.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect(),
             false_reports: self.env.false_report_counters().into(),
             byzantine_share,
             recoveries: std::mem::take(&mut self.recoveries),
-            writes: writer.write_counts(),
+            write_counts: writer.write_counts(),
             observations: invariant_checker.observations(),
             traffic: traffic.wait_for_final_counts()?,
             usage_before: std::mem::take(&mut self.initial_resource_usage),
@@ -286,7 +286,9 @@ impl<'a> ChaosRun<'a> {
             violations: std::mem::take(&mut self.violations),
         };
         outcome.violations.append(&mut self.env.violations);
-        outcome.violations.extend(outcome.writes.violations.iter().chain(&outcome.observations.violations).cloned());
+        outcome
+            .violations
+            .extend(outcome.write_counts.violations.iter().chain(&outcome.observations.violations).cloned());
         if outcome.traffic.broken_count() > 0 {
             tracing::warn!(
                 event = "connections-broken",
@@ -318,8 +320,8 @@ impl<'a> ChaosRun<'a> {
             let (write_counts, traffic_counts) = (writer.write_counts(), traffic.counts());
             self.print_progress(&format!(
                 "whole again after {:.1} s; {} changes acknowledged, {} answers, {} broken",
-                self.recoveries.last().map_or(0.0, |recovery| recovery.seconds),
-                write_counts.acknowledged,
+                self.recoveries.last().map_or(0.0, |recovery| recovery.duration_s),
+                write_counts.acknowledged_changes,
                 traffic_counts.good_count(),
                 traffic_counts.broken_count(),
             ));
@@ -409,10 +411,10 @@ impl<'a> ChaosRun<'a> {
             std::thread::sleep(EVENT_POLL_INTERVAL);
         }
         self.recoveries.push(Recovery {
-            at: self.run_start.elapsed().as_secs_f64(),
+            start_s: self.run_start.elapsed().as_secs_f64(),
             faults: kinds.iter().map(|kind| (*kind).to_owned()).collect(),
-            seconds: recovery_start.elapsed().as_secs_f64(),
-            waited_for: last_unmet_condition,
+            duration_s: recovery_start.elapsed().as_secs_f64(),
+            last_condition: last_unmet_condition,
         });
         Ok(())
     }
@@ -428,7 +430,7 @@ impl<'a> ChaosRun<'a> {
         for (name, initial_usage) in &self.initial_resource_usage {
             let Some(final_usage) = final_resource_usage.get(name) else { continue };
             if final_usage.memory_kb > initial_usage.memory_kb + MAX_MEMORY_GROWTH_KB
-                || final_usage.files > initial_usage.files + MAX_OPEN_FILE_GROWTH
+                || final_usage.open_files > initial_usage.open_files + MAX_OPEN_FILE_GROWTH
             {
                 self.violations.push(format!("{name} has grown: {initial_usage:?}, then {final_usage:?}"));
             }

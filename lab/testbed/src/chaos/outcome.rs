@@ -19,14 +19,14 @@ pub struct ChaosOutcome {
     /// Duration of the run (s).
     pub seconds: f64,
     pub seed: u64,
-    pub faults: BTreeMap<String, u64>,
+    pub fault_counts: BTreeMap<String, u64>,
     /// Numbers of false reports that impostors sent, and of connections that they opened.
     pub false_reports: FalseReportCounts,
     /// Share of new connections that a server got while an impostor reported idle cores, or `None` without impostors.
     pub byzantine_share: Option<ByzantineShare>,
     /// Recovery of the fleet after each round of faults, with its duration.
     pub recoveries: Vec<Recovery>,
-    pub writes: WriteCounts,
+    pub write_counts: WriteCounts,
     pub observations: Observations,
     /// Numbers of good and broken client connections.
     pub traffic: TrafficCounts,
@@ -41,12 +41,12 @@ pub struct ChaosOutcome {
 #[derive(Debug, Clone, Serialize)]
 pub struct Recovery {
     /// End of the round's last fault (seconds since the start of the run).
-    pub at: f64,
+    pub start_s: f64,
     /// Names of the kinds of fault that the round injected.
     pub faults: Vec<String>,
-    pub seconds: f64,
+    pub duration_s: f64,
     /// Description of the last condition of convergence that the fleet fulfilled, or `None` if it converged at once.
-    pub waited_for: Option<String>,
+    pub last_condition: Option<String>,
 }
 
 /// Numbers of reports that the impostors sent, and of connections that they opened.
@@ -74,7 +74,7 @@ impl ChaosOutcome {
 /// Methods that write the parts of an outcome's text.
 impl ChaosOutcome {
     fn fmt_faults(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { seconds, seed, faults, false_reports, .. } = self;
+        let Self { seconds, seed, fault_counts: faults, false_reports, .. } = self;
         let fault_counts: Vec<String> = faults.iter().map(|(kind, count)| format!("{kind} {count}")).collect();
         writeln!(
             f,
@@ -93,46 +93,46 @@ impl ChaosOutcome {
         for (name, count) in [
             ("downloads", self.traffic.downloads),
             ("keep-alive", self.traffic.requests),
-            ("short", self.traffic.short),
-            ("kept", self.traffic.kept),
+            ("short", self.traffic.short_connections),
+            ("kept", self.traffic.kept_connections),
             ("streams", self.traffic.streams),
         ] {
-            writeln!(f, "  {name:<12} {} good, {} broken", count.good, count.broken)?;
+            writeln!(f, "  {name:<12} {} good, {} broken", count.successful, count.broken)?;
         }
         Ok(())
     }
 
     fn fmt_writes(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let writes = &self.writes;
+        let writes = &self.write_counts;
         writeln!(
             f,
             "  changes      {} acknowledged, {} unanswered (of which {} in force), {} invalid and {} too early \
              rejected, {} status queries",
-            writes.acknowledged,
-            writes.unanswered,
-            writes.unanswered_in_force,
+            writes.acknowledged_changes,
+            writes.unanswered_changes,
+            writes.unanswered_applied_changes,
             writes.invalid_documents,
-            writes.rotations,
+            writes.early_rotations,
             writes.status_queries
         )?;
-        writeln!(f, "  drains       {} acknowledged, {} not", writes.drains, writes.drains_unanswered)
+        writeln!(f, "  drains       {} acknowledged, {} not", writes.acknowledged_drains, writes.unanswered_drains)
     }
 
     /// Writes the durations of the median and the slowest recovery, if there was any recovery.
     fn fmt_recoveries(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut recoveries: Vec<&Recovery> = self.recoveries.iter().collect();
-        recoveries.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+        recoveries.sort_by(|a, b| a.duration_s.total_cmp(&b.duration_s));
         let Some(slowest_recovery) = recoveries.last() else { return Ok(()) };
         writeln!(
             f,
             "  whole again  after {:.1} s (median of {}), {:.1} s at most (at {:.0} s, after {})",
-            recoveries[recoveries.len() / 2].seconds,
+            recoveries[recoveries.len() / 2].duration_s,
             recoveries.len(),
-            slowest_recovery.seconds,
-            slowest_recovery.at,
+            slowest_recovery.duration_s,
+            slowest_recovery.start_s,
             slowest_recovery.faults.join(", ")
         )?;
-        if let Some(waited_for) = &slowest_recovery.waited_for {
+        if let Some(waited_for) = &slowest_recovery.last_condition {
             writeln!(f, "               then last: {waited_for}")?;
         }
         Ok(())
@@ -143,7 +143,7 @@ impl ChaosOutcome {
             if let Some(final_usage) = self.usage_after.get(name) {
                 let [memory_before, memory_after] =
                     [initial_usage, final_usage].map(|usage| usage.memory_kb as f64 / 1024.0);
-                let (files_before, files_after) = (initial_usage.files, final_usage.files);
+                let (files_before, files_after) = (initial_usage.open_files, final_usage.open_files);
                 writeln!(
                     f,
                     "  {name:<12} {memory_before:.1} MB, then {memory_after:.1}; {files_before} open files, then \
@@ -161,7 +161,7 @@ impl fmt::Display for ChaosOutcome {
         self.fmt_faults(f)?;
         self.fmt_traffic(f)?;
         self.fmt_writes(f)?;
-        writeln!(f, "  health       checks found a server down {} times", observations.found_down)?;
+        writeln!(f, "  health       checks found a server down {} times", observations.down_verdicts)?;
         writeln!(
             f,
             "  tables       none for {:.1} s at most (until {:.0} s)",

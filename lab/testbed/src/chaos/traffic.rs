@@ -52,33 +52,33 @@ pub struct TrafficCounts {
     /// Requests of wrk on keep-alive connections.
     pub requests: ClientCounts,
     /// Short connections with one request each.
-    pub short: ClientCounts,
+    pub short_connections: ClientCounts,
     /// Responses on connections that stay open for the whole run. All responses on a connection must come from the same
     /// worker.
-    pub kept: ClientCounts,
+    pub kept_connections: ClientCounts,
     /// Streams, which are connections that last up to minutes and whose bytes are checked.
     pub streams: ClientCounts,
     /// Broken streams, by kind of error.
-    pub streams_broken: BrokenConnections,
+    pub broken_streams: BrokenConnections,
     /// Descriptions of the first failures, each with its time (seconds since the start of the run).
     pub failures: Vec<String>,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct ClientCounts {
-    pub good: u64,
+    pub successful: u64,
     pub broken: u64,
 }
 
 impl TrafficCounts {
     pub fn broken_count(&self) -> u64 {
-        let Self { downloads, requests, short, kept, streams, .. } = self;
+        let Self { downloads, requests, short_connections: short, kept_connections: kept, streams, .. } = self;
         [downloads, requests, short, kept, streams].iter().map(|count| count.broken).sum()
     }
 
     pub fn good_count(&self) -> u64 {
-        let Self { downloads, requests, short, kept, streams, .. } = self;
-        [downloads, requests, short, kept, streams].iter().map(|count| count.good).sum()
+        let Self { downloads, requests, short_connections: short, kept_connections: kept, streams, .. } = self;
+        [downloads, requests, short, kept, streams].iter().map(|count| count.successful).sum()
     }
 }
 
@@ -143,7 +143,7 @@ impl<'a> TrafficClients<'a> {
                 let result = self.run_in_client_namespace(|| {
                     HttpConnection::open_to(self.testbed.service_address(), None)?.query_worker().map(drop)
                 });
-                self.record_result(|counts| &mut counts.short, "short connection", result);
+                self.record_result(|counts| &mut counts.short_connections, "short connection", result);
                 std::thread::sleep(SHORT_CONNECTION_INTERVAL);
             }
         });
@@ -157,10 +157,10 @@ impl<'a> TrafficClients<'a> {
             let report = streams.wait_and_report(STREAMS_END_TIMEOUT)?;
             let stream_totals = report.sum_of_seconds();
             traffic_counts.streams = ClientCounts {
-                good: stream_totals.completed + report.open_at_end,
+                successful: stream_totals.completed + report.open_at_end,
                 broken: stream_totals.broken.total_count(),
             };
-            traffic_counts.streams_broken = stream_totals.broken;
+            traffic_counts.broken_streams = stream_totals.broken;
             for (second, second_counts) in
                 (0..).zip(&report.seconds).filter(|(_, second)| second.broken.total_count() > 0)
             {
@@ -181,7 +181,7 @@ impl<'a> TrafficClients<'a> {
     fn record_result(&self, select_counts: ClientCountSelector, client_name: &str, outcome: anyhow::Result<()>) {
         let mut traffic_counts = self.counts.lock().expect("no client panics");
         match outcome {
-            Ok(()) => select_counts(&mut traffic_counts).good += 1,
+            Ok(()) => select_counts(&mut traffic_counts).successful += 1,
             Err(error) => {
                 select_counts(&mut traffic_counts).broken += 1;
                 self.report_failure(
@@ -208,7 +208,7 @@ impl<'a> TrafficClients<'a> {
         match wrk_output.and_then(|output| parse_wrk_output(&String::from_utf8_lossy(&output.stdout))) {
             Ok((requests, errors)) => {
                 let mut traffic_counts = self.counts.lock().expect("no client panics");
-                traffic_counts.requests.good += requests;
+                traffic_counts.requests.successful += requests;
                 traffic_counts.requests.broken += errors;
                 if errors > 0 {
                     self.report_failure(
@@ -234,7 +234,7 @@ impl<'a> TrafficClients<'a> {
                 if query_result.is_err() {
                     *connection_slot = None;
                 }
-                self.record_result(|counts| &mut counts.kept, "kept connection", query_result);
+                self.record_result(|counts| &mut counts.kept_connections, "kept connection", query_result);
                 std::thread::sleep(
                     (PERSISTENT_QUERY_INTERVAL / PERSISTENT_CONNECTION_COUNT as u32)
                         .saturating_sub(query_start.elapsed()),

@@ -67,7 +67,7 @@ impl PolicyRuns {
             (sum_over_seeds(|b| b.timed_out), "timed out"),
             (sum_over_seeds(|b| b.closed_early), "closed early"),
             (sum_over_seeds(|b| b.wrong_answer), "wrong answer"),
-            (sum_over_seeds(|b| b.other), "other"),
+            (sum_over_seeds(|b| b.other_errors), "other"),
         ];
         let occurred_kinds: Vec<String> = counts_and_kinds
             .iter()

@@ -77,19 +77,19 @@ impl CounterReading {
 pub struct SoakSegment {
     /// Number of the segment, counted from 0.
     pub number: u32,
-    pub faults: FaultCounts,
+    pub fault_counts: FaultCounts,
     /// Number of datagrams that the client sent to the service.
-    pub sent: u64,
+    pub sent_datagrams: u64,
     /// Number of requests that workers read.
-    pub read: u64,
+    pub read_requests: u64,
     /// Number of requests dropped because a receive buffer was full.
-    pub dropped: u64,
+    pub dropped_requests: u64,
     /// Number of requests that arrived when no socket listened.
-    pub without_listener: u64,
+    pub requests_without_listener: u64,
     /// Number of requests that were queued at workers when these were killed.
-    pub purged: u64,
+    pub purged_requests: u64,
     /// Number of requests that workers had read, but not answered, when they were killed.
-    pub killed_in_service: i64,
+    pub requests_killed_in_service: i64,
     /// Number of responses that workers sent.
     pub responses: u64,
     /// Request counters of `coreward dispatch`, or `None` if a fault restarted it, which resets them.
@@ -131,16 +131,17 @@ impl SoakSegment {
             |name: &str| reading_after.server_counter(name) - reading_before.server_counter(name);
         let (read, responses) = (server_counter_growth("UdpInDatagrams"), server_counter_growth("UdpOutDatagrams"));
         let refused_datagrams = reading_after.refused_datagram_count - reading_before.refused_datagram_count;
-        let is_ledger_reset = fault_counts.detachments + fault_counts.restarts > 0;
+        let is_ledger_reset = fault_counts.detachments + fault_counts.server_restarts > 0;
         let mut segment = Self {
             number,
-            faults: fault_counts.clone(),
-            sent: reading_after.client_counter("UdpOutDatagrams") - reading_before.client_counter("UdpOutDatagrams"),
-            read,
-            dropped: server_counter_growth("UdpRcvbufErrors") + server_counter_growth("UdpMemErrors"),
-            without_listener: server_counter_growth("UdpNoPorts"),
-            purged: reading_after.purged_datagram_count - reading_before.purged_datagram_count,
-            killed_in_service: read as i64 - responses as i64 - refused_datagrams as i64,
+            fault_counts: fault_counts.clone(),
+            sent_datagrams: reading_after.client_counter("UdpOutDatagrams")
+                - reading_before.client_counter("UdpOutDatagrams"),
+            read_requests: read,
+            dropped_requests: server_counter_growth("UdpRcvbufErrors") + server_counter_growth("UdpMemErrors"),
+            requests_without_listener: server_counter_growth("UdpNoPorts"),
+            purged_requests: reading_after.purged_datagram_count - reading_before.purged_datagram_count,
+            requests_killed_in_service: read as i64 - responses as i64 - refused_datagrams as i64,
             responses,
             ledger: (!is_ledger_reset).then(|| RequestLedger::new(reading_before, reading_after, fault_counts)),
             load_requests: load_report.requests,
@@ -158,7 +159,16 @@ impl SoakSegment {
 
     /// Returns the results of the segment in one line.
     pub fn summary(&self) -> String {
-        let Self { sent, read, dropped, without_listener, purged, killed_in_service, load_lost, .. } = self;
+        let Self {
+            sent_datagrams: sent,
+            read_requests: read,
+            dropped_requests: dropped,
+            requests_without_listener: without_listener,
+            purged_requests: purged,
+            requests_killed_in_service: killed_in_service,
+            load_lost,
+            ..
+        } = self;
         format!(
             "{sent} datagrams: {read} read ({killed_in_service} of them by workers killed then), {dropped} dropped, \
              {purged} queued at killed workers, {without_listener} reached no worker; {load_lost} lost; {} violations",
@@ -178,11 +188,12 @@ impl SoakSegment {
 
     /// Checks that every sent datagram is part of one of the counts, and that only faults caused losses.
     fn check_datagrams(&mut self) {
-        let accounted_datagram_count = self.read + self.dropped + self.without_listener + self.purged;
-        let (sent_datagrams, fault_counts) = (self.sent, self.faults.clone());
+        let accounted_datagram_count =
+            self.read_requests + self.dropped_requests + self.requests_without_listener + self.purged_requests;
+        let (sent_datagrams, fault_counts) = (self.sent_datagrams, self.fault_counts.clone());
         let (dropped_datagrams, without_listener, purged_datagrams) =
-            (self.dropped, self.without_listener, self.purged);
-        let killed_worker_count = fault_counts.kills + fault_counts.restarts * WORKER_COUNT;
+            (self.dropped_requests, self.requests_without_listener, self.purged_requests);
+        let killed_worker_count = fault_counts.worker_kills + fault_counts.server_restarts * WORKER_COUNT;
         // One more datagram per killed worker may be missing, because it arrived while the socket was being closed.
         let is_accounted_for =
             (accounted_datagram_count..=accounted_datagram_count + killed_worker_count).contains(&sent_datagrams);
@@ -192,14 +203,14 @@ impl SoakSegment {
         self.record_violation_unless(dropped_datagrams == 0 || fault_counts.floods > 0, || {
             format!("{dropped_datagrams} datagrams dropped without a flood")
         });
-        self.record_violation_unless(without_listener == 0 || fault_counts.restarts > 0, || {
+        self.record_violation_unless(without_listener == 0 || fault_counts.server_restarts > 0, || {
             format!("{without_listener} reached no worker without a restart")
         });
         self.record_violation_unless(purged_datagrams == 0 || killed_worker_count > 0, || {
             format!("{purged_datagrams} were purged without a kill")
         });
         // A worker counts a request after reading it and again after answering it. A kill may come before either count.
-        let killed_in_service = self.killed_in_service;
+        let killed_in_service = self.requests_killed_in_service;
         let possible_range = -(killed_worker_count as i64)..=killed_worker_count as i64;
         self.record_violation_unless(possible_range.contains(&killed_in_service), || {
             format!("{killed_in_service} requests were read and not answered")
@@ -214,13 +225,14 @@ impl SoakSegment {
     fn check_ledger(&mut self, reading_before: &CounterReading, reading_after: &CounterReading) {
         let Some(ledger) = &self.ledger else { return };
         let (dispatched_count, response_count) = (ledger.dispatched, ledger.completed + ledger.unmatched);
-        let (arrived_datagram_count, fault_counts) = (self.read + self.dropped + self.purged, self.faults.clone());
-        let sent_response_count = self.responses + fault_counts.spoofed + fault_counts.answered_by_others;
+        let (arrived_datagram_count, fault_counts) =
+            (self.read_requests + self.dropped_requests + self.purged_requests, self.fault_counts.clone());
+        let sent_response_count = self.responses + fault_counts.spoofed_responses + fault_counts.answered_by_others;
         let (abandoned_count, late_count) = (ledger.abandoned, ledger.late);
         let uncounted_request_counts = ["untracked", "no_worker"]
             .map(|name| reading_after.dispatch_counter(name) - reading_before.dispatch_counter(name));
         let ledger_agrees_with_workers =
-            (arrived_datagram_count..=arrived_datagram_count + fault_counts.kills).contains(&dispatched_count);
+            (arrived_datagram_count..=arrived_datagram_count + fault_counts.worker_kills).contains(&dispatched_count);
         self.record_violation_unless(ledger_agrees_with_workers, || {
             format!("{dispatched_count} dispatched, the workers' sockets were given {arrived_datagram_count}")
         });
@@ -230,7 +242,7 @@ impl SoakSegment {
         self.record_violation_unless(uncounted_request_counts == [0, 0], || {
             format!("{uncounted_request_counts:?} untracked, without a worker")
         });
-        self.record_violation_unless(abandoned_count >= self.dropped + self.purged, || {
+        self.record_violation_unless(abandoned_count >= self.dropped_requests + self.purged_requests, || {
             format!("{abandoned_count} abandoned")
         });
         self.record_violation_unless(late_count >= 0, || format!("{late_count} responses late"));
@@ -248,7 +260,7 @@ impl RequestLedger {
             completed: worker_counter_growth("completed"),
             abandoned: worker_counter_growth("abandoned"),
             unmatched: unmatched_growth,
-            late: unmatched_growth as i64 - fault_counts.spoofed as i64,
+            late: unmatched_growth as i64 - fault_counts.spoofed_responses as i64,
         }
     }
 }

@@ -28,37 +28,44 @@ const MAX_DELIVERY_TIME: Duration = Duration::from_millis(20);
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize)]
 pub struct FaultCounts {
     /// Number of killed workers, each of which the server replaces.
-    pub kills: u64,
+    pub worker_kills: u64,
     /// Number of workers that were stopped for one to three seconds.
-    pub stops: u64,
+    pub worker_stops: u64,
     /// Number of times that all workers were killed at once.
-    pub restarts: u64,
+    pub server_restarts: u64,
     /// Number of times that `coreward dispatch` was detached and attached again.
     pub detachments: u64,
     /// Number of times that the daemon `coreward dispatch` was killed and started again.
-    pub upgrades: u64,
+    pub daemon_restarts: u64,
     pub floods: u64,
     /// Number of requests that no worker answers. Floods consist of such requests.
-    pub without_response: u64,
+    pub unanswered_requests: u64,
     /// Number of requests that another process answered instead of a worker.
     pub answered_by_others: u64,
     /// Number of spoofed responses, which match no request.
-    pub spoofed: u64,
+    pub spoofed_responses: u64,
 }
 
 impl FaultCounts {
     /// Adds the fault counts of another segment to these counts.
     pub fn add(&mut self, other: &Self) {
-        let Self { kills, stops, restarts, detachments, upgrades, .. } = other;
-        self.kills += kills;
-        self.stops += stops;
-        self.restarts += restarts;
+        let Self {
+            worker_kills: kills,
+            worker_stops: stops,
+            server_restarts: restarts,
+            detachments,
+            daemon_restarts: upgrades,
+            ..
+        } = other;
+        self.worker_kills += kills;
+        self.worker_stops += stops;
+        self.server_restarts += restarts;
         self.detachments += detachments;
-        self.upgrades += upgrades;
+        self.daemon_restarts += upgrades;
         self.floods += other.floods;
-        self.without_response += other.without_response;
+        self.unanswered_requests += other.unanswered_requests;
         self.answered_by_others += other.answered_by_others;
-        self.spoofed += other.spoofed;
+        self.spoofed_responses += other.spoofed_responses;
     }
 }
 
@@ -137,7 +144,7 @@ impl<'a> FaultInjector<'a> {
                 self.env.kill_daemon()?;
                 std::thread::sleep(self.random_duration(10..400));
                 self.env.attach_dispatch(WORKER_COUNT - self.stopped_workers.len() as u64)?;
-                self.fault_counts.upgrades += 1;
+                self.fault_counts.daemon_restarts += 1;
             }
             6 => {
                 self.env.detach_dispatch()?;
@@ -151,7 +158,7 @@ impl<'a> FaultInjector<'a> {
                     .worker_pids()
                     .into_iter()
                     .for_each(|pid| self.send_signal(pid, Signal::SIGKILL));
-                self.fault_counts.restarts += 1;
+                self.fault_counts.server_restarts += 1;
             }
         }
         Ok(())
@@ -178,7 +185,7 @@ impl<'a> FaultInjector<'a> {
     fn kill_worker(&mut self) {
         let Some(pid) = self.random_worker_pid() else { return };
         self.send_signal(pid, Signal::SIGKILL);
-        self.fault_counts.kills += 1;
+        self.fault_counts.worker_kills += 1;
     }
 
     fn stop_worker(&mut self) {
@@ -188,7 +195,7 @@ impl<'a> FaultInjector<'a> {
         if self.stopped_workers.len() < 2 && self.stopped_workers.iter().all(|(stopped_pid, _)| *stopped_pid != pid) {
             self.send_signal(pid, Signal::SIGSTOP);
             self.stopped_workers.push((pid, resume_time));
-            self.fault_counts.stops += 1;
+            self.fault_counts.worker_stops += 1;
         }
     }
 
@@ -196,7 +203,7 @@ impl<'a> FaultInjector<'a> {
     fn send_unanswered_requests(&mut self) {
         let request_count = 1 + uniform_below(self.rng, 20);
         let request_ids: Vec<u32> = (0..request_count).filter_map(|_| self.unanswered_client.send_request()).collect();
-        self.fault_counts.without_response += request_ids.len() as u64;
+        self.fault_counts.unanswered_requests += request_ids.len() as u64;
         std::thread::sleep(MAX_DELIVERY_TIME);
         let Ok(address) = self.unanswered_client.source_address() else { return };
         for id in request_ids.into_iter().step_by(2) {
@@ -210,7 +217,7 @@ impl<'a> FaultInjector<'a> {
             let client_port = FIRST_LOAD_PORT + uniform_below(self.rng, LOAD_FLOW_COUNT.into()) as u16;
             let id = FIRST_UNANSWERED_REQUEST_ID | uniform_below(self.rng, FIRST_UNANSWERED_REQUEST_ID);
             self.spoofer.send_response(SocketAddrV4::new(client_address, client_port), id)?;
-            self.fault_counts.spoofed += 1;
+            self.fault_counts.spoofed_responses += 1;
         }
         Ok(())
     }
@@ -219,7 +226,7 @@ impl<'a> FaultInjector<'a> {
         for _ in 0..FLOOD_DATAGRAM_COUNT / FLOOD_BURST_DATAGRAM_COUNT {
             let sent_count =
                 (0..FLOOD_BURST_DATAGRAM_COUNT).filter(|_| self.unanswered_client.send_request().is_some()).count();
-            self.fault_counts.without_response += sent_count as u64;
+            self.fault_counts.unanswered_requests += sent_count as u64;
             std::thread::sleep(Duration::from_micros(100));
         }
         self.fault_counts.floods += 1;

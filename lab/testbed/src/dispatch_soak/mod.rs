@@ -50,9 +50,9 @@ pub struct DispatchSoakArgs {
 #[derive(Debug, Serialize)]
 pub struct DispatchSoakOutcome {
     pub segments: Vec<SoakSegment>,
-    pub faults: FaultCounts,
+    pub fault_counts: FaultCounts,
     /// Number of requests and other datagrams that were sent to the service.
-    pub sent: u64,
+    pub sent_datagrams: u64,
     /// Number of requests that the load generator sent.
     pub load_requests: u64,
     /// Number of requests from the load generator that got no response.
@@ -87,11 +87,11 @@ pub fn run(instance: &str, options: DispatchSoakArgs) -> anyhow::Result<Dispatch
     }
     let sum_over_segments = |select_count: fn(&SoakSegment) -> u64| segments.iter().map(select_count).sum();
     Ok(DispatchSoakOutcome {
-        sent: sum_over_segments(|segment| segment.sent),
+        sent_datagrams: sum_over_segments(|segment| segment.sent_datagrams),
         load_requests: sum_over_segments(|segment| segment.load_requests),
         load_lost: sum_over_segments(|segment| segment.load_lost),
         violations: segments.iter().flat_map(|segment| segment.violations.iter().cloned()).collect(),
-        faults: total_faults,
+        fault_counts: total_faults,
         segments,
     })
 }

@@ -18,7 +18,7 @@ impl Fleet {
     pub(super) fn check_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
         let status = self.query_status(testbed)?;
         let reporting_server_count =
-            array_or_empty(&status["servers"]).iter().filter(|server| server["reports"] == "fresh").count();
+            array_or_empty(&status["servers"]).iter().filter(|server| server["report_state"] == "fresh").count();
         let active_server_count =
             self.server_pool.values().filter(|admin_state| **admin_state == AdminState::Active).count();
         let expected_reporting_server_count = if self.options.runs_agents { active_server_count } else { 0 };

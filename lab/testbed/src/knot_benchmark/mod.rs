@@ -84,9 +84,9 @@ pub struct PolicyComparison {
     /// Number of UDP workers of knotd.
     pub workers: u16,
     /// Number of queries that are due per second.
-    pub rate: f64,
+    pub queries_per_second: f64,
     /// Share of queries whose answer knotd signs on demand (0 to 1).
-    pub signed: f64,
+    pub signed_share: f64,
     /// Results of the policies, in the requested order.
     pub policies: Vec<PolicyMeasurement>,
 }
@@ -115,7 +115,12 @@ pub fn compare_policies(args: &KnotBenchmarkArgs) -> anyhow::Result<PolicyCompar
     let policy_measurements =
         args.policies.iter().zip(&reports_by_policy).map(|(policy, reports)| PolicyMeasurement::new(policy, reports));
     let policy_measurements = policy_measurements.collect::<anyhow::Result<_>>()?;
-    Ok(PolicyComparison { workers: args.workers, rate: args.rate, signed: args.signed, policies: policy_measurements })
+    Ok(PolicyComparison {
+        workers: args.workers,
+        queries_per_second: args.rate,
+        signed_share: args.signed,
+        policies: policy_measurements,
+    })
 }
 
 /// Returns the dispatch configuration of the DNS service. Its request id is the DNS message id, which matches an answer
@@ -135,7 +140,11 @@ fn measure_policy(testbed: &Testbed, policy: &str, args: &KnotBenchmarkArgs, see
         ("--query", format!("{PLAIN_QUERY},{SIGNED_QUERY}")),
     ];
     let report = measure_while_machine_idle(testbed, DNS_SERVICE_ADDRESS, args.rate, args.seconds, seed, &options)?;
-    ensure!(report.errors.failed == 0, "knotd answered {} queries with an error", report.errors.failed);
+    ensure!(
+        report.transport_errors.failed == 0,
+        "knotd answered {} queries with an error",
+        report.transport_errors.failed
+    );
     if let Some(dispatcher) = dispatcher {
         let dispatched_query_count = dispatcher.query_dispatched_count()?;
         let sent_query_count = report.requests;
@@ -187,7 +196,7 @@ impl Printable for PolicyComparison {
     }
 
     fn remarks(&self) -> Vec<String> {
-        let Self { workers, rate, signed, .. } = self;
+        let Self { workers, queries_per_second: rate, signed_share: signed, .. } = self;
         vec![format!(
             "knotd with {workers} UDP workers, {rate} queries a second, {:.0} % of them signed when they are asked \
              for. Medians over the runs (lowest to highest); latency from when a query was due.",

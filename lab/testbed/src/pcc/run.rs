@@ -47,9 +47,9 @@ pub struct PccRun {
     /// Share of CPU time in which the machine was busy during the run (%).
     pub machine_busy_pct: f64,
     /// Counters above 0 of the load balancers that existed at the end, summed by name.
-    pub load_balancers: BTreeMap<String, u64>,
+    pub lb_counters: BTreeMap<String, u64>,
     /// Counters above 0 of the servers in the controller's file at the end, summed by name.
-    pub servers: BTreeMap<String, u64>,
+    pub server_counters: BTreeMap<String, u64>,
 }
 
 /// Warns if the client opened its connections too late for a measurement.
@@ -93,8 +93,8 @@ impl PccRun {
             open_at_end: report.open_at_end,
             lateness_us,
             machine_busy_pct: cpu_meter.busy_pct(),
-            load_balancers: sum_counters(load_balancers.map(|balancer| &balancer["state"]["counters"])),
-            servers: sum_counters(servers.map(|server| &server["counters"])),
+            lb_counters: sum_counters(load_balancers.map(|balancer| &balancer["state"]["counters"])),
+            server_counters: sum_counters(servers.map(|server| &server["counters"])),
         })
     }
 
@@ -109,7 +109,8 @@ impl PccRun {
 
     pub fn summary_line(&self) -> String {
         let sums = self.sum_of_seconds();
-        let BrokenConnections { refused, reset, timed_out, closed_early, wrong_answer, other } = sums.broken;
+        let BrokenConnections { refused, reset, timed_out, closed_early, wrong_answer, other_errors: other } =
+            sums.broken;
         format!(
             "{} (seed {}): {} completed, {} broken ({:.3} %, at most {:.2} % in a second): {reset} reset, {refused} \
              refused, {timed_out} timed out, {closed_early} closed early, {wrong_answer} wrong bytes, {other} other; \

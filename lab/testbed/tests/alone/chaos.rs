@@ -21,13 +21,13 @@ fn faults_break_no_connection_and_lose_no_configuration_change() {
     let outcome = run("chaostest", &options).unwrap();
     println!("{outcome}");
     assert!(outcome.has_passed());
-    assert!(outcome.faults.values().sum::<u64>() >= 3, "{:?}", outcome.faults);
-    assert!(outcome.writes.acknowledged > 10 && outcome.observations.statuses > 3, "{outcome}");
-    assert!(outcome.writes.drains > 0, "{outcome}");
+    assert!(outcome.fault_counts.values().sum::<u64>() >= 3, "{:?}", outcome.fault_counts);
+    assert!(outcome.write_counts.acknowledged_changes > 10 && outcome.observations.status_checks > 3, "{outcome}");
+    assert!(outcome.write_counts.acknowledged_drains > 0, "{outcome}");
     let traffic = &outcome.traffic;
     assert!(
-        [traffic.downloads, traffic.requests, traffic.short, traffic.kept, traffic.streams]
+        [traffic.downloads, traffic.requests, traffic.short_connections, traffic.kept_connections, traffic.streams]
             .iter()
-            .all(|count| count.good > 0)
+            .all(|count| count.successful > 0)
     );
 }

@@ -9,13 +9,13 @@ fn dispatch_counters_are_exact_under_faults() {
     let outcome = run("dsoak", DispatchSoakArgs { seconds: 24, seed: 2, settle_ms: 60_000 }).unwrap();
     println!("{outcome:#?}");
     assert!(outcome.violations.is_empty(), "{:#?}", outcome.violations);
-    let injected_faults = &outcome.faults;
+    let injected_faults = &outcome.fault_counts;
     assert!(
-        injected_faults.kills > 0 && injected_faults.floods > 0 && injected_faults.spoofed > 0,
+        injected_faults.worker_kills > 0 && injected_faults.floods > 0 && injected_faults.spoofed_responses > 0,
         "{injected_faults:?}"
     );
     assert!(
-        injected_faults.upgrades > 0 && injected_faults.detachments + injected_faults.restarts > 0,
+        injected_faults.daemon_restarts > 0 && injected_faults.detachments + injected_faults.server_restarts > 0,
         "{injected_faults:?}"
     );
     assert!(outcome.load_requests > 10_000, "{}", outcome.load_requests);

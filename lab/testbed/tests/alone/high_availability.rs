@@ -234,7 +234,7 @@ impl HighAvailabilityEnv {
 
     fn are_all_daemons_connected(&self) -> bool {
         self.query_status().is_some_and(|status| {
-            let is_reporting = |server: &&serde_json::Value| server["reports"] == "fresh";
+            let is_reporting = |server: &&serde_json::Value| server["report_state"] == "fresh";
             let is_connected = |balancer: &&serde_json::Value| balancer["connected"] == true;
             status["servers"].as_array().unwrap().iter().filter(is_reporting).count() == 3
                 && status["load_balancers"].as_array().unwrap().iter().filter(is_connected).count() == 2

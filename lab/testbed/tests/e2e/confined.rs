@@ -66,7 +66,7 @@ fn daemons_work_with_only_the_capabilities_of_their_units() {
     // Workers' sockets are found, connections are steered to them, UDP requests are dispatched to them, and no daemon
     // warns.
     eventually(*DEFAULT_TIMEOUT, "the agent dispatches to both workers", || {
-        let dispatch_workers = query_first_server_status(&fleet, &testbed)["dispatch"][0]["workers"]
+        let dispatch_workers = query_first_server_status(&fleet, &testbed)["dispatched_services"][0]["workers"]
             .as_array()
             .cloned()
             .unwrap_or_default();

@@ -19,7 +19,7 @@ fn dispatch_config(testbed: &Testbed, policy: &str) -> String {
 
 /// Returns the status of the services whose requests the server dispatches, from `coreward status`.
 fn query_dispatch_status(fleet: &Fleet, testbed: &Testbed) -> Value {
-    fleet.query_status(testbed).unwrap()["servers"][0]["dispatch"].clone()
+    fleet.query_status(testbed).unwrap()["servers"][0]["dispatched_services"].clone()
 }
 
 fn sum_over_workers(dispatch_status: &Value, counter_name: &str) -> u64 {

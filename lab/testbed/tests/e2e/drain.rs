@@ -174,7 +174,9 @@ fn interrupted_or_timed_out_wait_leaves_the_server_drained() {
     assert!(!is_success && output.ends_with(&expected_output_end), "{output}");
     // Without an agent no connections are counted.
     env.fleet.kill_daemon("agent-s1").unwrap();
-    eventually(*DEFAULT_TIMEOUT, "the report of s1 is stale", || env.query_server_status("s1")["reports"] != "fresh");
+    eventually(*DEFAULT_TIMEOUT, "the report of s1 is stale", || {
+        env.query_server_status("s1")["report_state"] != "fresh"
+    });
     let mut command_without_counts = env.spawn_coreward("uncounted", &["drain", "s1", "--wait", "--timeout", "5s"]);
     let (is_success, output) = command_without_counts.wait_for_end();
     assert!(
@@ -223,15 +225,19 @@ fn drains_are_reported_as_json_in_the_audit_and_in_the_log() {
         |text: String| serde_json::from_str::<Value>(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
     let drain_report = parse_json(env.run_coreward(&["drain", "s1", "--format", "json"]).unwrap());
     assert_eq!((&drain_report["server"], &drain_report["state"]), (&"s1".into(), &"draining".into()), "{drain_report}");
-    assert_eq!(drain_report["drained"]["by"], "command", "{drain_report}");
+    assert_eq!(drain_report["drain"]["origin"], "command", "{drain_report}");
     assert_connections_answered(&mut connections_to_s1);
     connections_to_s1.clear();
     // The output is one object with the final state.
     let wait_report =
         parse_json(env.run_coreward(&["drain", "s1", "--wait", "--timeout", "1m", "--format", "json"]).unwrap());
-    assert_eq!((&wait_report["server"], &wait_report["remaining"]), (&"s1".into(), &0.into()), "{wait_report}");
+    assert_eq!(
+        (&wait_report["server"], &wait_report["remaining_connections"]),
+        (&"s1".into(), &0.into()),
+        "{wait_report}"
+    );
     let undrain_report = parse_json(env.run_coreward(&["undrain", "s1", "--format", "json"]).unwrap());
-    assert_eq!(undrain_report["drained"], Value::Null, "{undrain_report}");
+    assert_eq!(undrain_report["drain"], Value::Null, "{undrain_report}");
 
     let audit_report = parse_json(env.run_coreward(&["audit", "--format", "json"]).unwrap());
     let audit_actions: Vec<&str> =
@@ -245,8 +251,10 @@ fn drains_are_reported_as_json_in_the_audit_and_in_the_log() {
     assert!(audit_lines.lines().any(|line| line.contains("undrain s1")), "{audit_lines}");
 
     // Each event has its id in the log.
-    eventually(*DEFAULT_TIMEOUT, "both events are logged", || read_logged_events(&env, "server-drain").len() == 2);
-    let drain_events = read_logged_events(&env, "server-drain");
+    eventually(*DEFAULT_TIMEOUT, "both events are logged", || {
+        read_logged_events(&env, "server-drain-changed").len() == 2
+    });
+    let drain_events = read_logged_events(&env, "server-drain-changed");
     assert!(drain_events[0]["id"].as_u64().unwrap() < drain_events[1]["id"].as_u64().unwrap(), "{drain_events:?}");
     assert!(drain_events.iter().all(|line| line["name"] == "s1" && line["level"] == "INFO"), "{drain_events:?}");
 

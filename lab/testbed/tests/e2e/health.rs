@@ -91,8 +91,8 @@ impl TestEnv {
             let members = status["services"][0]["members"].as_array().unwrap().clone();
             let lb_count = self.testbed.load_balancer_numbers().len();
             members.iter().all(|member| {
-                let member_checks = member["checks"].as_array().unwrap();
-                member_checks.len() == lb_count && member_checks.iter().all(|check| check["up"] == true)
+                let member_checks = member["health_checks"].as_array().unwrap();
+                member_checks.len() == lb_count && member_checks.iter().all(|check| check["is_up"] == true)
             })
         });
     }
@@ -165,7 +165,7 @@ fn assert_unreachable_servers_stay_active(env: &TestEnv) {
         let status = env.query_status();
         let members = status["services"][0]["members"].as_array().unwrap().clone();
         let is_checked_by_one = |member: &Value| {
-            member["checks"].as_array().unwrap().iter().filter(|check| check["up"] == false).count() == 1
+            member["health_checks"].as_array().unwrap().iter().filter(|check| check["is_up"] == false).count() == 1
         };
         members.iter().all(is_checked_by_one)
     });

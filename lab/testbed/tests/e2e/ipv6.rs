@@ -157,7 +157,7 @@ fn ipv6_servers_are_checked_at_the_vip() {
         let status = env.fleet.query_status(&env.testbed).unwrap();
         let members = status["services"][0]["members"].as_array().unwrap().clone();
         let is_expected_member =
-            |member: &serde_json::Value| member["server"] == server && member["checks"][0]["up"] == is_up;
+            |member: &serde_json::Value| member["server"] == server && member["health_checks"][0]["is_up"] == is_up;
         members.iter().any(is_expected_member)
     };
     for server in ["s1", "s2", "s3"] {

@@ -41,8 +41,11 @@ fn every_request_is_served_for_its_service_time() -> anyhow::Result<()> {
         (report.opened, report.completed),
         (arrival_log.arrivals.len() as u64, arrival_log.arrivals.len() as u64)
     );
-    assert_eq!((report.broken.total_count(), report.answered), (0, request_count));
-    assert_eq!(report.placed.iter().map(|core_connections| core_connections.connections).sum::<u64>(), report.opened);
+    assert_eq!((report.broken.total_count(), report.answered_requests), (0, request_count));
+    assert_eq!(
+        report.connections_by_core.iter().map(|core_connections| core_connections.connections).sum::<u64>(),
+        report.opened
+    );
     // Service times are exact to the nanosecond, however late the machine wakes the workers.
     assert_eq!(server.read_core_busy_ns()?.iter().sum::<u64>(), work_us * 1_000);
     assert!(report.latency_us.p50 >= u64::from(workload.service_us), "{:?}", report.latency_us);

@@ -142,7 +142,7 @@ impl TestEnv {
         let Ok(status) = self.fleet.query_status(&self.testbed) else { return BTreeMap::new() };
         let servers = status["servers"].as_array().into_iter().flatten();
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-        let reporting_servers = servers.filter(|server| server["reports"] == "fresh");
+        let reporting_servers = servers.filter(|server| server["report_state"] == "fresh");
         reporting_servers.map(|server| (text(&server["name"]), text(&server["rack"]))).collect()
     }
 
@@ -237,7 +237,7 @@ fn assert_busy_cores_are_measured(env: &TestEnv) {
         let status = env.fleet.query_status(&env.testbed).unwrap();
         let s1 = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap();
         let core_loads: Vec<f64> =
-            s1["core_load"].as_array().unwrap().iter().map(|load| load.as_f64().unwrap()).collect();
+            s1["core_loads"].as_array().unwrap().iter().map(|load| load.as_f64().unwrap()).collect();
         core_loads.len() == usize::from(CORE_COUNT) && core_loads.iter().all(|load| (0.7..1.1).contains(load))
     });
 }

@@ -73,8 +73,8 @@ impl TestEnv {
         eventually(*DEFAULT_TIMEOUT, "every load balancer has checked every server", || {
             let service_members = env.query_status()["services"][0]["members"].as_array().unwrap().clone();
             let is_up = |member: &Value| {
-                let member_checks = member["checks"].as_array().unwrap().clone();
-                member_checks.len() == 2 && member_checks.iter().all(|check| check["up"] == true)
+                let member_checks = member["health_checks"].as_array().unwrap().clone();
+                member_checks.len() == 2 && member_checks.iter().all(|check| check["is_up"] == true)
             };
             service_members.len() == usize::from(SERVER_COUNT) && service_members.iter().all(is_up)
         });

@@ -49,7 +49,7 @@ function makeColours() {
 const counts = new Map(); // cores by server: a server without reports keeps its rows
 
 const rowsOf = (server) => {
-  const cores = server.cores.length || counts.get(server.name) || 1;
+  const cores = server.core_loads.length || counts.get(server.name) || 1;
   counts.set(server.name, cores);
   return cores;
 };
@@ -97,7 +97,7 @@ function drawHeat(servers) {
   const unknown = theme() === "light" ? 0xffe2dcd6 : 0xff302821;
   let y = 0;
   for (const server of servers) {
-    for (const load of server.cores.length ? server.cores : Array(rowsOf(server)).fill(null)) {
+    for (const load of server.core_loads.length ? server.core_loads : Array(rowsOf(server)).fill(null)) {
       let value = unknown;
       if (load !== null) {
         const [r, g, b] = colours[Math.max(0, Math.min(255, Math.round(load * 255)))];
@@ -109,8 +109,8 @@ function drawHeat(servers) {
     y += gap;
   }
   context.putImageData(column, canvas.width - COLUMN_PX, 0);
-  const known = servers.filter((server) => server.cores.length).length;
-  $("under").textContent = `${servers.length} servers, ${servers.reduce((n, server) => n + server.cores.length, 0)} cores; ` +
+  const known = servers.filter((server) => server.core_loads.length).length;
+  $("under").textContent = `${servers.length} servers, ${servers.reduce((n, server) => n + server.core_loads.length, 0)} cores; ` +
     `loads of ${known} servers are known; ${Math.round((canvas.width / COLUMN_PX) * INTERVAL_MS / 1000)} s from left to right`;
 }
 
@@ -193,12 +193,12 @@ function takeLoads(loads) {
 }
 
 function showTiles(loads) {
-  const all = loads.servers.flatMap((server) => server.cores);
+  const all = loads.servers.flatMap((server) => server.core_loads);
   const mean = all.reduce((sum, load) => sum + load, 0) / (all.length || 1);
   const highest = all.reduce((most, load) => Math.max(most, load), 0);
   const open = loads.servers.reduce((sum, server) => sum + server.open_connections, 0);
   const fresh = Object.values(flows[flows.length - 1] || {}).reduce((sum, value) => sum + value, 0);
-  const reporting = overview ? overview.servers.filter((server) => server.reports === "fresh").length : 0;
+  const reporting = overview ? overview.servers.filter((server) => server.report_state === "fresh").length : 0;
   const total = overview ? overview.servers.length : loads.servers.length;
   $("tiles").replaceChildren(
     tile(`${reporting} of ${total}`, "servers report", reporting === total ? "good" : "warn"),
@@ -234,15 +234,15 @@ showBalancers.last = {};
 // Servers with a problem come first.
 function showServers(loads) {
   const open = new Map(loads.servers.map((server) => [server.name, server.service_connections ?? server.open_connections]));
-  const since = ({ drained }) => (drained && drained.since_unix_ms ? `since ${new Date(drained.since_unix_ms).toLocaleString()}` : "");
-  const well = (server) => server.state === "active" && server.reports === "fresh" && !server.warnings.length;
+  const since = ({ drain }) => (drain && drain.since_unix_ms ? `since ${new Date(drain.since_unix_ms).toLocaleString()}` : "");
+  const well = (server) => server.state === "active" && server.report_state === "fresh" && !server.warnings.length;
   const sorted = [...(overview ? overview.servers : [])].sort((left, right) => well(left) - well(right) || byName(left, right));
   const lines = sorted.slice(0, SERVERS_SHOWN).map((server) => {
     const line = node("tr");
     const notes = node("td");
     [[server.state_reason, since(server)].filter(Boolean).join(", "), ...server.warnings].filter(Boolean).forEach((words, n) => notes.append(node("div", words, n || !server.state_reason ? "warn" : "muted")));
     const kind = { active: "good", down: "bad", gone: "muted" }[server.state] || "warn";
-    line.append(node("td", server.name), node("td", server.address), node("td", server.state, kind), node("td", server.reports, server.reports === "fresh" ? "good" : "warn"),
+    line.append(node("td", server.name), node("td", server.address), node("td", server.state, kind), node("td", server.report_state, server.report_state === "fresh" ? "good" : "warn"),
       node("td", String(server.weight), "n"), node("td", String(open.get(server.name) ?? "–"), "n"), notes);
     return line;
   });
@@ -271,16 +271,16 @@ function takeOverview(update) {
   $("services").tBodies[0].replaceChildren(...(lines.length ? lines : [emptyLine("none", 5)]));
   const { keys } = update;
   const since = new Date(keys.current_since_unix_s * 1000).toLocaleString();
-  $("keys").textContent = keys.phase === "announced"
-    ? `Key ${keys.current} stamps since ${since}. The next key is being distributed; not confirmed by: ${keys.waiting_for.join(", ") || "none"}.`
-    : `Key ${keys.current} stamps since ${since}. ${keys.rotation_interval_s ? `Rotated every ${keys.rotation_interval_s / 3600} h.` : "Rotated by command."}`;
+  $("keys").textContent = keys.rotation_phase === "announced"
+    ? `Key ${keys.current_key} stamps since ${since}. The next key is being distributed; not confirmed by: ${keys.pending_peers.join(", ") || "none"}.`
+    : `Key ${keys.current_key} stamps since ${since}. ${keys.rotation_interval_s ? `Rotated every ${keys.rotation_interval_s / 3600} h.` : "Rotated by command."}`;
 }
 
 function takeEvent(event) {
   events = [event, ...events.filter((known) => known.id !== event.id)].slice(0, EVENTS_SHOWN);
   $("events").tBodies[0].replaceChildren(...events.map((shown) => {
     const line = node("tr");
-    const who = `${shown.kind.replace("-", " ")} ${shown.name}`.trim();
+    const who = `${shown.subject_kind.replace("-", " ")} ${shown.subject_name}`.trim();
     line.append(node("td", new Date(shown.at_unix_ms).toLocaleTimeString()), node("td", who), node("td", shown.message, shown.severity === "warning" ? "warn" : ""));
     return line;
   }));
