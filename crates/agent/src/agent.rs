@@ -67,7 +67,7 @@ pub struct Agent {
     cpu_of_queue: Vec<usize>,
     applied_configuration: Option<AgentConfiguration>,
     /// Parts of the newest configuration that the agent has rejected.
-    refused_updates: Vec<v1::RefusedUpdate>,
+    rejected_updates: Vec<v1::RejectedUpdate>,
     /// Generation of the newest configuration that the agent has accepted on this stream, or 0 if there is none.
     accepted_config_generation: u64,
     report_sequence_number: u64,
@@ -144,7 +144,7 @@ impl Agent {
             input_transform_search: TransformSearch::default(),
             cpu_of_queue: vec![],
             applied_configuration: None,
-            refused_updates: Vec::new(),
+            rejected_updates: Vec::new(),
             accepted_config_generation: 0,
             report_sequence_number: 0,
             core_busy_ns: vec![],
@@ -220,11 +220,12 @@ impl Agent {
                 generation,
                 service = service.name,
                 error = %service.reason,
-                "the agent rejects the service's configuration: the service's previous configuration stays in force"
+                "the agent rejects the service's new configuration and keeps the previous one"
             );
         }
         self.keep_previous_services(&mut configuration, unusable_services);
-        self.refused_updates = unusable_services.iter().map(|service| service.to_refused_update(generation)).collect();
+        self.rejected_updates =
+            unusable_services.iter().map(|service| service.to_rejected_update(generation)).collect();
         if let Err(error) = self.try_apply_configuration(&configuration) {
             self.reject_configuration(generation, format!("{error:#}"));
             tracing::warn!(
@@ -264,8 +265,8 @@ impl Agent {
 
     /// Records that the agent rejects the whole configuration, with the reason.
     pub fn reject_configuration(&mut self, generation: u64, reason: String) {
-        self.refused_updates.retain(|refused_update| !refused_update.service.is_empty());
-        self.refused_updates.push(v1::RefusedUpdate { service: String::new(), generation, reason, table: false });
+        self.rejected_updates.retain(|rejected_update| !rejected_update.service.is_empty());
+        self.rejected_updates.push(v1::RejectedUpdate { service: String::new(), generation, reason, table: false });
     }
 
     fn try_apply_configuration(&mut self, new_configuration: &AgentConfiguration) -> anyhow::Result<()> {
@@ -469,7 +470,7 @@ impl Agent {
         if self.bpf_programs.has_services() {
             tracing::info!(
                 event = "programs-kept",
-                "the BPF programs stay attached and continue to stamp; `coreward agent --detach` removes them"
+                "the agent ends, but its BPF programs still stamp packets: `coreward agent --detach` removes them"
             );
             return Ok(());
         }

@@ -88,7 +88,7 @@ impl ConnectionCounter {
             tracing::warn!(
                 event = "connections-uncounted",
                 error = format!("{error:#}"),
-                "the agent cannot count the services' open connections: reports omit the counts"
+                "the agent cannot count the services' open connections: its reports omit these counts"
             );
         }
         self.count_problem = problem;

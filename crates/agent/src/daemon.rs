@@ -257,7 +257,7 @@ impl ControllerStream {
             None => tracing::warn!(
                 event = "update-unknown",
                 controller = %connection.next_controller(),
-                "the agent ignores an update of an unknown kind: upgrade the agent"
+                "the controller has sent an update of a kind unknown to this agent, which ignores it: upgrade the agent"
             ),
         }
         if self.report_timer.period() != agent.report_interval() {
@@ -285,7 +285,7 @@ fn apply_configuration(agent: &mut Agent, configuration: v1::AgentConfiguration,
                 controller = %connection.next_controller(),
                 generation,
                 %error,
-                "the agent cannot decode the controller's configuration: the previous one stays in force"
+                "the agent cannot decode the controller's configuration: the previous configuration stays in force"
             );
             agent.reject_configuration(generation, error.to_string());
         }
@@ -302,7 +302,7 @@ fn answer_socket_query(agent: &Agent, query: &v1::SocketQuery) -> Option<v1::Soc
                 event = "socket-query-failed",
                 query = query.number,
                 error = format!("{error:#}"),
-                "the agent cannot find out which connections of a query are open: the load balancer asks again"
+                "the agent cannot check which connections of a load balancer's query are open: the query is repeated"
             );
             None
         }

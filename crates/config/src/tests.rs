@@ -313,6 +313,6 @@ fn schema_and_parser_accept_the_same_text() {
         assert!(!matches_schema(&format!("name = \"a\"\nplace = {{ {invalid_place} }}")), "{invalid_place}");
     }
     let schema = schema::<Daemon>("daemon.toml");
-    assert_eq!(schema["properties"]["count"]["description"], "How many.");
+    assert_eq!(schema["properties"]["count"]["description"], "Number of workers.");
     assert_eq!(schema["required"], json!(["name"]));
 }

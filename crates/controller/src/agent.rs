@@ -64,7 +64,7 @@ pub struct AgentDetails {
     pub warnings: Vec<String>,
     pub dispatched_services: Vec<v1::DispatchedService>,
     pub connection_count: Option<ConnectionCount>,
-    pub refused_updates: Vec<v1::RefusedUpdate>,
+    pub rejected_updates: Vec<v1::RejectedUpdate>,
 }
 
 impl AgentDetails {
@@ -74,11 +74,11 @@ impl AgentDetails {
             warnings,
             dispatched_services,
             counted_connections: connections,
-            refused_updates,
+            rejected_updates,
         } = details;
         let connection_count =
             connections.map(|counted_connections| ConnectionCount::from_report(counted_connections, now));
-        Self { counters, warnings, dispatched_services, connection_count, refused_updates }
+        Self { counters, warnings, dispatched_services, connection_count, rejected_updates }
     }
 }
 
@@ -195,7 +195,7 @@ impl Agent {
     ) -> Result<(), Rejection> {
         let report = report.inspect_err(|error| {
             if let ReportError::InvalidRss(problem) = error {
-                self.rss_state.mark_unknown(format!("its RSS was refused: {problem}"));
+                self.rss_state.mark_unknown(format!("its RSS was rejected: {problem}"));
             }
         })?;
         if let Some(session) = &mut self.session {

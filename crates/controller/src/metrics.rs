@@ -17,8 +17,8 @@ metrics! {
         Counter, "coreward_reports_accepted_total", &[], &[Component::Controller],
         "Reports accepted",
     );
-    REPORTS_REFUSED_TOTAL: Family<1> = family(
-        Counter, "coreward_reports_refused_total", &["reason"], &[Component::Controller],
+    REPORTS_REJECTED_TOTAL: Family<1> = family(
+        Counter, "coreward_reports_rejected_total", &["reason"], &[Component::Controller],
         "Reports rejected, by reason",
     );
     SERVERS_LIMITED: Family<0> = family(
@@ -88,8 +88,8 @@ fn to_seconds(milliseconds: u32) -> f64 {
 pub fn add_status_metrics(snapshot: &mut Snapshot, status: &Status, wall_time: Duration) {
     snapshot.add_value(&CONFIGURATION_GENERATION, [], status.configuration_generation as f64);
     snapshot.add_value(&REPORTS_ACCEPTED_TOTAL, [], status.accepted_reports as f64);
-    for (reason, count) in &status.refused_reports {
-        snapshot.add_value(&REPORTS_REFUSED_TOTAL, [reason], *count as f64);
+    for (reason, count) in &status.rejected_reports {
+        snapshot.add_value(&REPORTS_REJECTED_TOTAL, [reason], *count as f64);
     }
     for service in &status.services {
         snapshot.add_value(&TABLE_GENERATION, [&service.name], service.table_generation as f64);

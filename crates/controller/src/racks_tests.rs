@@ -103,7 +103,7 @@ fn rack_reports_only_for_servers_that_name_it() {
     let permitted_server_counts: Vec<u32> = status.racks.iter().map(|rack| rack.permitted_servers).collect();
     assert_eq!(permitted_server_counts, [2, 1]);
     assert_eq!(status.servers[1].permitted_racks, Some(Vec::new()));
-    assert_eq!((status.refused_reports["unknown_rack"], status.refused_reports["foreign_rack"]), (1, 2));
+    assert_eq!((status.rejected_reports["unknown_rack"], status.rejected_reports["foreign_rack"]), (1, 2));
     let summary = v1::RackSummary { server_id: vec![2], cores: vec![1], load_sum: vec![0.5], ..Default::default() };
     let rejection = harness.controller.record_rack_summaries(first, &[summary], at(0)).unwrap_err();
     assert!(matches!(rejection, SummaryRejection::ForeignServer(id) if id.get() == 2), "{rejection}");
@@ -158,8 +158,8 @@ fn agent_that_reconnects_through_another_rack_leaves_the_old_rack() {
 #[test]
 fn rejections_name_the_required_role() {
     let message = foreign_rack_rejection("s0", "r3", &["r1", "r2"]).to_string();
-    let expected_message = "rack \"r3\" may not report for server \"s0\": expected rack \"r1\", rack \"r2\", or its agent \
-                    itself (`racks` in the fleet's document)";
+    let expected_message = "rack \"r3\" may not report for server \"s0\": expected rack \"r1\", rack \"r2\", or its \
+                    agent itself (`racks` in the fleet's document)";
     assert_eq!(message, expected_message);
     let message = foreign_rack_rejection("s0", "r3", &[]).to_string();
     assert!(message.contains("server \"s0\": expected its agent itself"), "{message}");

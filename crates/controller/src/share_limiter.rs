@@ -154,8 +154,8 @@ impl Controller {
                     event = "share-limited",
                     server = server_name,
                     times_fair = MAX_FAIR_SHARE_MULTIPLE,
-                    "the server gets too many new connections by its reported loads: the controller limits its share; \
-                     check the server"
+                    "the server took over `times_fair` times its fair share of connections: the controller limits it; \
+                     check the server's reported loads"
                 ),
                 false => tracing::info!(
                     event = "share-unlimited",

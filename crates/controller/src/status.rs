@@ -35,7 +35,7 @@ impl Controller {
             configuration_generation: self.fleet.generation,
             report_interval_ms: self.fleet.report_interval.as_millis() as u32,
             accepted_reports: self.accepted_report_count,
-            refused_reports: self
+            rejected_reports: self
                 .rejection_counts
                 .iter()
                 .map(|(reason, count)| ((*reason).to_owned(), *count))

@@ -51,7 +51,8 @@ fn any_input_change() -> impl Strategy<Value = InputChange> {
         ),
         2 => any::<[bool; SERVER_COUNT]>().prop_map(|is_down| InputChange::CheckResults { is_down }),
         1 => any::<[bool; SERVER_COUNT]>().prop_map(|servers| InputChange::UnresolvedServers { servers }),
-        2 => (0..SERVER_COUNT, 1..50u64).prop_map(|(server, opened_connection_count)| InputChange::Traffic { server, opened_connection_count }),
+        2 => (0..SERVER_COUNT, 1..50u64)
+            .prop_map(|(server, opened_connection_count)| InputChange::Traffic { server, opened_connection_count }),
         1 => Just(InputChange::LoseLoadBalancer),
         2 => Just(InputChange::Nothing),
     ]

@@ -101,15 +101,12 @@ fn client_address(port: u16) -> std::net::SocketAddr {
 /// Returns an RSS configuration whose indirection table assigns its entries to the cores in turn.
 pub(super) fn uniform_rss(entry_count: u32, core_count: u32) -> ReportedRss {
     let queues: Vec<u32> = (0..entry_count).map(|entry| entry % core_count).collect();
-    let rss = RssConfig {
-        key: RssKey::microsoft_verification_key(),
-        indirection_table: IndirectionTable::new(&queues).unwrap(),
-    };
+    let indirection_table = IndirectionTable::new(&queues).unwrap();
+    let rss = RssConfig { key: RssKey::microsoft_verification_key(), indirection_table };
     ReportedRss { source: "ethtool".into(), rss: Some(rss) }
 }
 
-/// Returns a report like [`plain_report`] that is valid for 300 ms. With sequence number 1, it contains an RSS
-/// configuration.
+/// Returns a report like [`plain_report`] that is valid for 300 ms, with an RSS configuration if it is the first one.
 fn report_with_initial_rss(sequence: u64, now: Now, busy_ns: &[u64]) -> AgentReport {
     AgentReport {
         time_to_live: Duration::from_millis(300),
@@ -155,8 +152,7 @@ fn placement_tables_follow_reported_loads() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
     // Without reports, bucket i goes to server i mod n.
     assert_eq!(bucket_counts_by_server(&harness.make_table(at(0))), BTreeMap::from([(0, 43), (1, 43), (2, 42)]));
-    let sessions =
-        harness.connect_and_report_loads(&[&[0.9, 0.1, 0.9, 0.9], &[0.2, 0.8, 0.8, 0.8], &[0.5, 0.5, 0.5, 0.5]]);
+    let sessions = harness.connect_and_report_loads(&[&[0.9, 0.1, 0.9, 0.9], &[0.2, 0.8, 0.8, 0.8], &[0.5; 4]]);
     let table = harness.make_table(at(100));
     let chosen_servers: Vec<u16> = (0..4).map(|bucket| table.bucket_candidates(0, bucket)[0].server.get()).collect();
     assert_eq!(chosen_servers, [1, 0, 2, 2]);
@@ -199,7 +195,7 @@ fn unknown_server_is_rejected() {
         rejection.to_string(),
         "server \"s9\" is not known: expected the name of a [[server]] in the fleet's file"
     );
-    assert_eq!(harness.controller.status(at(0)).refused_reports["unknown_server"], 1);
+    assert_eq!(harness.controller.status(at(0)).rejected_reports["unknown_server"], 1);
 }
 
 #[test]
@@ -225,7 +221,7 @@ fn second_agent_of_a_server_is_rejected_while_the_first_is_alive() {
     harness.controller.record_report(&second_session, Ok(report), at(420)).unwrap();
     harness.controller.end_session(&second_session);
     harness.controller.register_agent("s0", "test", at(421)).unwrap();
-    let rejection_counts = harness.controller.status(at(421)).refused_reports;
+    let rejection_counts = harness.controller.status(at(421)).rejected_reports;
     assert_eq!((rejection_counts["duplicate_session"], rejection_counts["superseded"]), (1, 1));
 }
 
@@ -255,12 +251,11 @@ fn rejected_reports_are_counted_and_change_nothing() {
         .record_report(&session, Ok(report_with_initial_rss(3, at(1_150), &[100_000_000; 4])), at(150))
         .unwrap();
     let status = harness.controller.status(at(150));
-    assert_eq!(status.refused_reports.values().sum::<u64>(), 4);
+    assert_eq!(status.rejected_reports.values().sum::<u64>(), 4);
     assert_eq!(status.accepted_reports, 3);
 }
 
-/// Asserts that loads remain, with a warning, if the controller's wall clock is set back by an hour, or the server's
-/// forward.
+/// If the controller's wall clock is set back by an hour, or the server's forward, loads remain, with a warning.
 #[test]
 fn wall_clock_step_changes_no_load() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
@@ -298,7 +293,7 @@ fn malformed_rss_invalidates_the_previous_rss() {
     assert_eq!(status.rss, None);
     assert_eq!(
         status.warnings,
-        ["its RSS was refused: indirection_table: an indirection table of 100 entries: expected a power of two from \
+        ["its RSS was rejected: indirection_table: an indirection table of 100 entries: expected a power of two from \
              1 to 2048"]
     );
     let valid_report = AgentReport {
@@ -567,7 +562,7 @@ proptest! {
         }
         let status = harness.controller.status(at(1_000));
         prop_assert_eq!(status.accepted_reports, accepted_count);
-        prop_assert_eq!(status.refused_reports.values().sum::<u64>(), rejected_count);
+        prop_assert_eq!(status.rejected_reports.values().sum::<u64>(), rejected_count);
     }
 }
 

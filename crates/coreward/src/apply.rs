@@ -4,7 +4,7 @@ use std::io::{BufRead as _, IsTerminal as _, Write as _};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use coreward_api::types::{Acknowledgements, PeerGeneration, RefusedUpdate};
+use coreward_api::types::{Acknowledgements, PeerGeneration, RejectedUpdate};
 use coreward_http::client::Client;
 use coreward_render::block_on;
 use coreward_render::fleet::{ProposedFleet, format_apply_result};
@@ -85,7 +85,7 @@ fn wait_until_in_force(client: &Client, timeout: Duration) -> anyhow::Result<()>
 
 fn is_in_force_everywhere(acknowledgements: &Acknowledgements) -> bool {
     acknowledgements.pending_count == 0
-        && acknowledgements.refused_count == 0
+        && acknowledgements.rejected_count == 0
         && acknowledgements.disconnected_load_balancers.is_empty()
 }
 
@@ -94,18 +94,18 @@ fn is_in_force_everywhere(acknowledgements: &Acknowledgements) -> bool {
 fn is_wait_over(acknowledgements: &Acknowledgements) -> bool {
     let newest_generation = acknowledgements.configuration_generation;
     let rejects_newest_generation =
-        |update: &RefusedUpdate| update.update_kind == "configuration" && update.generation == newest_generation;
-    acknowledgements.pending_count == 0 || acknowledgements.refused.iter().any(rejects_newest_generation)
+        |update: &RejectedUpdate| update.update_kind == "configuration" && update.generation == newest_generation;
+    acknowledgements.pending_count == 0 || acknowledgements.rejected.iter().any(rejects_newest_generation)
 }
 
 /// Returns a description of the daemons that have not applied the newest configuration.
 fn describe_missing_acknowledgements(acknowledgements: &Acknowledgements) -> String {
     let mut lines = vec![format!(
-        "configuration {} is in force at {}, not at {}; {} updates were refused, {} load balancers are not connected:",
+        "configuration {} is in force at {}, not at {}; {} updates were rejected, {} load balancers are not connected:",
         acknowledgements.configuration_generation,
         acknowledgements.acknowledged_count,
         acknowledgements.pending_count,
-        acknowledgements.refused_count,
+        acknowledgements.rejected_count,
         acknowledgements.disconnected_load_balancers.len()
     )];
     let waiting_line = |waiting_daemon: &PeerGeneration| {
@@ -121,7 +121,7 @@ fn describe_missing_acknowledgements(acknowledgements: &Acknowledgements) -> Str
         )
     };
     lines.extend(acknowledgements.pending_peers.iter().map(waiting_line));
-    lines.extend(RefusedUpdate::summary_lines(&acknowledgements.refused).into_iter().map(|line| format!("  {line}")));
+    lines.extend(RejectedUpdate::summary_lines(&acknowledgements.rejected).into_iter().map(|line| format!("  {line}")));
     lines.extend(acknowledgements.disconnected_load_balancers.iter().map(disconnected_line));
     lines.join("\n")
 }
@@ -141,7 +141,7 @@ mod tests {
 
     fn build_acknowledgements(
         waiting_count: u64,
-        refused_generations: &[u64],
+        rejected_generations: &[u64],
         disconnected_names: &[&str],
     ) -> Acknowledgements {
         let load_balancer = |name: &str| PeerGeneration {
@@ -149,9 +149,9 @@ mod tests {
             name: name.to_owned(),
             configuration_generation: 4,
         };
-        let refused_updates: Vec<RefusedUpdate> = refused_generations
+        let rejected_updates: Vec<RejectedUpdate> = rejected_generations
             .iter()
-            .map(|generation| RefusedUpdate {
+            .map(|generation| RejectedUpdate {
                 component: "lb".to_owned(),
                 name: "lb1".to_owned(),
                 update_kind: "configuration".to_owned(),
@@ -165,8 +165,8 @@ mod tests {
             acknowledged_count: 1,
             pending_count: waiting_count,
             pending_peers: (0..waiting_count).map(|_| load_balancer("lb1")).collect(),
-            refused_count: refused_updates.len() as u64,
-            refused: refused_updates,
+            rejected_count: rejected_updates.len() as u64,
+            rejected: rejected_updates,
             disconnected_load_balancers: disconnected_names.iter().copied().map(load_balancer).collect(),
         }
     }
@@ -174,7 +174,7 @@ mod tests {
     #[test]
     fn rejection_of_the_newest_configuration_ends_the_wait() {
         assert!(is_wait_over(&build_acknowledgements(1, &[5], &[])));
-        assert!(!is_wait_over(&build_acknowledgements(1, &[4], &[])), "the refusal of an older one");
+        assert!(!is_wait_over(&build_acknowledgements(1, &[4], &[])), "the rejection of an older one");
         assert!(!is_wait_over(&build_acknowledgements(1, &[], &[])));
         assert!(is_in_force_everywhere(&build_acknowledgements(0, &[], &[])));
     }

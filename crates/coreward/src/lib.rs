@@ -410,7 +410,7 @@ fn run_doctor(args: &DoctorArgs) -> anyhow::Result<()> {
 fn check_kernel() -> anyhow::Result<()> {
     let mut rejected_count = 0;
     for (program, outcome) in coreward_dataplane::check::load_every_program() {
-        let outcome_text = outcome.map_or_else(|error| format!("refused: {error:#}"), |()| "ok".to_owned());
+        let outcome_text = outcome.map_or_else(|error| format!("rejected: {error:#}"), |()| "ok".to_owned());
         rejected_count += usize::from(outcome_text != "ok");
         print(&format!("{program}: {outcome_text}"))?;
     }

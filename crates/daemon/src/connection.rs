@@ -141,7 +141,7 @@ impl ControllerConnection {
                     %controller,
                     next_controller = %next_controller,
                     error,
-                    "the daemon has no stream to the controller and tries the next; its configuration stays in force"
+                    "the daemon has lost the controller: it tries the next one and keeps its configuration"
                 );
             }
             (_, None) => {
@@ -149,7 +149,7 @@ impl ControllerConnection {
                     event = "controller-lost",
                     %controller,
                     next_controller = %next_controller,
-                    "the controller has ended the daemon's stream: the daemon tries the next; its configuration stays"
+                    "the controller has ended its stream: the daemon tries the next and keeps its configuration"
                 );
             }
         }

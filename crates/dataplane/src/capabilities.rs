@@ -13,8 +13,8 @@ pub fn check_capabilities(command_name: &str) -> anyhow::Result<()> {
     let missing_names = missing_capabilities()?;
     anyhow::ensure!(
         missing_names.is_empty(),
-        "{command_name} loads BPF programs: run it as root or with {} (`coreward controller`, `status` and `explain` need \
-         no rights)",
+        "{command_name} loads BPF programs: run it as root or with {} (`coreward controller`, `status` and `explain` \
+         need no rights)",
         missing_names.join(", ")
     );
     Ok(())

@@ -26,7 +26,7 @@ impl CpuBusyTimeCounter {
         let mut object_storage = MaybeUninit::uninit();
         let open_skeleton =
             CpuLoadSkelBuilder::default().open(&mut object_storage).context("bpf/server/cpu_load.bpf.c")?;
-        let skeleton = open_skeleton.load().context("the kernel refused bpf/server/cpu_load.bpf.c")?;
+        let skeleton = open_skeleton.load().context("the kernel rejected bpf/server/cpu_load.bpf.c")?;
         // The programs for ends are attached before those for begins, so that each counted begin has a counted end.
         let programs = [
             &skeleton.progs.interrupt_ends,

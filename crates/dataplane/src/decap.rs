@@ -90,7 +90,7 @@ impl Decapsulation {
                 map.set_pin_path(decap_directory.join(name)).with_context(|| format!("the pin {name}"))?;
             }
         }
-        let loaded_skeleton = open_skeleton.load().context("the kernel refused bpf/server/decap.bpf.c")?;
+        let loaded_skeleton = open_skeleton.load().context("the kernel rejected bpf/server/decap.bpf.c")?;
         Ok(Self {
             program: loaded_skeleton.progs.decap.as_fd().try_clone_to_owned()?,
             source_addresses: MapHandle::try_from(&loaded_skeleton.maps.decap_sources)?,

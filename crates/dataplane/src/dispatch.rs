@@ -76,7 +76,7 @@ impl DispatchPrograms {
         let version_mismatch_error =
             || format!("{} is of another version (end it with --detach first)", pin_directory.display());
         let loaded_skeleton = open_skeleton.load().with_context(|| {
-            format!("the kernel refused bpf/dispatch/dispatch.bpf.c, or {}", version_mismatch_error())
+            format!("the kernel rejected bpf/dispatch/dispatch.bpf.c, or {}", version_mismatch_error())
         })?;
         let ledger = RequestLedger::new(&loaded_skeleton.maps.bss_state, &loaded_skeleton.maps.bss_requests)?;
         if is_state_taken_over {
@@ -212,7 +212,7 @@ pub fn remove_pins_and_programs(pin_directory: &Path) -> anyhow::Result<()> {
                 event = "link-not-detached",
                 pin = %response_link_path.display(),
                 %error,
-                "the dispatcher cannot detach its program for responses: the cgroup may be gone"
+                "the dispatcher cannot detach its program that counts responses: the cgroup may be gone"
             );
         }
     }

@@ -73,7 +73,7 @@ impl NatPrograms {
         let mut object_storage = MaybeUninit::uninit();
         let open_skeleton =
             HealthSkelBuilder::default().open(&mut object_storage).context("bpf/health/health.bpf.c")?;
-        let loaded_skeleton = open_skeleton.load().context("the kernel refused bpf/health/health.bpf.c")?;
+        let loaded_skeleton = open_skeleton.load().context("the kernel rejected bpf/health/health.bpf.c")?;
         let attachments = [
             tc::attach_until_drop(loaded_skeleton.progs.health_ingress.as_fd(), interface_index, Direction::Ingress)?,
             tc::attach_until_drop(loaded_skeleton.progs.health_egress.as_fd(), interface_index, Direction::Egress)?,

@@ -164,7 +164,7 @@ impl<T: ?Sized> Drop for MmapArray<T> {
             tracing::warn!(
                 event = "munmap-failed",
                 %error,
-                "the process cannot unmap a BPF array, whose memory stays in use"
+                "the process cannot unmap the memory of a BPF array: the memory stays in use"
             );
         }
     }

@@ -213,7 +213,7 @@ impl Resolver {
                         interface = probe_sockets.interface,
                         vlan = probe_sockets.vlan.get(),
                         error = format!("{error:#}"),
-                        "the thread that resolves MAC addresses has ended: restart the daemon, which misses changes"
+                        "the thread that resolves MAC addresses has ended, so changes are missed: restart the daemon"
                     );
                 }
             })
@@ -331,7 +331,7 @@ impl ArpNdpSockets {
                     interface = self.interface,
                     %address,
                     %error,
-                    "the daemon cannot send a probe for the MAC address of a neighbour"
+                    "the daemon cannot send an ARP or neighbour-discovery probe for the address"
                 );
             }
         }

@@ -133,7 +133,7 @@ impl GracePeriods {
         self.0.ended_period_count.load(Ordering::SeqCst) >= ticket.0
     }
 
-    /// Waits until [`has_passed`](Self::has_passed) returns true for the ticket. Fails when the kernel has refused to
+    /// Waits until [`has_passed`](Self::has_passed) returns true for the ticket. Fails when the kernel has rejected to
     /// wait for a grace period.
     pub fn wait(&self, ticket: GraceTicket) -> anyhow::Result<()> {
         let mut requests = self.0.requests();

@@ -539,7 +539,7 @@ fn load_programs<'object>(
             map.set_pin_path(pins.join(name)).context(name)?;
         }
     }
-    let loaded_skeleton = open_skeleton.load().context("the kernel refused bpf/server/server.bpf.c")?;
+    let loaded_skeleton = open_skeleton.load().context("the kernel rejected bpf/server/server.bpf.c")?;
     ensure!(
         loaded_skeleton.maps.bss.value_size() as usize == size_of::<intf::server_state>(),
         "server.bpf.c keeps more than server_state"

@@ -76,7 +76,7 @@ impl SteerProgram {
         open_skeleton.maps.bss_steer.set_pin_path(service_directory.join("state"))?;
         let loaded_skeleton = open_skeleton.load().with_context(|| {
             format!(
-                "the kernel refused bpf/server/steer.bpf.c, or {} is of another version (remove it then)",
+                "the kernel rejected bpf/server/steer.bpf.c, or {} is of another version (remove it then)",
                 service_directory.display()
             )
         })?;

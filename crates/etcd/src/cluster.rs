@@ -219,7 +219,7 @@ impl MemberError {
                 let expected_files = "expected `certificate` and `key` of [etcd.tls] that an authority of its \
                                 --trusted-ca-file has signed";
                 Self {
-                    message: format!("etcd refuses our certificate, or that we show none ({alert}): {expected_files}"),
+                    message: format!("etcd rejects our certificate, or that we show none ({alert}): {expected_files}"),
                     is_tls_error: true,
                 }
             }

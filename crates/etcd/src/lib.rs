@@ -35,7 +35,7 @@ pub enum EtcdError {
         /// Error of the member that was tried last.
         problem: String,
     },
-    #[error("etcd refuses: {0}")]
+    #[error("etcd rejects: {0}")]
     Rejected(String),
     #[error("this controller no longer leads: {0}")]
     Deposed(String),

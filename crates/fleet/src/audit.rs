@@ -35,7 +35,7 @@ impl ChangeAuthor {
         Self { actor: "controller".to_owned(), from_address: String::new() }
     }
 
-    pub fn hangup_signal() -> Self {
+    pub fn sighup() -> Self {
         Self { actor: "SIGHUP".to_owned(), from_address: String::new() }
     }
 }
@@ -157,11 +157,7 @@ mod tests {
                 state_before: String::new(),
                 state_after: String::new(),
             };
-            records.append_audit_entry(
-                &ChangeAuthor::hangup_signal(),
-                change_description,
-                Duration::from_secs(generation),
-            );
+            records.append_audit_entry(&ChangeAuthor::sighup(), change_description, Duration::from_secs(generation));
         }
         assert_eq!((records.audit_log.len(), records.audit_log[0].id), (MAX_AUDIT_ENTRIES, 8));
     }

@@ -405,7 +405,7 @@ mod tests {
             "fleet.toml:7:6: key `server.id`: server id 7 belongs to server \"s2\", whose connections may still carry \
              it: expected one that is free, or none to have one drawn"
         );
-        assert_eq!(records.generation, 2, "a refused configuration changes nothing");
+        assert_eq!(records.generation, 2, "a rejected configuration changes nothing");
         assert!(!records.remove_expired(at(86_400), at(86_499)));
         assert!(records.remove_expired(at(86_400), at(86_500)));
         records.apply_document(&two_service_config(&["s1", "s3=7"], &[]), at(86_500), random).unwrap();

@@ -45,7 +45,7 @@ fn load_system_roots() -> Result<Arc<RootCertStore>, String> {
             tracing::warn!(
                 event = "ca-unreadable",
                 %error,
-                "the load balancer cannot read an authority of this system: HTTPS checks may reject servers"
+                "the load balancer cannot read one of the system's CA certificates: HTTPS checks may find servers down"
             );
         }
         let mut root_store = RootCertStore::empty();

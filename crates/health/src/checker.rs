@@ -99,7 +99,7 @@ impl Drop for CheckerThread {
             tracing::error!(
                 event = "thread-panicked",
                 thread = "health",
-                "the thread of health checks has panicked: restart the load balancer, which has no new results"
+                "the thread of health checks has panicked, so there are no new results: restart the load balancer"
             );
         }
     }

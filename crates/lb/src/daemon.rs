@@ -98,7 +98,7 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
         tracing::info!(
             event = "nothing-pinned",
             pin_directory = %config.pin_directory.display(),
-            "no XDP program of a load balancer is pinned: `--detach` has none to remove"
+            "no XDP program of a load balancer is pinned: `coreward lb --detach` has nothing to remove"
         );
     } else {
         load_balancer.attach(&config.interface, config.xdp_mode)?;
@@ -159,7 +159,7 @@ async fn serve(
         tracing::info!(
             event = "drain-started",
             drain = ?announce.drain,
-            "the load balancer has withdrawn its VIPs and continues to forward for the drain time"
+            "the load balancer has withdrawn its VIPs and still forwards packets for the time `drain`"
         );
         tasks.run_tasks_until_ready(&mut forwarder, &controller_connection, tokio::time::sleep(announce.drain)).await?;
     }
@@ -457,16 +457,16 @@ fn apply_update(
     let started_at = Instant::now();
     match update.update {
         Some(Update::Configuration(configuration)) => match FleetConfiguration::decode(configuration) {
-            Ok((number, configuration, refused)) => {
+            Ok((number, configuration, rejected)) => {
                 coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
-                    forwarder.apply_and_report_configuration(number, configuration, &refused);
+                    forwarder.apply_and_report_configuration(number, configuration, &rejected);
                 });
             }
             Err(error) => forwarder.reject_configuration(0, &error.into()),
         },
         Some(Update::Change(change)) => match FleetChange::decode(change) {
-            Ok((change, refused)) => coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
-                forwarder.apply_and_report_change(change, &refused);
+            Ok((change, rejected)) => coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
+                forwarder.apply_and_report_change(change, &rejected);
             }),
             Err(error) => forwarder.reject_configuration(0, &error.into()),
         },
@@ -478,7 +478,7 @@ fn apply_update(
         Some(Update::SocketAnswer(answer)) => free_closed_connections(forwarder, sweeper, answer),
         None => tracing::warn!(
             event = "update-unknown",
-            "the load balancer ignores an update of an unknown kind: upgrade the load balancer"
+            "the controller has sent an update of an unknown kind, which is ignored: upgrade the load balancer"
         ),
     }
     None

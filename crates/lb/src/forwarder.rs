@@ -4,7 +4,7 @@ mod configuration;
 mod lb_stamping;
 mod metrics;
 mod next_hops;
-mod refusals;
+mod rejections;
 mod symptoms;
 mod table_ages;
 mod vlans;
@@ -33,8 +33,8 @@ use crate::resolvers::{MacResolution, Neighbour, NeighbourResolvers};
 use crate::routing;
 use configuration::ConfigurationState;
 use next_hops::NextHops;
-use refusals::RefusedUpdates;
-pub use refusals::log_rejection;
+use rejections::RejectedUpdates;
+pub use rejections::log_rejection;
 use symptoms::Symptoms;
 use table_ages::TableAges;
 
@@ -88,7 +88,7 @@ pub struct Forwarder {
     down_targets: BTreeSet<CheckTarget>,
     /// Servers that get no new connections from this load balancer, even if the controller's table selects them.
     masked_targets: BTreeSet<CheckTarget>,
-    refusals: RefusedUpdates,
+    rejections: RejectedUpdates,
     /// Problems that the counters of the last seconds reveal.
     symptoms: Symptoms,
 }
@@ -137,7 +137,7 @@ impl Forwarder {
             health_checks,
             down_targets: BTreeSet::new(),
             masked_targets: BTreeSet::new(),
-            refusals: RefusedUpdates::default(),
+            rejections: RejectedUpdates::default(),
             symptoms: Symptoms::default(),
         }
     }
@@ -148,7 +148,7 @@ impl Forwarder {
         self.configuration.confirmed_generation = 0;
         self.configuration.number = None;
         self.configuration.needs_complete = false;
-        self.refusals.clear();
+        self.rejections.clear();
         self.health_checks.begin_controller_stream();
     }
 
@@ -185,14 +185,14 @@ impl Forwarder {
                         load_balancer = peer.name,
                         %address,
                         %mac,
-                        "another load balancer answers ARP or neighbour discovery"
+                        "the other load balancer answers ARP or neighbour discovery: packets can be forwarded to it"
                     );
                 }
                 None => tracing::warn!(
                     event = "peer-unresolved",
                     load_balancer = peer.name,
                     %address,
-                    "no packets go to the other load balancer, which does not answer ARP or neighbour discovery"
+                    "the other load balancer does not answer ARP or neighbour discovery: no packets are forwarded to it"
                 ),
             }
             if let Some(owner) = peer.owner_number.filter(|_| peer.is_alive) {
@@ -238,7 +238,7 @@ impl Forwarder {
                     event = "server-masked",
                     server = server.name,
                     service = service.name,
-                    "the server fails the health checks of this load balancer, which sends no new connections there"
+                    "the server fails this load balancer's health checks, and gets no new connections from it"
                 ),
                 (true, false) => tracing::info!(
                     event = "server-unmasked",
@@ -347,7 +347,7 @@ impl Forwarder {
                     event = "server-unresolved",
                     server = wire_server.name,
                     address = %resolution.neighbour.address,
-                    "the server, or the router to it, does not answer ARP or neighbour discovery: check both addresses"
+                    "the server, or the router to it, does not answer ARP or neighbour discovery: check both machines"
                 ),
             }
             let updated_server = lb::Server {
@@ -557,7 +557,7 @@ impl Forwarder {
             unresolved_load_balancers,
             server_clocks: self.clocks_of_lb_stamped_servers(),
             warnings: self.machine_problems(),
-            refused: self.refusals.all_refused_updates(),
+            rejected: self.rejections.all_rejected_updates(),
             stamped_services: self.stamped_packet_counts(),
             vlan: self.vip_vlan.get().into(),
         }

@@ -94,7 +94,7 @@ impl HealthChecks {
                         event = "checks-off",
                         interface = self.interface,
                         error = format!("{error:#}"),
-                        "the load balancer cannot attach the programs for health checks at the VIP: such checks are off"
+                        "the load balancer cannot attach the programs for health checks at VIPs: such checks are off"
                     );
                 }
                 self.nat_setup_problem = Some(problem);

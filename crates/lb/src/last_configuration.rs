@@ -39,7 +39,7 @@ impl SavedConfigurationFile {
                 event = "configuration-restored",
                 generation,
                 file = %self.file_path.display(),
-                "the load balancer has restored its saved configuration, until a controller sends one"
+                "the load balancer uses its saved configuration until a controller sends a configuration"
             );
             Ok(())
         });
@@ -71,7 +71,7 @@ impl SavedConfigurationFile {
                 event = "configuration-saved",
                 generation = configuration.generation,
                 file = %self.file_path.display(),
-                "the load balancer has saved its configuration for a restart without a controller"
+                "the load balancer has saved its configuration, for use after a restart without a controller"
             );
         }
         if let Some(error) = self.record_result(write_result) {
@@ -79,7 +79,7 @@ impl SavedConfigurationFile {
                 event = "configuration-not-saved",
                 file = %self.file_path.display(),
                 error,
-                "the load balancer cannot save its configuration for a restart and retries every second"
+                "the load balancer cannot save its configuration for use after a restart: it retries every second"
             );
         }
     }

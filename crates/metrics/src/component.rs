@@ -54,7 +54,7 @@ metrics! {
     );
     LB_WARNINGS: Family<1> = family(
         Gauge, "coreward_lb_warnings", &["load_balancer"], &[Component::Controller, Component::Lb],
-        "Faults of the machine, and refused updates",
+        "Faults of the machine, and rejected updates",
     );
     HEALTH_CHECKS_TOTAL: Family<2> = family(
         Counter, "coreward_health_checks_total", &["service", "outcome"], &[Component::Lb],

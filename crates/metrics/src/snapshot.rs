@@ -147,7 +147,7 @@ mod tests {
 
     metrics! {
         REPORTS: Family<0> = family(Counter, "coreward_reports_total", &[], &[], "Reports");
-        REFUSED: Family<1> = family(Counter, "coreward_refused_total", &["reason"], &[], "Rejections");
+        REJECTED: Family<1> = family(Counter, "coreward_rejected_total", &["reason"], &[], "Rejections");
         LOAD: Family<2> = family(MaxGauge, "coreward_load_ratio", &["server", "core"], &[], "Load");
         CONNECTIONS: Family<1> = family(Gauge, "coreward_connections", &["server"], &[], "Connections");
         AGE: Family<1> = family(MaxGauge, "coreward_age_seconds", &["server"], &[], "Age");
@@ -156,13 +156,13 @@ mod tests {
     #[test]
     fn metrics_page_is_valid_openmetrics() {
         let mut snapshot = Snapshot::default();
-        snapshot.add_value(&REFUSED, ["no_cores"], 3.0);
+        snapshot.add_value(&REJECTED, ["no_cores"], 3.0);
         snapshot.add_value(&LOAD, ["a \"b\"\\", "0"], 0.25);
         snapshot.add_value(&REPORTS, [], 18_446_744_073_709.0);
         let text = snapshot.to_openmetrics();
         for line in [
-            "# TYPE coreward_refused counter",
-            "coreward_refused_total{reason=\"no_cores\"} 3.0",
+            "# TYPE coreward_rejected counter",
+            "coreward_rejected_total{reason=\"no_cores\"} 3.0",
             "# TYPE coreward_load_ratio gauge",
             "coreward_load_ratio{server=\"a \\\"b\\\"\\\\\",core=\"0\"} 0.25",
             "coreward_reports_total 18446744073709.0",

@@ -242,7 +242,8 @@ mod tests {
             k: [u64; 4], time_key_words: [u64; 2], is_second_current: bool, client: u32, port: u16,
             id in 0u64..16_384, sent_ms: u32, age_ms in 0u32..65_000,
         ) {
-            let (keys, time_key) = (fleet_keys(k, is_second_current), CookieKey { k0: time_key_words[0], k1: time_key_words[1] });
+            let (keys, time_key) =
+                (fleet_keys(k, is_second_current), CookieKey { k0: time_key_words[0], k1: time_key_words[1] });
             let tuple = four_tuple(client, port);
             let server = ServerId::try_from(id).unwrap();
             let stamped_tsval = stamp_tsval(&keys, &time_key, &tuple, Cookie::Server(server), sent_ms);

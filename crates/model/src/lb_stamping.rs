@@ -254,7 +254,8 @@ mod tests {
             age_ms in 0u32..900_000, clock_lag_ms in 0u32..50_000,
         ) {
             let current_key = if is_second_current { KeyIndex::Second } else { KeyIndex::First };
-            let keys = [CookieKey { k0: key_words[0], k1: key_words[1] }, CookieKey { k0: key_words[2], k1: key_words[3] }];
+            let keys =
+                [CookieKey { k0: key_words[0], k1: key_words[1] }, CookieKey { k0: key_words[2], k1: key_words[3] }];
             let keys = FleetCookieKeys { keys, current_key_index: current_key };
             let (time_key, tuple) = (draw_time_key(seed), four_tuple(client, port));
             let id = ServerId::try_from(id).unwrap();
@@ -274,7 +275,8 @@ mod tests {
             seed: u64, key_words: [u64; 4], client: u32, sent_ms: u32, delay_ms in 1u32..524_000,
             id in 0..STAMPABLE_SERVER_ID_COUNT,
         ) {
-            let keys = [CookieKey { k0: key_words[0], k1: key_words[1] }, CookieKey { k0: key_words[2], k1: key_words[3] }];
+            let keys =
+                [CookieKey { k0: key_words[0], k1: key_words[1] }, CookieKey { k0: key_words[2], k1: key_words[3] }];
             let (time_key, tuple, id) = (draw_time_key(seed), four_tuple(client, 7), ServerId::try_from(id).unwrap());
             let stamp_with_key = |current_key_index,
                 ms| stamp_tsval(&FleetCookieKeys { keys, current_key_index }, &time_key, &tuple, id, ms);

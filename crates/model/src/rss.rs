@@ -492,7 +492,8 @@ mod tests {
                 let tables = key.source_contribution_tables(tuple.vip());
                 let (input, address) = (tuple.bytes(), tables.len() - 2);
                 let source_bytes = input[..address].iter().chain(&input[2 * address..][..2]);
-                let source_hash = source_bytes.zip(&tables).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)]);
+                let source_hash =
+                    source_bytes.zip(&tables).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)]);
                 prop_assert_eq!(source_hash ^ key.destination_hash(tuple.vip()), key.toeplitz_hash(&input));
             }
         }
@@ -511,8 +512,10 @@ mod tests {
                 key_without_transform.toeplitz_hash(&bytes)
             };
             let (xor, xor_ports) = (client ^ vip, port ^ vip_port);
-            let hashes_with_transform = |input| (key_without_transform.with_input_transform(input).toeplitz_hash(&tuple.bytes()),
-                key_without_transform.with_input_transform(input).toeplitz_tables().hash(&tuple.bytes()));
+            let hashes_with_transform = |input| {
+                let key = key_without_transform.with_input_transform(input);
+                (key.toeplitz_hash(&tuple.bytes()), key.toeplitz_tables().hash(&tuple.bytes()))
+            };
             let expected_hash = hash([xor, xor], [xor_ports, xor_ports]);
             prop_assert_eq!(hashes_with_transform(InputTransform::SymmetricXor), (expected_hash, expected_hash));
             let expected = hash([client | vip, xor], [port | vip_port, xor_ports]);
@@ -531,7 +534,11 @@ mod tests {
         }
 
         #[test]
-        fn balanced_tables_give_cores_equal_entry_counts_within_one(seed: u64, core_count in 1u16..70, bits in 0u32..10) {
+        fn balanced_tables_give_cores_equal_entry_counts_within_one(
+            seed: u64,
+            core_count in 1u16..70,
+            bits in 0u32..10,
+        ) {
             let table = IndirectionTable::balanced(seed, 1 << bits, core_count).unwrap();
             let mut entry_count_by_core = vec![0usize; usize::from(core_count)];
             table.queue_by_entry().iter().for_each(|queue| entry_count_by_core[usize::from(*queue)] += 1);

@@ -461,8 +461,8 @@ impl EngineState<'_> {
                     service,
                     count = completion_count,
                     %error,
-                    "the orchestrator ignores completions that a worker reports and counts further ones without a log \
-                     line"
+                    "a worker reports the completion of requests that it did not have: the orchestrator ignores it, \
+                     and does not log further cases"
                 );
             }
             self.counters.rejected_feedback += 1;

@@ -109,7 +109,7 @@ impl RequestIntake {
             tracing::warn!(
                 event = "intake-counters-unread",
                 error = format!("{error:#}"),
-                "the orchestrator cannot read the counters of AF_XDP: its report omits them"
+                "the orchestrator cannot read the AF_XDP counters: its report omits them"
             );
             DatagramCounters::new()
         })

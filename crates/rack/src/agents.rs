@@ -118,7 +118,7 @@ impl RackState {
             Some(v1::rack_update::Update::Agent(to_agent)) => connection.send_to_agent(to_agent),
             None => tracing::warn!(
                 event = "update-unknown",
-                "the rack controller ignores an update of an unknown kind: upgrade the rack controller"
+                "the controller has sent an update of an unknown kind, which is ignored: upgrade the rack controller"
             ),
         }
         Ok(())

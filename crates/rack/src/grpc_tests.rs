@@ -287,7 +287,7 @@ async fn rack_without_controller_accepts_no_agent() {
     let (controller, _) = start_controller(directory.path()).await;
     let connected_rack = start_rack("r1", "127.0.0.1:0", &controller).await;
     // A rack passes on that the controller rejects a server outside the fleet.
-    let unknown_server_error = within_timeout("a refusal", async {
+    let unknown_server_error = within_timeout("a rejection", async {
         loop {
             match open_agent_stream("s9", connected_rack.1).await {
                 Err(status) if status.code() != Code::Unavailable => return status,

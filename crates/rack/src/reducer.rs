@@ -85,7 +85,7 @@ impl Reducer {
                         service_index = service.index.get(),
                         policy = service.policy_name,
                         error = %policy_error,
-                        "this rack controller does not know the policy and sends no loads for the service: upgrade it"
+                        "this rack does not know the service's policy and sends no loads for it: upgrade the rack"
                     );
                 }
             }

@@ -16,11 +16,11 @@ use super::keys;
 /// Formats the fleet's status as text. `now` is the time since 1970.
 pub fn format_status(reply: &Status, now: Duration) -> String {
     let mut text = format!(
-        "configuration {}, a report every {} ms: {} taken, {} refused\n",
+        "configuration {}, a report every {} ms: {} taken, {} rejected\n",
         reply.configuration_generation,
         reply.report_interval_ms,
         reply.accepted_reports,
-        format_counts(&reply.refused_reports)
+        format_counts(&reply.rejected_reports)
     );
     append_warnings(&mut text, &reply.warnings);
     for service in &reply.services {

@@ -120,7 +120,7 @@ fn sample_status() -> Status {
         report_interval_ms: 100,
         warnings: Vec::new(),
         accepted_reports: 1234,
-        refused_reports: BTreeMap::from([("out_of_order".into(), 2), ("no_cores".into(), 0)]),
+        rejected_reports: BTreeMap::from([("out_of_order".into(), 2), ("no_cores".into(), 0)]),
         services: vec![Service {
             name: "web".into(),
             address: "10.200.0.1:80/tcp".parse().unwrap(),
@@ -189,7 +189,7 @@ fn sample_member(server: &str, state: ServerState) -> ServiceMember {
 }
 
 const SAMPLE_STATUS_TEXT: &str = "\
-configuration 3, a report every 100 ms: 1234 taken, 2 (out_of_order 2) refused
+configuration 3, a report every 100 ms: 1234 taken, 2 (out_of_order 2) rejected
 
 service web at 10.200.0.1:80/tcp: crossrss-plus, 128 buckets, stateful, timestamps by servers
   table      generation 77, 30 ms old
@@ -276,7 +276,7 @@ fn status_is_printed_as_json() {
     );
     assert!(clocks[0]["problem"].is_null() && clocks[1]["syn_acks"] == 9);
     assert_eq!(json["load_balancers"][0]["state"]["warnings"][0], "it does not route");
-    assert_eq!(json["refused_reports"]["no_cores"], 0);
+    assert_eq!(json["rejected_reports"]["no_cores"], 0);
     let dispatch = &json["servers"][0]["dispatched_services"][0];
     assert_eq!((&dispatch["listen"], &dispatch["counters"]["over_bound"]), (&"0.0.0.0:53".into(), &7.into()));
     assert_eq!((&dispatch["workers"][1]["abandoned"], &dispatch["workers"][1]["eligible"]), (&6.into(), &false.into()));

@@ -217,7 +217,7 @@ mod tests {
                 state_before: String::new(),
                 state_after: description,
             };
-            records.append_audit_entry(&ChangeAuthor::hangup_signal(), change_description, Duration::from_secs(1));
+            records.append_audit_entry(&ChangeAuthor::sighup(), change_description, Duration::from_secs(1));
             let parts = encode_parts(&(&records).into()).unwrap();
             assert!(
                 largest_value_bytes(&parts) < MAX_REQUEST_BYTES,

@@ -113,7 +113,7 @@ mod tests {
                 state_before: "active".into(),
                 state_after: "drained".into(),
             };
-            records.append_audit_entry(&ChangeAuthor::hangup_signal(), change_description, Duration::from_secs(n));
+            records.append_audit_entry(&ChangeAuthor::sighup(), change_description, Duration::from_secs(n));
         }
         records
     }

@@ -398,7 +398,8 @@ impl HandshakeSlot {
         let address_handshake_count = connections.handshake_counts_by_address.get(&address).copied().unwrap_or(0);
         if handshake_count >= limits.max_handshakes || address_handshake_count >= limits.max_handshakes_per_address {
             let message = format!(
-                "{address_handshake_count} handshakes of its address, {handshake_count} in all, are not done, which is the limit"
+                "{address_handshake_count} handshakes of its address, {handshake_count} in all, are not done, which \
+                 is the limit"
             );
             return Err(Failure { reason: FailureReason::TooManyConnections, message });
         }

@@ -34,7 +34,7 @@ pub enum FailureReason {
     WrongName,
     Revoked,
     /// The peer rejects the certificate of this process.
-    RefusedByPeer,
+    RejectedByPeer,
     /// The peer's address has too many handshakes, or its identity has too many connections.
     TooManyConnections,
     /// The connection failed for another reason, such as an I/O error.
@@ -54,7 +54,7 @@ impl FailureReason {
         Self::WrongRole,
         Self::WrongName,
         Self::Revoked,
-        Self::RefusedByPeer,
+        Self::RejectedByPeer,
         Self::TooManyConnections,
         Self::Broken,
     ];
@@ -73,7 +73,7 @@ impl FailureReason {
             Self::WrongRole => "wrong_role",
             Self::WrongName => "wrong_name",
             Self::Revoked => "revoked",
-            Self::RefusedByPeer => "refused_by_peer",
+            Self::RejectedByPeer => "rejected_by_peer",
             Self::TooManyConnections => "too_many",
             Self::Broken => "broken",
         }
@@ -165,9 +165,9 @@ impl Failure {
             }
             Error::NoCertificatesPresented => (FailureReason::NoCertificate, "it shows no certificate".to_owned()),
             Error::AlertReceived(AlertDescription::CertificateRequired) => {
-                (FailureReason::RefusedByPeer, "the peer requires a certificate: expected `[tls]` with one".to_owned())
+                (FailureReason::RejectedByPeer, "the peer requires a certificate: expected `[tls]` with one".to_owned())
             }
-            Error::AlertReceived(alert) => (FailureReason::RefusedByPeer, describe_alert(*alert)),
+            Error::AlertReceived(alert) => (FailureReason::RejectedByPeer, describe_alert(*alert)),
             Error::InvalidMessage(_) | Error::PeerIncompatible(_) | Error::InappropriateMessage { .. } => {
                 (FailureReason::NotTls, format!("the peer does not speak TLS 1.3 ({error})"))
             }
@@ -192,7 +192,7 @@ fn describe_alert(alert: AlertDescription) -> String {
     let cause = match alert {
         // Peers also send this alert for certificates that are not valid yet (RFC 8446).
         AlertDescription::CertificateExpired => {
-            return "the peer refuses our certificate: by the peer's clock it has expired or is not valid yet; compare \
+            return "the peer rejects our certificate: by the peer's clock it has expired or is not valid yet; compare \
                     the clocks (timedatectl) and its dates (coreward certs show)"
                 .to_owned();
         }
@@ -202,7 +202,7 @@ fn describe_alert(alert: AlertDescription) -> String {
         }
         _ => return format!("the peer ended the handshake with the alert {alert:?}"),
     };
-    format!("the peer refuses our certificate: {cause} ({alert:?})")
+    format!("the peer rejects our certificate: {cause} ({alert:?})")
 }
 
 /// Counters of connection failures, one for each reason. They also limit how often each reason is logged.
@@ -240,7 +240,7 @@ impl FailureCounters {
             reason,
             error = %failure,
             not_logged = unlogged_count,
-            "the daemon rejects a TLS connection; `not_logged` counts unlogged rejections for this reason"
+            "the daemon rejects a TLS connection; before it, `not_logged` rejections for this reason were not logged"
         );
     }
 

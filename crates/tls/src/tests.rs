@@ -253,9 +253,9 @@ async fn assert_rejected(listener: &TestListener, tls: &Arc<Tls>, reason: Failur
     assert!(error.contains(expected_text), "{reason:?}: {error}");
     if reason == FailureReason::OtherFleet {
         // The client has sent an alert.
-        listener.wait_for_failure(FailureReason::RefusedByPeer).await;
+        listener.wait_for_failure(FailureReason::RejectedByPeer).await;
     } else {
-        assert!(error.starts_with("the peer refuses our certificate: "), "{error}");
+        assert!(error.starts_with("the peer rejects our certificate: "), "{error}");
         listener.wait_for_failure(reason).await;
     }
 }
@@ -501,7 +501,7 @@ async fn interrupted_rollover_step_is_completed_by_the_same_command() {
             for other in ROLLOVER_STEPS.into_iter().filter(|step| *step != interrupted) {
                 assert!(
                     rollover_test.fleet.authority.roll_over(other, 30 * DAY).is_err(),
-                    "{at}: {other:?} is refused"
+                    "{at}: {other:?} is rejected"
                 );
             }
             for step in &ROLLOVER_STEPS[position..] {

@@ -536,8 +536,8 @@ impl UnusableService {
     }
 
     /// Returns the message that reports to the controller that this service of configuration `generation` was rejected.
-    pub fn to_refused_update(&self, generation: u64) -> v1::RefusedUpdate {
-        v1::RefusedUpdate { service: self.name.clone(), generation, reason: self.reason.to_string(), table: false }
+    pub fn to_rejected_update(&self, generation: u64) -> v1::RejectedUpdate {
+        v1::RejectedUpdate { service: self.name.clone(), generation, reason: self.reason.to_string(), table: false }
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use crate::v1;
 
-impl v1::RefusedUpdate {
+impl v1::RejectedUpdate {
     /// Returns the first line of the reason, because the kernel's log about a rejected BPF program may be long.
     pub fn first_line_of_reason(&self) -> &str {
         self.reason.lines().next().unwrap_or_default()
@@ -15,13 +15,13 @@ impl v1::LoadBalancerState {
     /// Returns the number of warnings that `coreward status` shows about faults of the machine and rejected updates.
     /// Rejections with equal reasons count once.
     pub fn warning_count(&self) -> usize {
-        let distinct_refusals: BTreeSet<_> = self
-            .refused
+        let distinct_rejections: BTreeSet<_> = self
+            .rejected
             .iter()
-            .map(|refused_update| {
-                (refused_update.table, refused_update.generation, refused_update.first_line_of_reason())
+            .map(|rejected_update| {
+                (rejected_update.table, rejected_update.generation, rejected_update.first_line_of_reason())
             })
             .collect();
-        self.warnings.len() + distinct_refusals.len()
+        self.warnings.len() + distinct_rejections.len()
     }
 }

@@ -8,7 +8,7 @@ use coreward_intf as intf;
 use coreward_model::load::CoreReadings;
 use prost::Message as _;
 
-use crate::sanitize::{retain_known_counters, sanitize, sanitize_dispatched_service, sanitize_refused_updates};
+use crate::sanitize::{retain_known_counters, sanitize, sanitize_dispatched_service, sanitize_rejected_updates};
 use crate::{ReportedRss, WireError, WireErrorContext as _, v1};
 
 /// Report of an agent about its server. Its counters are totals, not differences between reports.
@@ -57,7 +57,7 @@ pub struct ReportDetails {
     /// Newest count of connections, or `None` if there is none yet or the agent does not count connections.
     pub counted_connections: Option<CountedConnections>,
     /// Parts of the newest configuration that the agent cannot use.
-    pub refused_updates: Vec<v1::RefusedUpdate>,
+    pub rejected_updates: Vec<v1::RejectedUpdate>,
 }
 
 /// Numbers of a server's TCP connections, from half-open to closing ones. Listening and TIME-WAIT sockets do not count.
@@ -179,7 +179,7 @@ impl TryFrom<v1::Report> for AgentReport {
                 .map(sanitize_dispatched_service)
                 .collect(),
             counted_connections: message.connections.map(CountedConnections::from),
-            refused_updates: sanitize_refused_updates(message.refused),
+            rejected_updates: sanitize_rejected_updates(message.rejected),
         });
         Ok(Self {
             sent_at: Duration::from_nanos(message.sent_unix_ns),
@@ -224,7 +224,7 @@ impl From<AgentReport> for v1::Report {
             warnings,
             dispatched_services: dispatch,
             counted_connections: connections,
-            refused_updates: refused,
+            rejected_updates: rejected,
         } = report.details.unwrap_or_default();
         Self {
             sequence: report.readings.report_sequence,
@@ -242,7 +242,7 @@ impl From<AgentReport> for v1::Report {
             dispatch,
             configuration_generation: report.configuration_generation,
             connections: connections.map(v1::CountedConnections::from),
-            refused,
+            rejected,
             without_details,
         }
     }
@@ -301,7 +301,7 @@ mod tests {
                 configuration_generation: 2,
                 services: [("web".to_owned(), 5)].into(),
             }),
-            refused: Vec::new(),
+            rejected: Vec::new(),
             without_details: false,
         }
     }

@@ -51,13 +51,13 @@ pub fn sanitize_dispatched_service(service: v1::DispatchedService) -> v1::Dispat
 }
 
 /// Sanitizes the texts in rejected updates.
-pub fn sanitize_refused_updates(refused_updates: Vec<v1::RefusedUpdate>) -> Vec<v1::RefusedUpdate> {
-    let sanitize_update = |refused_update: v1::RefusedUpdate| v1::RefusedUpdate {
-        service: sanitize(refused_update.service),
-        reason: sanitize(refused_update.reason),
-        ..refused_update
+pub fn sanitize_rejected_updates(rejected_updates: Vec<v1::RejectedUpdate>) -> Vec<v1::RejectedUpdate> {
+    let sanitize_update = |rejected_update: v1::RejectedUpdate| v1::RejectedUpdate {
+        service: sanitize(rejected_update.service),
+        reason: sanitize(rejected_update.reason),
+        ..rejected_update
     };
-    refused_updates.into_iter().take(MAX_COUNTERS).map(sanitize_update).collect()
+    rejected_updates.into_iter().take(MAX_COUNTERS).map(sanitize_update).collect()
 }
 
 /// Sanitizes the texts in a load balancer's state.
@@ -82,7 +82,7 @@ pub fn sanitize_load_balancer_state(state: v1::LoadBalancerState) -> v1::LoadBal
         unresolved_load_balancers: sanitize_texts(state.unresolved_load_balancers),
         server_clocks: state.server_clocks.into_iter().take(MAX_SERVERS).map(sanitize_clock).collect(),
         warnings: sanitize_texts(state.warnings),
-        refused: sanitize_refused_updates(state.refused),
+        rejected: sanitize_rejected_updates(state.rejected),
         stamped_services: state.stamped_services.into_iter().take(MAX_COUNTERS).map(sanitize_stamped_packets).collect(),
         ..state
     }

@@ -126,8 +126,8 @@ async fn measure(args: &Args, controller: &mut ControllerProcess) -> anyhow::Res
         "{reporting_server_count} of {} agents report",
         args.agents
     );
-    let refused_report_count: u64 = status.refused_reports.values().sum();
-    ensure!(refused_report_count == 0, "{refused_report_count} reports were refused: {:?}", status.refused_reports);
+    let rejected_report_count: u64 = status.rejected_reports.values().sum();
+    ensure!(rejected_report_count == 0, "{rejected_report_count} reports were rejected: {:?}", status.rejected_reports);
     controller.child.kill()?;
     let mut results = ControllerResults { windows, resident_mib, table_jitter_ms: Vec::new(), table_bytes: 0 };
     for table_task in table_tasks {

@@ -134,7 +134,7 @@ impl FakeAgent {
             connections: None,
             configuration_generation: 1,
             without_details,
-            refused: Vec::new(),
+            rejected: Vec::new(),
         }
     }
 

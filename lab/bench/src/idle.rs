@@ -171,8 +171,8 @@ fn require_open_files(connection_count: u32) -> anyhow::Result<()> {
         (getrlimit(Resource::RLIMIT_NOFILE)?.0, 2 * u64::from(connection_count) + OTHER_OPEN_FILE_COUNT);
     ensure!(
         needed_file_count <= file_limit,
-        "{connection_count} connections need {needed_file_count} open files, but the limit is {file_limit}: raise the hard \
-         limit (`ulimit -Hn`), or measure fewer with --connections"
+        "{connection_count} connections need {needed_file_count} open files, but the limit is {file_limit}: raise the \
+         hard limit (`ulimit -Hn`), or measure fewer with --connections"
     );
     Ok(())
 }

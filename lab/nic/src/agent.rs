@@ -135,7 +135,7 @@ impl ControllerAndAgent {
     pub fn fetch_syn_match_counts(&self, guest: &mut Guest) -> Result<(u64, u64)> {
         let server = fetch_only_server_status(guest)?.context("the controller knows no server")?;
         let counter_value = |name: &str| server[name].as_u64().with_context(|| format!("no {name} in {server}"));
-        Ok((counter_value("rss_matched")?, counter_value("rss_mismatched")?))
+        Ok((counter_value("rss_matched_syns")?, counter_value("rss_mismatched_syns")?))
     }
 
     /// Waits until the agent has counted `syn_count` more SYNs than in `counts_before`. Returns how many of these

@@ -245,7 +245,7 @@ const FIRST_BOOT_CHECKS: [(&str, GuestCheck); 9] = [
     ("the orchestrator accepts requests", check_orchestrator),
     ("the orchestrator accepts requests by AF_XDP", check_orchestrator_with_af_xdp),
     ("connections reach the server", check_new_connections),
-    ("a reload is obeyed, a wrong file refused", check_reload),
+    ("a reload is obeyed, a wrong file rejected", check_reload),
     ("an upgrade restarts the daemons, and no connection breaks", check_upgrade),
     ("the watchdog restarts hung daemons, and no connection breaks", check_watchdog),
 ];
@@ -388,7 +388,8 @@ fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
     let expected_capability_count = unit_capabilities.split_whitespace().count();
     ensure!(
         bounding_capability_count == expected_capability_count,
-        "{bounding_capability_count} capabilities, expected {expected_capability_count} ({unit_capabilities}): {process_status}"
+        "{bounding_capability_count} capabilities, expected {expected_capability_count} ({unit_capabilities}): \
+         {process_status}"
     );
     for capability_set in ["CapInh:", "CapAmb:"] {
         let is_capability_set_empty = u64::from_str_radix(status_field(capability_set)?, 16) == Ok(0);

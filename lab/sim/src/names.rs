@@ -2,7 +2,11 @@
 
 /// Error for a name that does not exist, together with the names that do.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{kind} {unknown_name:?} does not exist: {hint}expected one of {list}", hint = self.format_suggestions(), list = known_names.join(", "))]
+#[error(
+    "{kind} {unknown_name:?} does not exist: {hint}expected one of {list}",
+    hint = self.format_suggestions(),
+    list = known_names.join(", ")
+)]
 pub struct UnknownName {
     /// Kind of item that has such names, for instance "policy" or "figure".
     pub kind: &'static str,

@@ -68,11 +68,11 @@ impl Agent {
                 Some(error_text) => tracing::warn!(
                     event = "load-unknown",
                     error = error_text,
-                    "the agent cannot read the load of its cores and sends no reports meanwhile"
+                    "the agent cannot read its cores' loads and sends no load reports until it can"
                 ),
                 None => tracing::info!(
                     event = "load-known",
-                    "the agent can read the load of its cores again and sends reports"
+                    "the agent can read its cores' loads again and sends load reports"
                 ),
             }
             self.load_read_error = load_read_error;
@@ -86,21 +86,21 @@ impl Agent {
             warnings,
             dispatched_services: self.dispatcher.as_ref().map(dispatch::service_reports).unwrap_or_default(),
             counted_connections: self.connection_counter.newest_counted_connections(),
-            refused_updates: self.refused_updates.clone(),
+            rejected_updates: self.rejected_updates.clone(),
         }
     }
 
     /// Returns all warnings for `coreward status`. They include `extra_warnings`, which are about the connection to the
     /// controller.
     pub(super) fn all_warnings(&self, extra_warnings: &[String]) -> Vec<String> {
-        let describe_refused_update = |refused_update: &v1::RefusedUpdate| {
+        let describe_rejected_update = |rejected_update: &v1::RejectedUpdate| {
             format!(
                 "configuration {} cannot be used (service {:?}): {}",
-                refused_update.generation, refused_update.service, refused_update.reason
+                rejected_update.generation, rejected_update.service, rejected_update.reason
             )
         };
-        let refusal_warnings: Vec<String> = self.refused_updates.iter().map(describe_refused_update).collect();
-        [&self.warnings[..], extra_warnings, &refusal_warnings].concat()
+        let rejection_warnings: Vec<String> = self.rejected_updates.iter().map(describe_rejected_update).collect();
+        [&self.warnings[..], extra_warnings, &rejection_warnings].concat()
     }
 }
 

@@ -67,7 +67,7 @@ impl RssManager {
             interface = self.rss_device.interface_name(),
             source,
             input = input_transform.name(),
-            "the NIC hashes by another input transform than its driver reports: the agent uses the observed one"
+            "the NIC's RSS input transform differs from the one that its driver reports: the agent uses `input`"
         );
         self.observed_transform = Some(input_transform);
         self.read_settings();
@@ -91,7 +91,7 @@ impl RssManager {
                     interface = self.rss_device.interface_name(),
                     source,
                     %error,
-                    "the agent cannot restore the NIC's original RSS key and table: set them with `ethtool -X`"
+                    "the agent cannot restore the NIC's original RSS key and table: restore both with `ethtool -X`"
                 );
             }
         }
@@ -100,7 +100,7 @@ impl RssManager {
                 event = "settings-not-cleared",
                 interface = self.rss_device.interface_name(),
                 error = format!("{error:#}"),
-                "the agent cannot delete the saved RSS settings: its next stop restores them again"
+                "the agent cannot delete the saved original RSS settings: it will restore them again when it next stops"
             );
         }
         self.read_settings();
@@ -134,7 +134,7 @@ impl RssManager {
                 interface = self.rss_device.interface_name(),
                 source,
                 %error,
-                "the agent cannot predict receive queues from the NIC's RSS settings"
+                "the agent cannot predict receive queues from the NIC's RSS settings: the server's mean load counts"
             );
             self.rss_problem = Some(rss_problem);
         }

@@ -17,9 +17,9 @@ pub struct Acknowledgements {
     /// The first 100 peers that have not confirmed the newest configuration.
     pub pending_peers: Vec<PeerGeneration>,
     /// Number of rejected parts of updates. The peers continue to use the previous versions of these parts.
-    pub refused_count: u64,
+    pub rejected_count: u64,
     /// The first 100 rejected parts of updates.
-    pub refused: Vec<RefusedUpdate>,
+    pub rejected: Vec<RejectedUpdate>,
     /// Load balancers that are disconnected but not forgotten. Each forwards packets by its last configuration.
     #[serde(default)]
     pub disconnected_load_balancers: Vec<PeerGeneration>,
@@ -38,7 +38,7 @@ pub struct PeerGeneration {
 
 /// Part of a configuration or table update that a load balancer or agent (peer) has rejected.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct RefusedUpdate {
+pub struct RejectedUpdate {
     /// Kind of the peer: "lb" or "agent".
     pub component: String,
     /// Name of the load balancer or server.
@@ -56,22 +56,22 @@ pub struct RefusedUpdate {
 /// Maximum number of service names in one summary line, which only counts further services.
 const MAX_NAMED_SERVICES: usize = 3;
 
-impl RefusedUpdate {
-    /// Returns one line for each group of rejections with the same peer and reason, such as "lb lb1 refuses
+impl RejectedUpdate {
+    /// Returns one line for each group of rejections with the same peer and reason, such as "lb lb1 rejects
     /// configuration 5 of services a, b: ...".
-    pub fn summary_lines(refused_updates: &[Self]) -> Vec<String> {
+    pub fn summary_lines(rejected_updates: &[Self]) -> Vec<String> {
         let mut services_by_rejection: BTreeMap<_, Vec<&str>> = BTreeMap::new();
-        for Self { component: part, name, update_kind: kind, service, generation, reason } in refused_updates {
+        for Self { component: part, name, update_kind: kind, service, generation, reason } in rejected_updates {
             // A kernel log about a BPF program may be long, so only its first line is shown. The API returns all of it.
             let reason = reason.lines().next().unwrap_or_default();
-            let refused_services = services_by_rejection.entry((part, name, kind, *generation, reason)).or_default();
-            refused_services.extend(service.as_deref());
+            let rejected_services = services_by_rejection.entry((part, name, kind, *generation, reason)).or_default();
+            rejected_services.extend(service.as_deref());
         }
         let format_line =
             |((component, name, kind, generation, reason), service_names): ((_, _, _, _, _), Vec<&str>)| {
                 let subject = format!("{component} {name}");
                 format!(
-                    "{} refuses {kind} {generation}{}: {reason}",
+                    "{} rejects {kind} {generation}{}: {reason}",
                     subject.trim_end(),
                     format_service_list(&service_names)
                 )
@@ -94,9 +94,9 @@ fn format_service_list(service_names: &[&str]) -> String {
 mod tests {
     use super::*;
 
-    fn refused_update(kind: &str, service: Option<&str>, reason: &str) -> RefusedUpdate {
+    fn rejected_update(kind: &str, service: Option<&str>, reason: &str) -> RejectedUpdate {
         let (part, name, kind) = ("lb".to_owned(), "lb1".to_owned(), kind.to_owned());
-        RefusedUpdate {
+        RejectedUpdate {
             component: part,
             name,
             update_kind: kind,
@@ -109,18 +109,18 @@ mod tests {
     #[test]
     fn rejections_with_the_same_reason_share_a_summary_line() {
         let service_names: Vec<String> = (0..43).map(|number| format!("web{number}")).collect();
-        let mut refused_updates: Vec<RefusedUpdate> = service_names
+        let mut rejected_updates: Vec<RejectedUpdate> = service_names
             .iter()
-            .map(|service| refused_update("configuration", Some(service), "mode \"new\""))
+            .map(|service| rejected_update("configuration", Some(service), "mode \"new\""))
             .collect();
-        refused_updates.push(refused_update("configuration", None, "no memory\nlibbpf: a log\nof many lines"));
-        refused_updates.push(refused_update("table", Some("web0"), "too large"));
+        rejected_updates.push(rejected_update("configuration", None, "no memory\nlibbpf: a log\nof many lines"));
+        rejected_updates.push(rejected_update("table", Some("web0"), "too large"));
         assert_eq!(
-            RefusedUpdate::summary_lines(&refused_updates),
+            RejectedUpdate::summary_lines(&rejected_updates),
             [
-                "lb lb1 refuses configuration 5 of services web0, web1, web2 and 40 more: mode \"new\"",
-                "lb lb1 refuses configuration 5: no memory",
-                "lb lb1 refuses table 5 of service web0: too large",
+                "lb lb1 rejects configuration 5 of services web0, web1, web2 and 40 more: mode \"new\"",
+                "lb lb1 rejects configuration 5: no memory",
+                "lb lb1 rejects table 5 of service web0: too large",
             ]
         );
     }

@@ -14,7 +14,7 @@ mod status;
 mod tables;
 mod wire;
 
-pub use acknowledgements::{Acknowledgements, PeerGeneration, RefusedUpdate};
+pub use acknowledgements::{Acknowledgements, PeerGeneration, RejectedUpdate};
 pub use audit::{Audit, AuditEntry, AuditQuery};
 pub use drain::{ActiveDrain, ConnectionCounts, DrainOrigin, DrainServer, DrainStatus};
 pub use events::{Event, EventId, Events, EventsQuery, Severity, SubjectKind};

@@ -32,7 +32,7 @@ pub struct Status {
     /// Number of reports by agents that the controller accepted.
     pub accepted_reports: u64,
     /// Number of reports by agents that the controller rejected, by reason.
-    pub refused_reports: BTreeMap<String, u64>,
+    pub rejected_reports: BTreeMap<String, u64>,
     /// Services in the order of the fleet document.
     pub services: Vec<Service>,
     /// Servers in the fleet document, and former servers that may still have connections.

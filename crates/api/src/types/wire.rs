@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use coreward_model::vlan::Vlan;
 use coreward_wire::v1;
 
-use super::{DispatchedService, DispatchedWorker, LoadBalancerState, RefusedUpdate, ServerClock, StampedService};
+use super::{DispatchedService, DispatchedWorker, LoadBalancerState, RejectedUpdate, ServerClock, StampedService};
 
 fn sort_by_name(counts: &HashMap<String, u64>) -> BTreeMap<String, u64> {
     counts.iter().map(|(name, count)| (name.clone(), *count)).collect()
@@ -60,21 +60,21 @@ impl From<&v1::LoadBalancerState> for LoadBalancerState {
 
 /// Returns the faults of a load balancer's machine, followed by the updates that it rejected.
 fn load_balancer_warnings(state: &v1::LoadBalancerState) -> Vec<String> {
-    let refused_updates: Vec<RefusedUpdate> =
-        state.refused.iter().map(|refused_update| RefusedUpdate::new("it", "", refused_update)).collect();
-    state.warnings.iter().cloned().chain(RefusedUpdate::summary_lines(&refused_updates)).collect()
+    let rejected_updates: Vec<RejectedUpdate> =
+        state.rejected.iter().map(|rejected_update| RejectedUpdate::new("it", "", rejected_update)).collect();
+    state.warnings.iter().cloned().chain(RejectedUpdate::summary_lines(&rejected_updates)).collect()
 }
 
-impl RefusedUpdate {
+impl RejectedUpdate {
     /// Converts a peer's message about an update that it rejected. `component` and `name` are the peer's kind and name.
-    pub fn new(component: &str, name: &str, refused_update: &v1::RefusedUpdate) -> Self {
+    pub fn new(component: &str, name: &str, rejected_update: &v1::RejectedUpdate) -> Self {
         Self {
             component: component.to_owned(),
             name: name.to_owned(),
-            update_kind: if refused_update.table { "table" } else { "configuration" }.to_owned(),
-            service: (!refused_update.service.is_empty()).then(|| refused_update.service.clone()),
-            generation: refused_update.generation,
-            reason: refused_update.reason.clone(),
+            update_kind: if rejected_update.table { "table" } else { "configuration" }.to_owned(),
+            service: (!rejected_update.service.is_empty()).then(|| rejected_update.service.clone()),
+            generation: rejected_update.generation,
+            reason: rejected_update.reason.clone(),
         }
     }
 }
@@ -106,7 +106,7 @@ mod tests {
 
     #[test]
     fn warning_count_includes_faults_and_grouped_rejections() {
-        let refused_update = |service: &str, reason: &str, table| v1::RefusedUpdate {
+        let rejected_update = |service: &str, reason: &str, table| v1::RejectedUpdate {
             service: service.to_owned(),
             generation: 5,
             reason: reason.to_owned(),
@@ -114,12 +114,12 @@ mod tests {
         };
         let state = v1::LoadBalancerState {
             warnings: vec!["the configuration is not saved".to_owned()],
-            refused: vec![
-                refused_update("web0", "mode \"new\"", false),
-                refused_update("web1", "mode \"new\"", false),
-                refused_update("", "no memory\na log", false),
-                refused_update("", "no memory\nanother log", false),
-                refused_update("web0", "no memory", true),
+            rejected: vec![
+                rejected_update("web0", "mode \"new\"", false),
+                rejected_update("web1", "mode \"new\"", false),
+                rejected_update("", "no memory\na log", false),
+                rejected_update("", "no memory\nanother log", false),
+                rejected_update("web0", "no memory", true),
             ],
             ..Default::default()
         };

@@ -227,7 +227,7 @@ mod tests {
         let apply_both_documents = async {
             let mut reported_generations = Vec::new();
             for _ in 0..2 {
-                let ChangeRequest { change, author, reply_sender: reply_sender } = changes.recv().await.unwrap();
+                let ChangeRequest { change, author, reply_sender } = changes.recv().await.unwrap();
                 first_request_notification.notify_one();
                 let (returned_manager, outcome) = apply_change(manager, &state, change, author).await.unwrap();
                 manager = returned_manager;

@@ -113,7 +113,7 @@ fn log_disconnect(server: &str, error: Option<&Status>) {
             event = "agent-lost",
             server,
             error = status.message(),
-            "the controller has lost the stream of the server's agent: check the agent unless it reconnects"
+            "the stream from the server's agent has failed: check the agent if it does not reconnect"
         ),
     }
 }
@@ -270,7 +270,7 @@ impl RejectionLog {
                 server = session.server(),
                 reason = rejection.counter_name(),
                 error = %rejection,
-                "the controller rejects a report of the server's agent and logs each reason once"
+                "the controller rejects a report of the server's agent: repetitions for this reason are not logged"
             );
         }
         self.last_reason = Some(rejection.counter_name());
@@ -282,7 +282,7 @@ impl RejectionLog {
             tracing::warn!(
                 event = "reports-delayed",
                 server,
-                "the agent sends more than two messages per report interval: the controller reads only two"
+                "the agent sends more than two messages per report interval: the controller delays the others"
             );
         }
     }

@@ -56,8 +56,8 @@ impl LbRuntime {
                         event = "handover-failed",
                         %peer,
                         error = format!("{error:#}"),
-                        "the controller cannot move a load balancer's connection to its thread: the load balancer \
-                         reconnects"
+                        "the controller cannot pass a load balancer's connection to its thread for load balancers: \
+                         the load balancer reconnects"
                     );
                 }
                 None

@@ -212,7 +212,7 @@ pub async fn campaign(
             tracing::info!(
                 event = "following",
                 leader = name,
-                "another controller leads: this controller follows and rejects daemons"
+                "another controller (`leader`) leads: this controller is a follower and rejects daemons"
             );
             election.become_follower(leader);
         }

@@ -136,8 +136,7 @@ enum OpenedStore {
 }
 
 impl ControllerServer {
-    /// Reads the controller's file, opens the store and binds the listening addresses. The future is boxed to spare
-    /// callers its compilation.
+    /// Reads the file, opens the store and binds the addresses. The future is boxed so that callers compile faster.
     pub fn bind(path: &Path) -> BoxFuture<'_, anyhow::Result<Self>> {
         Box::pin(Self::open(path))
     }
@@ -396,7 +395,7 @@ async fn process_changes(
     let mut retire_timer = tokio::time::interval(ID_RETIREMENT_INTERVAL);
     loop {
         let (change, is_reply_expected) = tokio::select! {
-            _ = hangup.recv() => (ChangeRequest::without_reply(RecordChange::Reload, ChangeAuthor::hangup_signal()), false),
+            _ = hangup.recv() => (ChangeRequest::without_reply(RecordChange::Reload, ChangeAuthor::sighup()), false),
             _ = retire_timer.tick() => {
                 (ChangeRequest::without_reply(RecordChange::RetireExpiredIds, ChangeAuthor::controller()), false)
             }
@@ -418,7 +417,7 @@ async fn process_changes(
             (None, Err(error)) => tracing::warn!(
                 event = "ids-not-retired",
                 error = format!("{error:#}"),
-                "the controller cannot release the ids of former servers and load balancers and retries in a minute"
+                "the controller cannot free the ids of removed servers and load balancers: it retries in a minute"
             ),
             (None, Ok(_)) => {}
         }
@@ -504,7 +503,7 @@ async fn store_changed_bucket_histories(controller_state: &ControllerState) {
             event = "buckets-not-stored",
             services,
             error = format!("{error:#}"),
-            "the controller cannot store the previous servers of moved buckets, which a restart needs"
+            "the controller cannot store the previous servers of moved buckets: a restart would lose them"
         );
     }
 }
@@ -525,8 +524,7 @@ async fn request_key_step(controller_state: &ControllerState, step: KeyStep) {
     }
 }
 
-/// Returns the response to a request for a stream, with the leader's term in its metadata. A peer that has received a
-/// newer term disconnects.
+/// Returns the response to a stream request, with the leader's term. A peer that has received a newer term disconnects.
 fn stream_response<T: Send + 'static>(
     state: &ControllerState,
     update_receiver: mpsc::Receiver<Result<T, Status>>,

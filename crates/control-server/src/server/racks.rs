@@ -52,14 +52,14 @@ pub async fn serve(
     tracing::info!(event = "rack-connected", rack = name, peer = %peer.caller, "the rack controller has registered");
     tokio::select! {
         () = process_messages(&controller_state, &name, session, &mut messages, &update_sender) => {}
-        rejection = send_updates(&controller_state, session, &update_sender) => if let Some(refused) = rejection {
+        rejection = send_updates(&controller_state, session, &update_sender) => if let Some(rejected) = rejection {
             tracing::warn!(
                 event = "rack-rejected",
                 rack = name,
-                error = %refused,
+                error = %rejected,
                 "the controller ends the stream of the rack controller"
             );
-            let _ = update_sender.send(Err(rejection_status(&refused))).await;
+            let _ = update_sender.send(Err(rejection_status(&rejected))).await;
         },
         _ = controller_state.wait_until_deposed() => {
             let _ = update_sender.send(Err(not_leading_status(None))).await;
@@ -95,7 +95,7 @@ async fn process_messages(
     update_sender: &UpdateSender,
 ) {
     let mut rack_agents =
-        RackAgents { controller_state, name, session, update_sender: update_sender, message_senders: HashMap::new() };
+        RackAgents { controller_state, name, session, update_sender, message_senders: HashMap::new() };
     let mut last_logged_rejection = None;
     while let Ok(Some(message)) = messages.message().await {
         let now = controller_state.now();
@@ -119,7 +119,7 @@ async fn process_messages(
                 event = "summary-rejected",
                 rack = name,
                 error = %rejection,
-                "the controller rejects a load summary of the rack controller and logs each error once"
+                "the controller rejects a load summary of the rack controller: repetitions of the error are not logged"
             );
         }
         last_logged_rejection = outcome.err();

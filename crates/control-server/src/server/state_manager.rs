@@ -39,10 +39,10 @@ metrics! {
     );
     RELOADS_TOTAL: Family<1> = family(
         Counter, "coreward_reloads_total", &["result"], &[Component::Controller],
-        "Reloads by SIGHUP, `in-force` or `refused`",
+        "Reloads by SIGHUP, `in-force` or `rejected`",
     );
-    FLEET_FILE_REFUSED: Family<0> = family(
-        Gauge, "coreward_fleet_file_refused", &[], &[Component::Controller],
+    FLEET_FILE_REJECTED: Family<0> = family(
+        Gauge, "coreward_fleet_file_rejected", &[], &[Component::Controller],
         "1: the fleet's file was wrong at its last reading; an older document is in force",
     );
 }
@@ -76,14 +76,14 @@ pub struct StateCounters {
 impl Default for StateCounters {
     fn default() -> Self {
         let [writes, failed_writes, reloads, failed_reloads] = Default::default();
-        let (is_writable, is_file_refused) = (AtomicBool::new(true), AtomicBool::new(false));
+        let (is_writable, is_file_rejected) = (AtomicBool::new(true), AtomicBool::new(false));
         Self {
             is_writable,
             write_count: writes,
             failed_write_count: failed_writes,
             reload_count: reloads,
             failed_reload_count: failed_reloads,
-            is_fleet_file_rejected: is_file_refused,
+            is_fleet_file_rejected: is_file_rejected,
         }
     }
 }
@@ -114,8 +114,8 @@ impl StateCounters {
         snapshot.add_value(&STORE_WRITES_TOTAL, ["written"], load_count(&self.write_count));
         snapshot.add_value(&STORE_WRITES_TOTAL, ["failed"], load_count(&self.failed_write_count));
         snapshot.add_value(&RELOADS_TOTAL, ["in-force"], load_count(&self.reload_count));
-        snapshot.add_value(&RELOADS_TOTAL, ["refused"], load_count(&self.failed_reload_count));
-        snapshot.add_value(&FLEET_FILE_REFUSED, [], load_flag(&self.is_fleet_file_rejected));
+        snapshot.add_value(&RELOADS_TOTAL, ["rejected"], load_count(&self.failed_reload_count));
+        snapshot.add_value(&FLEET_FILE_REJECTED, [], load_flag(&self.is_fleet_file_rejected));
     }
 }
 
@@ -187,7 +187,7 @@ impl StateManager {
         let stored_records = store.load()?;
         let had_stored_records = stored_records.is_some();
         let clock = RecordClock::continue_from(stored_records.as_ref().and_then(|records| records.last_write_at));
-        let (fleet, records, is_file_refused) = merge_at_start_or_keep_document(
+        let (fleet, records, is_file_rejected) = merge_at_start_or_keep_document(
             fleet_config,
             config.fleet_file.as_deref(),
             stored_records.as_ref(),
@@ -195,7 +195,7 @@ impl StateManager {
         )?;
         revocation_list.replace_fingerprints(config.revoked_certificates.iter().copied());
         let state_counters = Arc::new(StateCounters::default());
-        state_counters.is_fleet_file_rejected.store(is_file_refused, Ordering::Relaxed);
+        state_counters.is_fleet_file_rejected.store(is_file_rejected, Ordering::Relaxed);
         let mut manager = Self {
             config_path: path.to_owned(),
             config,
@@ -221,7 +221,7 @@ impl StateManager {
                 tracing::warn!(
                     event = "store-read-only",
                     %error,
-                    "the controller cannot write to its store: it leads with the stored state and rejects changes"
+                    "the controller cannot write to its store: it still leads by the stored state, but rejects changes"
                 );
                 if last_records.document.text != self.records.document.text {
                     self.fleet_config = parse_stored_document(&last_records.document)?;

@@ -49,7 +49,8 @@ fn report_message(sequence: u64) -> v1::AgentMessage {
 async fn decoded_report_count(controller: &RunningController) -> u64 {
     let status = controller.status().await;
     let report_rejection_reasons = ["too_often", "out_of_order", "clock_stalled", "impossible_load"];
-    status.accepted_reports + report_rejection_reasons.iter().map(|reason| status.refused_reports[*reason]).sum::<u64>()
+    status.accepted_reports
+        + report_rejection_reasons.iter().map(|reason| status.rejected_reports[*reason]).sum::<u64>()
 }
 
 /// Sends reports as fast as the connection accepts them. The controller's HTTP/2 implementation ends a connection on
@@ -98,7 +99,7 @@ async fn flooding_agent_is_read_at_its_rate_limit() {
         assert!(decoded_count <= max_decoded_count, "{decoded_count} decoded, at most {max_decoded_count} expected");
         assert!(!flood_task.is_finished(), "{REPORT_COUNT} reports were read on one stream");
     }
-    let rejection_counts = controller.status().await.refused_reports;
+    let rejection_counts = controller.status().await.rejected_reports;
     assert!(rejection_counts["too_often"] > 0, "a delay is counted");
     flood_task.abort();
 }

@@ -299,7 +299,7 @@ async fn api_that_listens_beyond_its_host_requires_tls() {
     let bind_error = coreward_control_server::server::ControllerServer::bind(&test_directory.config_path())
         .await
         .err()
-        .expect("refused")
+        .expect("rejected")
         .to_string();
     assert!(bind_error.contains("tokens would pass a network in clear to 0.0.0.0:0: expected `[tls]`"), "{bind_error}");
 }

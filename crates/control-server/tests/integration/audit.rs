@@ -106,8 +106,8 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
         ("lb", "lb1")
     );
     let rejection_reason = "services[0].mode.consistency: \"quantum\"".to_owned();
-    let refused_update =
-        v1::RefusedUpdate { service: "web".into(), generation: 2, reason: rejection_reason.clone(), table: false };
+    let rejected_update =
+        v1::RejectedUpdate { service: "web".into(), generation: 2, reason: rejection_reason.clone(), table: false };
     // The controller may make another configuration meanwhile.
     let acknowledgements = with_timeout("its answer", async {
         loop {
@@ -117,7 +117,7 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
             }
             let state = v1::LoadBalancerState {
                 configuration_generation: acknowledgements.configuration_generation,
-                refused: vec![refused_update.clone()],
+                rejected: vec![rejected_update.clone()],
                 ..Default::default()
             };
             send_message(&load_balancer_sender, Message::State(state)).await;
@@ -125,18 +125,18 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
         }
     })
     .await;
-    assert_eq!((acknowledgements.acknowledged_count, acknowledgements.refused_count), (1, 1));
-    let [listed_refusal] = &acknowledgements.refused[..] else { panic!("{acknowledgements:?}") };
-    assert_eq!((listed_refusal.name.as_str(), listed_refusal.service.as_deref()), ("lb1", Some("web")));
+    assert_eq!((acknowledgements.acknowledged_count, acknowledgements.rejected_count), (1, 1));
+    let [listed_rejection] = &acknowledgements.rejected[..] else { panic!("{acknowledgements:?}") };
+    assert_eq!((listed_rejection.name.as_str(), listed_rejection.service.as_deref()), ("lb1", Some("web")));
     assert_eq!(
-        (listed_refusal.update_kind.as_str(), listed_refusal.reason.as_str()),
+        (listed_rejection.update_kind.as_str(), listed_rejection.reason.as_str()),
         ("configuration", rejection_reason.as_str())
     );
 
     let load_balancer_state = controller.status().await.load_balancers.remove(0).state.unwrap();
     assert_eq!(
         load_balancer_state.warnings,
-        [format!("it refuses configuration 2 of service web: {rejection_reason}")]
+        [format!("it rejects configuration 2 of service web: {rejection_reason}")]
     );
 
     let connected_error = controller.client.forget_load_balancer("lb1").await.unwrap_err();

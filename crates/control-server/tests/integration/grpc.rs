@@ -300,7 +300,7 @@ async fn unknown_and_duplicate_agents_are_rejected() {
         "server \"s9\" is not known: expected the name of a [[server]] in the fleet's file"
     );
     let status = controller.status().await;
-    assert_eq!((status.refused_reports["unknown_server"], status.refused_reports["duplicate_session"]), (1, 1));
+    assert_eq!((status.rejected_reports["unknown_server"], status.rejected_reports["duplicate_session"]), (1, 1));
     // The first agent still reports. When it disconnects, another one can register at once.
     first_agent.send_report([0.0, 0.0]).await;
     drop(first_agent);
@@ -322,8 +322,8 @@ async fn reloaded_fleet_file_is_applied_completely_or_not_at_all() {
 
     test_directory.write_fleet_file(&["s2", "s3"], &WEB_SERVICE_TOML.replace("crossrss", "no-such-policy"));
     send_sighup();
-    with_timeout("the refusal of the file", async {
-        while !(controller.metrics_text)().contains("coreward_reloads_total{result=\"refused\"} 1.0\n") {
+    with_timeout("the rejection of the file", async {
+        while !(controller.metrics_text)().contains("coreward_reloads_total{result=\"rejected\"} 1.0\n") {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     })
@@ -436,7 +436,7 @@ async fn load_balancers_learn_which_peers_are_alive() {
     };
     wait_for_peers(&mut first_balancer, &[("lb1", 0, true), ("lb2", 1, true)]).await;
     let mut duplicate_balancer = controller.connect_load_balancer_as("lb1", controller.control_client().await).await;
-    let rejection = with_timeout("a refusal", duplicate_balancer.update_stream.message()).await.unwrap_err();
+    let rejection = with_timeout("a rejection", duplicate_balancer.update_stream.message()).await.unwrap_err();
     assert_eq!(rejection.code(), Code::AlreadyExists);
     drop(second_balancer);
     wait_for_peers(&mut first_balancer, &[("lb1", 0, true), ("lb2", 1, false)]).await;

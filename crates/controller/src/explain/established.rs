@@ -127,8 +127,9 @@ impl ConnectionExplainer<'_> {
 
     fn describe_unknown_server(&self, key_slot: u32, id: ServerId) -> String {
         format!(
-            "its cookie, read with key {key_slot}, names server id {}, which no server has: it is forged, damaged, or of a \
-             replaced key; the packet is broadcast at a limited rate, and the server with the connection accepts it",
+            "its cookie, read with key {key_slot}, names server id {}, which no server has: it is forged, damaged, or \
+             of a replaced key; the packet is broadcast at a limited rate, and the server with the connection \
+             accepts it",
             id.get()
         )
     }
@@ -136,20 +137,20 @@ impl ConnectionExplainer<'_> {
     fn describe_table_entry(&self, key_slot: u32, cookie_index: u16) -> String {
         if self.service_view.service.mode.consistency != Consistency::Stateful {
             return format!(
-                "its cookie, read with key {key_slot}, names an entry of a connection table, which this service does not \
-                 have: the packet is broadcast at a limited rate"
+                "its cookie, read with key {key_slot}, names an entry of a connection table, which this service does \
+                 not have: the packet is broadcast at a limited rate"
             );
         }
         let (owner, slot) = decode_cookie_index(cookie_index);
         let owner_name = self.service_view.owner_names.iter().find(|(known_owner, _)| *known_owner == owner);
         match owner_name {
             Some((_, name)) => format!(
-                "its cookie, made with key {key_slot}, names slot {slot} in the connection table of load balancer {name} \
-                 (`coreward connections` there shows the server)"
+                "its cookie, made with key {key_slot}, names slot {slot} in the connection table of load balancer \
+                 {name} (`coreward connections` there shows the server)"
             ),
             None => format!(
-                "its cookie, read with key {key_slot}, names slot {slot} in the connection table of owner {owner}, which no \
-                 load balancer has: the packet is broadcast, and the server with the connection accepts it"
+                "its cookie, read with key {key_slot}, names slot {slot} in the connection table of owner {owner}, \
+                 which no load balancer has: the packet is broadcast, and the server with the connection accepts it"
             ),
         }
     }

@@ -17,7 +17,7 @@ fn excess_reports_are_rejected_and_counted() {
         })
         .collect();
     assert!(accepted_reports.iter().filter(|is_accepted| **is_accepted).count() < 64);
-    assert!(harness.controller.status(at(100)).refused_reports["too_often"] > 900);
+    assert!(harness.controller.status(at(100)).rejected_reports["too_often"] > 900);
     assert_eq!(harness.server_status("s0", at(100)).core_loads, loads_before, "its clock stood still");
     assert!(
         harness

@@ -280,7 +280,7 @@ impl RequestLedger {
                     service = %self.service_and_policy().0,
                     slot,
                     pid = self.worker_pid(slot),
-                    "the worker's socket is closed: the dispatcher gives up the worker's outstanding requests"
+                    "the worker's socket is closed: the dispatcher counts its outstanding requests as abandoned"
                 );
                 self.stall_detectors.remove(&slot);
                 self.release_slot(slot);

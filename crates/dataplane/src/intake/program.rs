@@ -46,7 +46,7 @@ impl IntakeProgram {
             IntakeSkelBuilder::default().open(&mut object_storage).context("bpf/orchestrate/intake.bpf.c")?;
         let rodata = open_skeleton.maps.rodata_data.as_deref_mut().context("intake.bpf.c without read-only data")?;
         rodata.device_mac = mac.0;
-        let loaded_skeleton = open_skeleton.load().context("the kernel refused bpf/orchestrate/intake.bpf.c")?;
+        let loaded_skeleton = open_skeleton.load().context("the kernel rejected bpf/orchestrate/intake.bpf.c")?;
         for listener in listeners {
             let listener_address = u32::from_ne_bytes(listener.ip().octets());
             let listener_key =

@@ -277,7 +277,7 @@ impl Drop for Capture {
             tracing::warn!(
                 event = "program-not-restored",
                 error = format!("{error:#}"),
-                "the capture cannot restore the load balancer's program: restart the load balancer"
+                "the capture cannot replace its slower XDP program by the normal one: restart the load balancer"
             );
         }
     }

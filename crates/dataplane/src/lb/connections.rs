@@ -54,8 +54,8 @@ fn source_prefix_counter(maps: &Maps, shard: usize) -> &AtomicU64 {
 }
 
 /// Counts the entries in use, and corrects the counter of each shard of source prefixes. A counter may be wrong if a
-/// process was killed after it freed an entry and before it decremented the counter. A counter that changes during a
-/// call is corrected by the next call.
+/// process was killed after it freed an entry and before it decremented the counter. The next call corrects
+/// a counter that changes during this call.
 fn recount_used_entries(maps: &Maps) -> u64 {
     let hash_key = connection_hash_key(maps);
     let shard_indexes = 0..intf::SOURCE_SHARDS as usize;

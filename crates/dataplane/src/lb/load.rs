@@ -38,7 +38,7 @@ impl PinnedProgram {
                     event = "upgrade-pending",
                     pin_directory = %lb_directory.display(),
                     reason = format!("{problem:#}"),
-                    "the pinned program of another version forwards until the controller sends configuration and tables"
+                    "a pinned program of another version forwards packets until the controller sends configuration and tables"
                 );
                 None
             }

@@ -82,7 +82,7 @@ impl LoadBalancer {
         down_ids.into_iter().for_each(|id| self.set_member_flags(service, id, intf::SERVER_DOWN, intf::SERVER_DOWN));
     }
 
-    /// Adds a server to a service, or changes it. The MAC address applies to all services that have this server.
+    /// Adds a server to a service, or changes it. All services of the server share its MAC address.
     pub fn set_server(&mut self, service: ServiceIndex, id: ServerId, server: Server) {
         let server_flags = intf::SERVER_KNOWN | if server.is_eligible { intf::SERVER_ELIGIBLE } else { 0 };
         let resolved_entry = |mac: MacAddress| mac.to_word() | u64::from(intf::SERVER_RESOLVED) << SERVER_FLAGS_SHIFT;
@@ -101,8 +101,8 @@ impl LoadBalancer {
         self.set_member_flags(service, id, CONFIGURED_SERVER_FLAGS, server_flags);
     }
 
-    /// Sets whether the server is down according to this load balancer's health checks. If it is, UDP flows move to
-    /// other servers. The server still gets new connections as long as it is eligible.
+    /// Sets whether the server is down according to this load balancer's health checks. If it is, it gets no new
+    /// connections from this load balancer, and its UDP flows move to other servers.
     pub fn set_masked(&mut self, service: ServiceIndex, id: ServerId, is_masked: bool) {
         self.set_member_flags(service, id, intf::SERVER_MASKED, if is_masked { intf::SERVER_MASKED } else { 0 });
     }
@@ -115,7 +115,7 @@ impl LoadBalancer {
                 service = service_name(&self.maps, service),
                 server_id = %id,
                 error = format!("{error:#}"),
-                "the load balancer cannot forget the MAC address of a removed server with LB-side stamping"
+                "the load balancer cannot delete the MAC address of a removed server with LB-side stamping"
             );
         }
         self.set_member_flags(service, id, intf::SERVER_MEMBER_MASK, 0);

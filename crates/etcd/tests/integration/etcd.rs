@@ -294,16 +294,16 @@ fn etcd_requires_tls_and_valid_certificates() {
             tls_options(&foreign_certificate, Some(&client_files)),
             "its certificate is signed by no authority in `ca`",
         ),
-        ("no certificate", tls_options(&client_files, None), "etcd refuses our certificate, or that we show none"),
+        ("no certificate", tls_options(&client_files, None), "etcd rejects our certificate, or that we show none"),
         (
             "a certificate that another authority signed",
             tls_options(&client_files, Some(&foreign_certificate)),
-            "etcd refuses our certificate, or that we show none",
+            "etcd rejects our certificate, or that we show none",
         ),
         (
             "one that has expired",
             tls_options(&client_files, Some(&expired_certificate)),
-            "etcd refuses our certificate, or that we show none",
+            "etcd rejects our certificate, or that we show none",
         ),
     ] {
         let cluster = connect_with_tls(&endpoint, &tls);

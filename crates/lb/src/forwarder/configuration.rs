@@ -13,13 +13,13 @@ use coreward_model::consistency::TimestampOrigin;
 use coreward_model::cookie::FleetCookieKeys;
 use coreward_model::policy::TelemetryLevel;
 use coreward_model::vlan::Vlan;
-use coreward_wire::v1::RefusedUpdate;
+use coreward_wire::v1::RejectedUpdate;
 use coreward_wire::{
     FleetChange, FleetConfiguration, PeerLoadBalancer, Server, Service, ServiceIndex, UnusableService,
 };
 
 use super::Forwarder;
-use super::refusals::{RefusalSubject, log_rejection};
+use super::rejections::{RejectionSubject, log_rejection};
 use crate::resolvers::Neighbour;
 
 /// Time from the start of the process until a missing controller configuration is reported.
@@ -79,35 +79,35 @@ impl Forwarder {
         let generation = configuration.generation;
         let service_indexes: BTreeSet<u32> =
             configuration.services.iter().map(|service| service.index.get().into()).collect();
-        self.refusals.retain_tables(|index| service_indexes.contains(&index));
+        self.rejections.retain_tables(|index| service_indexes.contains(&index));
         configuration
             .services
-            .extend(self.previous_versions_of_refused_services(unusable_services, &configuration.services));
+            .extend(self.previous_versions_of_rejected_services(unusable_services, &configuration.services));
         let apply_result = self.configure(configuration_number, configuration);
-        self.record_refused_services(generation, unusable_services, &apply_result);
+        self.record_rejected_services(generation, unusable_services, &apply_result);
     }
 
     pub fn apply_and_report_change(&mut self, mut change: FleetChange, unusable_services: &[UnusableService]) {
         let generation = change.configuration.generation;
         for service in &change.configuration.services {
-            self.refusals.clear_refusal(RefusalSubject::ServiceWithIndex(service.index.get().into()));
+            self.rejections.clear_rejection(RejectionSubject::ServiceWithIndex(service.index.get().into()));
         }
         for index in &change.removed_service_indexes {
-            self.refusals.remove_service(index.get().into());
+            self.rejections.remove_service(index.get().into());
         }
         change
             .configuration
             .services
-            .extend(self.previous_versions_of_refused_services(unusable_services, &change.configuration.services));
+            .extend(self.previous_versions_of_rejected_services(unusable_services, &change.configuration.services));
         let change_result = self.try_apply_change(change);
         match &change_result {
             Err(error) if self.configuration.needs_complete => log_rejection("change", None, &format!("{error:#}")),
-            _ => self.record_refused_services(generation, unusable_services, &change_result),
+            _ => self.record_rejected_services(generation, unusable_services, &change_result),
         }
     }
 
     /// Returns the previous configurations of those services whose new ones are unusable.
-    fn previous_versions_of_refused_services(
+    fn previous_versions_of_rejected_services(
         &self,
         unusable_services: &[UnusableService],
         new_services: &[Service],
@@ -121,18 +121,20 @@ impl Forwarder {
         unusable_services.iter().filter_map(to_previous_service).collect()
     }
 
-    fn record_refused_services(
+    fn record_rejected_services(
         &mut self,
         generation: u64,
         unusable_services: &[UnusableService],
         apply_result: &anyhow::Result<()>,
     ) {
         for service in unusable_services {
-            self.refusals
-                .record_refusal(RefusalSubject::ServiceWithIndex(service.index), service.to_refused_update(generation));
+            self.rejections.record_rejection(
+                RejectionSubject::ServiceWithIndex(service.index),
+                service.to_rejected_update(generation),
+            );
         }
         match apply_result {
-            Ok(()) => self.refusals.clear_refusal(RefusalSubject::WholeConfiguration),
+            Ok(()) => self.rejections.clear_rejection(RejectionSubject::WholeConfiguration),
             Err(error) => self.reject_configuration(generation, error),
         }
     }
@@ -141,26 +143,28 @@ impl Forwarder {
     pub fn reject_configuration(&mut self, generation: u64, error: &anyhow::Error) {
         let (service, table) = (String::new(), false);
         let reason = format!("{error:#}");
-        self.refusals
-            .record_refusal(RefusalSubject::WholeConfiguration, RefusedUpdate { service, generation, reason, table });
+        self.rejections.record_rejection(
+            RejectionSubject::WholeConfiguration,
+            RejectedUpdate { service, generation, reason, table },
+        );
     }
 
     pub fn record_table_outcome(&mut self, service_index: u32, generation: u64, install_result: &anyhow::Result<()>) {
         let configured_service = ServiceIndex::new(service_index).and_then(|index| self.services_by_index.get(&index));
         let Err(error) = install_result else {
-            return self.refusals.clear_refusal(RefusalSubject::TableOfService(service_index));
+            return self.rejections.clear_rejection(RejectionSubject::TableOfService(service_index));
         };
         // The service's configuration was already rejected. The controller was informed of this, but still makes the
         // service's tables because other load balancers use them.
-        if configured_service.is_none() && self.refusals.is_service_refused(service_index) {
+        if configured_service.is_none() && self.rejections.is_service_rejected(service_index) {
             return;
         }
         let service_name =
             configured_service.map_or_else(|| format!("index {service_index}"), |(service, _)| service.name.clone());
         let reason = format!("{error:#}");
-        self.refusals.record_refusal(
-            RefusalSubject::TableOfService(service_index),
-            RefusedUpdate { service: service_name, generation, reason, table: true },
+        self.rejections.record_rejection(
+            RejectionSubject::TableOfService(service_index),
+            RejectedUpdate { service: service_name, generation, reason, table: true },
         );
     }
 

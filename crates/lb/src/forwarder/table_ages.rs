@@ -135,7 +135,7 @@ impl Forwarder {
                 event = "candidates-not-replaced",
                 service = service.name,
                 error = format!("{error:#}"),
-                "the table has expired, and the load balancer cannot select candidates: the old candidates stay"
+                "the service's table has expired, but the load balancer cannot replace its candidates: they stay in use"
             );
         }
     }
@@ -187,7 +187,7 @@ fn log_expired_table(service: &Service, lifetime: Duration) {
         event = "table-expired",
         service = service.name,
         ?lifetime,
-        "no new table came within the lifetime: this load balancer selects candidates by its own connection counts"
+        "the service's table has expired: this load balancer places new connections by its own connection counts"
     );
 }
 

@@ -262,10 +262,12 @@ mod tests {
         ) {
             let mut config = FirstEligibleOutConfig::strict_priority(0..3);
             config.capacity = 4;
-            config.groups[0].ranking = if is_deadline_ranking { Ranking::EarliestDeadline } else { Ranking::StrictPriority };
+            config.groups[0].ranking =
+                if is_deadline_ranking { Ranking::EarliestDeadline } else { Ranking::StrictPriority };
             config.selection = if is_pifo { Selection::Pifo } else { Selection::FirstEligible };
             let ranks = JoinBoundedShortestRankedQueue::new(2, 3, Lambda::PAPER_VALUE, 2.try_into().unwrap()).ranks;
-            let mut dispatcher_with_bypass = JoinBoundedShortestRankedQueue::with_ranks(ranks.clone(), &config).unwrap();
+            let mut dispatcher_with_bypass =
+                JoinBoundedShortestRankedQueue::with_ranks(ranks.clone(), &config).unwrap();
             config.groups[0].parameters.rate_limit = Some(RateLimit { token_interval: 0, burst: 1 });
             let mut dispatcher_without_bypass = JoinBoundedShortestRankedQueue::with_ranks(ranks, &config).unwrap();
             for (now, (step, service, core)) in (0u64..).zip(steps) {

@@ -260,7 +260,8 @@ mod tests {
             required_calm_epochs in 1u32..4,
             steps in prop::collection::vec((0usize..3, 0usize..3, any::<bool>()), 1..300),
         ) {
-            let mut monitor = create_monitor(up_epoch_length, down_epoch_length, max_calm_queue_length, required_calm_epochs);
+            let mut monitor =
+                create_monitor(up_epoch_length, down_epoch_length, max_calm_queue_length, required_calm_epochs);
             let mut queue: VecDeque<(u64, usize)> = VecDeque::new();
             let mut queue_at_previous_check: VecDeque<(u64, usize)> = VecDeque::new();
             let (mut is_hint_in_flight, mut calm_epoch_count, mut epoch_peak) = (false, 0, 0);

@@ -101,7 +101,8 @@ proptest! {
                 newest_first.take_while(|result| **result == results[result_index]).count() as u32;
             let expected_verdict = match (previous_verdict, results[result_index]) {
                 (None, true) => Some(HealthVerdict::Up),
-                (None | Some(HealthVerdict::Up), false) if consecutive_equal_result_count >= fall => Some(HealthVerdict::Down),
+                (None | Some(HealthVerdict::Up), false) if consecutive_equal_result_count >= fall =>
+                    Some(HealthVerdict::Down),
                 (Some(HealthVerdict::Down), true) if consecutive_equal_result_count >= rise => Some(HealthVerdict::Up),
                 _ => previous_verdict,
             };
@@ -125,7 +126,11 @@ proptest! {
     }
 
     #[test]
-    fn jittered_interval_does_not_exceed_the_interval(fraction in 0.0..=1.0f64, draw in 0.0..=1.0f64, interval_ms in 1u64..100_000) {
+    fn jittered_interval_does_not_exceed_the_interval(
+        fraction in 0.0..=1.0f64,
+        draw in 0.0..=1.0f64,
+        interval_ms in 1u64..100_000,
+    ) {
         let interval = Duration::from_millis(interval_ms);
         let jittered_interval = Jitter::new(fraction).unwrap().jittered_interval(interval, draw);
         prop_assert!(jittered_interval <= interval && jittered_interval >= interval.mul_f64(0.0999), "{:?}",

@@ -21,6 +21,7 @@ mod decision;
 mod encapsulation;
 mod flow;
 mod fragmentation_needed;
+mod icmp;
 mod ip_packet;
 mod lb_stamped;
 mod packet;
@@ -347,7 +348,7 @@ impl LoadBalancer {
         };
     }
 
-    /// Adds, changes or (with `None`) removes a server of a service. A changed MAC address applies to all its services.
+    /// Adds, changes or (with `None`) removes a server of a service. All services of the server share its MAC address.
     pub fn set_server(&mut self, service_slot: usize, id: ServerId, server: Option<Server>) {
         self.update_lb_stamped_server(service_slot, id, server);
         self.service_mut(service_slot).servers[usize::from(id.get())] = server;

@@ -117,8 +117,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn kept_cores_are_the_least_loaded_after_server_updates(load_changes in prop::collection::vec((0..SERVER_COUNT, 0u32..20),
-            1..400)) {
+        fn kept_cores_are_the_least_loaded_after_server_updates(
+            load_changes in prop::collection::vec((0..SERVER_COUNT, 0u32..20), 1..400),
+        ) {
             let mut load_by_server = vec![1.0; SERVER_COUNT];
             let mut least_cores = LeastLoadedCores::default();
             for (position, twentieths) in load_changes {

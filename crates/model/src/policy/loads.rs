@@ -259,7 +259,10 @@ mod tests {
             let mut histogram = create_histogram(&loads);
             removed_loads.iter().for_each(|load| histogram.remove_core(*load));
             prop_assert_eq!(&histogram, &create_histogram(remaining_loads));
-            prop_assert_eq!(histogram.load_missing_to_target(0.7), create_histogram(remaining_loads).load_missing_to_target(0.7));
+            prop_assert_eq!(
+                histogram.load_missing_to_target(0.7),
+                create_histogram(remaining_loads).load_missing_to_target(0.7),
+            );
         }
 
         #[test]
@@ -269,12 +272,14 @@ mod tests {
         ) {
             let exact_missing_load: f64 = loads.iter().map(|load| (target_load - load).max(0.0)).sum();
             let missing_load = create_histogram(&loads).load_missing_to_target(target_load);
-            let core_count_in_target_bin = loads.iter().filter(|load| bin_index(**load) == bin_index(target_load)).count();
+            let core_count_in_target_bin =
+                loads.iter().filter(|load| bin_index(**load) == bin_index(target_load)).count();
             let rounding_error = 1e-9 * loads.len() as f64;
             prop_assert!(missing_load <= exact_missing_load + rounding_error, "{missing_load} is more than \
                                                                                {exact_missing_load}");
             prop_assert!(
-                exact_missing_load - missing_load <= core_count_in_target_bin as f64 * target_load / 512.0 + rounding_error,
+                exact_missing_load - missing_load
+                    <= core_count_in_target_bin as f64 * target_load / 512.0 + rounding_error,
                 "{missing_load}, {exact_missing_load}"
             );
         }

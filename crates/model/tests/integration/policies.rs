@@ -257,12 +257,14 @@ fn missing_loads_count_as_neutral_and_draining_server_is_excluded() {
 proptest! {
     #[test]
     fn every_policy_selects_only_eligible_servers(
-        is_eligible_by_server in proptest::collection::vec(any::<bool>(), 1..20), seed: u64, bits in 0u32..9, core_count in 1u16..9,
+        is_eligible_by_server in proptest::collection::vec(any::<bool>(), 1..20),
+        seed: u64, bits in 0u32..9, core_count in 1u16..9,
         has_loads_by_server in proptest::collection::vec(any::<bool>(), 20),
     ) {
         let servers: Vec<PoolServer> = is_eligible_by_server.iter().enumerate().map(|(n, eligible)| PoolServer {
             is_eligible: *eligible,
-            loads: has_loads_by_server[n].then(|| (0..core_count).map(|core| f64::from(core) / 10.0).collect::<Vec<_>>().into()),
+            loads: has_loads_by_server[n]
+                .then(|| (0..core_count).map(|core| f64::from(core) / 10.0).collect::<Vec<_>>().into()),
             rss: (n % 5 != 0).then(|| RssConfig {
                 key: seeded_rss_key(n as u64 % 6),
                 indirection_table: IndirectionTable::independent(n as u64, 1 << (n % 8), core_count).unwrap(),

@@ -118,7 +118,7 @@ proptest! {
             let mut servers = servers.clone();
             let create_policy = || policy_by_name(name, 7).unwrap();
             let (mut policy_without_racks, mut policy_above_racks, mut rack_policies) =
-                (create_policy(), create_policy(), [create_policy(), create_policy(), create_policy(), create_policy()]);
+                (create_policy(), create_policy(), std::array::from_fn::<_, 4, _>(|_| create_policy()));
             // As in the controller, one pool is updated from table to table.
             let (mut continued_policy, mut continued_pool) = (create_policy(), None);
             for report in 1..=REPORT_COUNT {
@@ -131,10 +131,14 @@ proptest! {
                 let reporting_servers = servers_with_direct_loads(&servers);
                 let pool = create_pool(&all_servers, counts_placements_as_requests);
                 let table_without_racks = policy_without_racks.compute_table(&pool, bucket_count, report);
-                let pool = create_pool(&reporting_servers, counts_placements_as_requests).with_rack_summaries(rack_summaries.clone());
+                let pool = create_pool(&reporting_servers, counts_placements_as_requests)
+                    .with_rack_summaries(rack_summaries.clone());
                 let table_with_racks = policy_above_racks.compute_table(&pool, bucket_count, report);
                 prop_assert_eq!(&table_with_racks, &table_without_racks, "{}, report {}", name, report);
-                let mut pool = continued_pool.take().unwrap_or_else(|| create_pool(&reporting_servers, counts_placements_as_requests));
+                let mut pool =
+                    continued_pool
+                        .take()
+                        .unwrap_or_else(|| create_pool(&reporting_servers, counts_placements_as_requests));
                 reporting_servers.iter().for_each(|server| pool.replace_server(server.clone()));
                 let pool = pool.for_next_table(2).with_opened_connections(300);
                 let pool = if counts_placements_as_requests { pool.counting_placements_as_requests() } else { pool };
@@ -163,7 +167,8 @@ proptest! {
         let servers: Vec<PoolServer> = loads.iter().enumerate().map(server).collect();
         let bucket_count = BucketCount::new(1).unwrap();
         let mut policy = policy_by_name("crossrss-plus", 1).unwrap();
-        let summary = RackSummary::from_pool(&Pool::new(servers, 1), policy.as_mut(), bucket_count, max_candidate_count);
+        let summary =
+            RackSummary::from_pool(&Pool::new(servers, 1), policy.as_mut(), bucket_count, max_candidate_count);
         let mut least_loads = loads.clone();
         least_loads.sort_by(f64::total_cmp);
         least_loads.truncate(max_candidate_count.min(8));

@@ -11,10 +11,10 @@ fn sample_server_json(number: usize, state: &str) -> Value {
     json!({
         "name": format!("s{number}"), "id": number, "address": "10.2.0.1", "state": state,
         "state_reason": if state == "draining" { "by `coreward drain`" } else { "" }, "state_for_ms": 17,
-        "reports": "fresh", "core_load": [], "report_age_ms": 40, "open_connections": 9, "rss": null, "rss_matched": 0,
-        "rss_mismatched": 0, "warnings": if number == 2 { vec!["aRFS is \
-         on"] } else { vec![] }, "weight": 1, "capacity": 4.0,
-        "configuration_generation": 3, "counters": {}, "dispatch": [],
+        "report_state": "fresh", "core_loads": [], "report_age_ms": 40, "open_connections": 9, "rss": null,
+        "rss_matched_syns": 0, "rss_mismatched_syns": 0,
+        "warnings": if number == 2 { vec!["aRFS is on"] } else { vec![] }, "weight": 1, "capacity": 4.0,
+        "configuration_generation": 3, "counters": {}, "dispatched_services": [],
     })
 }
 
@@ -24,7 +24,7 @@ fn sample_status(server_count: usize) -> Status {
     let member =
         json!({"server": "s1", "state": "active", "state_reason": "", "state_for_ms": null, "health_checks": []});
     serde_json::from_value(json!({
-        "configuration_generation": 3, "report_interval_ms": 100, "accepted_reports": 1, "refused_reports": {},
+        "configuration_generation": 3, "report_interval_ms": 100, "accepted_reports": 1, "rejected_reports": {},
         "services": [{
             "name": "web", "address": "10.200.0.1:80/tcp", "policy": "crossrss", "consistency": "stateless",
             "timestamps": "server", "bucket_count": 1024, "table_generation": 77, "table_age_ms": 5, "servers": ["s1"],
@@ -33,12 +33,12 @@ fn sample_status(server_count: usize) -> Status {
         }],
         "servers": servers,
         "load_balancers": [{
-            "name": "lb1", "state": null, "state_age_ms": 5, "connected": true, "alive": true, "connection_table_owner": 0,
-            "address": null,
+            "name": "lb1", "state": null, "state_age_ms": 5, "connected": true, "alive": true,
+            "connection_table_owner": 0, "address": null,
         }],
         "keys": {
-            "current_key": 0, "current_since_unix_s": 1, "rotation_phase": "steady", "configuration_generation": 1, "pending_peers": [],
-            "min_key_age_s": 1, "rotation_interval_s": 0,
+            "current_key": 0, "current_since_unix_s": 1, "rotation_phase": "steady", "configuration_generation": 1,
+            "pending_peers": [], "min_key_age_s": 1, "rotation_interval_s": 0,
         },
     }))
     .unwrap()
@@ -47,7 +47,8 @@ fn sample_status(server_count: usize) -> Status {
 fn sample_loads(uptime_ms: u64, server_count: usize) -> Loads {
     let server = |number: usize| {
         json!({
-            "name": format!("s{number}"), "core_loads": [0.1 * number as f64 / server_count as f64, 0.95], "open_connections": 9,
+            "name": format!("s{number}"), "core_loads": [0.1 * number as f64 / server_count as f64, 0.95],
+            "open_connections": 9,
             "service_connections": 7, "new_connections": uptime_ms * number as u64 / 100,
         })
     };

@@ -420,7 +420,8 @@ fn describe_cpu_topology(cpus: [usize; 2]) -> String {
     let virtual_machine_note = if is_virtual_machine { " (in a virtual machine this may be wrong)" } else { "" };
     let [first_siblings, second_siblings] = cpus.map(thread_siblings);
     format!(
-        "By /sys CPU {}'s core consists of CPUs {first_siblings}, and CPU {}'s of CPUs {second_siblings}{virtual_machine_note}",
+        "By /sys CPU {}'s core consists of CPUs {first_siblings}, and CPU {}'s of CPUs \
+         {second_siblings}{virtual_machine_note}",
         cpus[0], cpus[1]
     )
 }

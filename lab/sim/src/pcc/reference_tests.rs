@@ -271,7 +271,11 @@ proptest! {
     }
 
     #[test]
-    fn connection_table_breaks_equal_the_reference_model(seed: u64, servers in 2usize..12, load_balancers in 1usize..5) {
+    fn connection_table_breaks_equal_the_reference_model(
+        seed: u64,
+        servers in 2usize..12,
+        load_balancers in 1usize..5,
+    ) {
         let config = churning_cluster_config(servers, load_balancers);
         check_against_reference(&config, seed, StatefulHashing::new(HashLayout::Striped, &config),
             ConnectionTableNetwork::default());

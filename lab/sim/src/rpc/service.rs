@@ -49,7 +49,8 @@ pub enum ServiceTimeError {
     FractionSumTooLarge { distribution_text: String, fraction_sum: f64 },
     /// The service time of a long class is out of range, or is not a number.
     #[error(
-        "service {distribution_text:?}: factor {factor}: expected a number from 1 to 1000000 (the unit is the shortest class)"
+        "service {distribution_text:?}: factor {factor}: expected a number from 1 to 1000000 (the unit is the \
+         shortest class)"
     )]
     InvalidFactor { distribution_text: String, factor: f64 },
 }

@@ -68,13 +68,16 @@ proptest! {
             arrived_at += gap_steps * STEP_TICKS;
             let connection = requests.len() as u32;
             let (work, service) = (work_steps * STEP_TICKS, class);
-            requests.push(Request { arrived_at, work, request_hash, flow_hash: request_hash, connection, class, service });
+            requests.push(Request {
+                arrived_at, work, request_hash, flow_hash: request_hash, connection, class, service,
+            });
         }
         let table = IndirectionTable::balanced(1, 16, 4).unwrap();
         for name in POLICIES_WITHOUT_OVERHEAD {
             let policy: Policy = name.parse().unwrap();
             let interface_latency = interface_latency_steps * STEP_TICKS;
-            let spec = ServerSpec { policy: &policy, cores: 4, class_count: 2, interface_latency, indirection_table: &table };
+            let spec =
+                ServerSpec { policy: &policy, cores: 4, class_count: 2, interface_latency, indirection_table: &table };
             let priorities = policy.priorities();
             let requests: Vec<Request> =
                 requests.iter().map(|r| Request { service: priorities.service_of_class(r.class), ..*r }).collect();

@@ -227,7 +227,7 @@ impl ObservedState {
 
     /// Checks that the cookie keys do not change, because the run never allows a rotation.
     fn check_cookie_keys(&mut self, keys: &Value) {
-        let current_keys = ["current", "generation", "phase"].map(|key| keys[key].clone());
+        let current_keys = ["current_key", "configuration_generation", "rotation_phase"].map(|key| keys[key].clone());
         let first_keys = self.cookie_keys.get_or_insert_with(|| current_keys.clone()).clone();
         if current_keys != first_keys {
             self.record_violation(format!("the cookie keys changed: {first_keys:?}, then {current_keys:?}"));

@@ -110,7 +110,8 @@ fn measure_run(testbed: &Testbed, config: &Config, unit_us: f64, seconds: f64) -
     ensure!(lost_count == 0, "{policy} at a load of {load}: {lost_count} of {sent_count} requests were lost");
     let short_request_p99 = measurement.value(Metric::ShortP99)?;
     eprintln!(
-        "run {seed}, {policy}, load {load}: p99 {short_request_p99:.2} ({sent_count}), batch {batch_pct:.1} % of the cores"
+        "run {seed}, {policy}, load {load}: p99 {short_request_p99:.2} ({sent_count}), batch {batch_pct:.1} % of the \
+         cores"
     );
     Ok(CoresRun { short_requests: measurement, batch_cpu_pct: batch_pct })
 }

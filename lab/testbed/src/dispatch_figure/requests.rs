@@ -126,7 +126,8 @@ pub fn measure_while_machine_idle(
         eprintln!("disturbed: requests were sent {lateness_us:.0} us late (p99); once more");
     }
     anyhow::bail!(
-        "the machine is too busy: {MAX_MEASUREMENT_ATTEMPTS} times requests were sent more than {max_lateness_us} us late (p99)"
+        "the machine is too busy: {MAX_MEASUREMENT_ATTEMPTS} times requests were sent more than {max_lateness_us} us \
+         late (p99)"
     )
 }
 

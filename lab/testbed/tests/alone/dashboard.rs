@@ -121,8 +121,8 @@ async fn check_login(client: &Client, token: &str) -> anyhow::Result<()> {
     log_in(client, "not-the-token-not-the-token-not-the").await?;
     wait_until_script_is_true(
         client,
-        "a refusal",
-        "document.getElementById('refusal').textContent.includes('is not valid')",
+        "a rejection",
+        "document.getElementById('rejection').textContent.includes('is not valid')",
     )
     .await?;
     // The browser logs every 401, of which two are expected here.

@@ -158,7 +158,7 @@ impl HighAvailabilityEnv {
         let document_path: PathBuf = self.testbed.directory().join("applied.toml");
         fs::write(&document_path, &changed_document).unwrap();
         let deadline = Instant::now() + TAKEOVER_TIMEOUT;
-        let mut refusals = Vec::new();
+        let mut rejections = Vec::new();
         while Instant::now() < deadline {
             for number in 1..=3 {
                 match run_at_controller(
@@ -170,12 +170,12 @@ impl HighAvailabilityEnv {
                         self.applied_document = changed_document;
                         return number;
                     }
-                    Err(error) => refusals.push(error.to_string()),
+                    Err(error) => rejections.push(error.to_string()),
                 }
             }
             sleep_ms(100);
         }
-        panic!("no controller took a change within {TAKEOVER_TIMEOUT:?}: {refusals:#?}");
+        panic!("no controller took a change within {TAKEOVER_TIMEOUT:?}: {rejections:#?}");
     }
 
     fn send_signal(&mut self, number: u16, signal: Signal) {

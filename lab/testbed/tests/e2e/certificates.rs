@@ -31,7 +31,7 @@ const WRONG_CERTIFICATES: [(Role, &str, &str, &str, &str); 5] = [
         "s1",
         "testbed",
         "reason=\"wrong_role\" error=its certificate is for viewer s1: expected agent or lb",
-        "the peer refuses our certificate: wrong fleet, role or name",
+        "the peer rejects our certificate: wrong fleet, role or name",
     ),
     (
         Role::Agent,
@@ -52,13 +52,13 @@ const WRONG_CERTIFICATES: [(Role, &str, &str, &str, &str); 5] = [
         "c2",
         "testbed",
         "reason=\"wrong_role\" error=its certificate is for controller c2: expected agent or lb",
-        "the peer refuses our certificate: wrong fleet, role or name",
+        "the peer rejects our certificate: wrong fleet, role or name",
     ),
     (
         Role::Agent,
         "other",
         "other",
-        "reason=\"refused_by_peer\" error=the peer refuses our certificate",
+        "reason=\"rejected_by_peer\" error=the peer rejects our certificate",
         "its certificate is for controller controller of fleet testbed: expected fleet other",
     ),
 ];
@@ -130,7 +130,7 @@ fn assert_agent_reconnects_with_valid_certificate(testbed: &Testbed, fleet: &mut
     fleet.restart_daemon(testbed, "agent-s1").unwrap();
     // Wait for this message before the files change again. A daemon that starts while its files are written finds a key
     // that does not match the certificate, and ends (a unit restarts it).
-    let expiry_message = "the peer refuses our certificate: by the peer's clock it has expired";
+    let expiry_message = "the peer rejects our certificate: by the peer's clock it has expired";
     eventually(*DEFAULT_TIMEOUT, expiry_message, || {
         read_daemon_log(testbed, "agent-s1", agent_log_length).contains(expiry_message)
     });
@@ -178,7 +178,7 @@ fn daemons_reject_peers_with_wrong_certificates() {
         &issue_foreign_certificate(&testbed),
         [
             "reason=\"unknown_authority\" error=its certificate is signed by no authority in `ca`",
-            "the peer refuses our certificate: its signer is not in the peer's `ca`",
+            "the peer rejects our certificate: its signer is not in the peer's `ca`",
         ],
     );
     assert_agent_is_rejected(
@@ -187,7 +187,7 @@ fn daemons_reject_peers_with_wrong_certificates() {
         &issue_testbed_certificate(&testbed, Role::Agent, "old", "testbed", expired_validity()),
         [
             "reason=\"expired\" error=its certificate has expired",
-            "the peer refuses our certificate: by the peer's clock it has expired",
+            "the peer rejects our certificate: by the peer's clock it has expired",
         ],
     );
     send_requests(&testbed, 10);

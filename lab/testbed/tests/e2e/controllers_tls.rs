@@ -184,17 +184,17 @@ impl TestEnv {
         Some(server_names)
     }
 
-    /// Queries each of these controllers. Returns the leader's number and the refusals of the other controllers, or
+    /// Queries each of these controllers. Returns the leader's number and the rejections of the other controllers, or
     /// `None` unless there is exactly one leader.
-    fn query_leader_and_refusals(&self, controllers: &[u16]) -> Option<(u16, Vec<String>)> {
-        let (mut leaders, mut refusals) = (Vec::new(), Vec::new());
+    fn query_leader_and_rejections(&self, controllers: &[u16]) -> Option<(u16, Vec<String>)> {
+        let (mut leaders, mut rejections) = (Vec::new(), Vec::new());
         for number in controllers {
             match self.run_as_operator(&[*number], &["fleet", "show"]) {
                 Ok(_) => leaders.push(*number),
-                Err(error) => refusals.push(error),
+                Err(error) => rejections.push(error),
             }
         }
-        if let [leader] = leaders[..] { Some((leader, refusals)) } else { None }
+        if let [leader] = leaders[..] { Some((leader, rejections)) } else { None }
     }
 }
 
@@ -202,11 +202,11 @@ impl TestEnv {
 fn wait_until_followers_name_leader(env: &TestEnv, controller_numbers: &[u16]) -> u16 {
     let mut leader_number = 0;
     eventually(TAKEOVER_TIMEOUT, "the others name the leader", || {
-        let Some((leader, refusals)) = env.query_leader_and_refusals(controller_numbers) else { return false };
+        let Some((leader, rejections)) = env.query_leader_and_rejections(controller_numbers) else { return false };
         leader_number = leader;
         let expected_hint =
             format!("{} (API: {}) does", controller_address_of(leader_number), controller_api_url(leader_number));
-        refusals.iter().all(|refusal| refusal.contains(&expected_hint))
+        rejections.iter().all(|rejection| rejection.contains(&expected_hint))
     });
     leader_number
 }
@@ -227,7 +227,7 @@ fn assert_follower_rejects_revoked_certificate(
     let is_operator_revoked =
         || env.run_as_operator(&[follower_number], &["status"]).is_err_and(|error| error.contains("revoked"));
     write_and_reload(&format!("revoked_certificates = [\"{operator_fingerprint}\"]\n{text}"));
-    eventually(TAKEOVER_TIMEOUT, "it is refused", is_operator_revoked);
+    eventually(TAKEOVER_TIMEOUT, "it is rejected", is_operator_revoked);
     write_and_reload(&text);
     eventually(TAKEOVER_TIMEOUT, "it is no longer rejected", || !is_operator_revoked());
 }
@@ -339,7 +339,7 @@ fn commands_find_leader_and_drains_survive_its_death() {
     let other_controllers: Vec<u16> =
         controller_numbers.into_iter().filter(|number| *number != leader_number).collect();
     eventually(TAKEOVER_TIMEOUT, "one of the others leads", || {
-        env.query_leader_and_refusals(&other_controllers).is_some()
+        env.query_leader_and_rejections(&other_controllers).is_some()
     });
 
     copy_state_from_etcd_to_store(&env, &mut controller_processes, &etcd_config_paths[0], &store_config_path);
@@ -386,7 +386,7 @@ fn controller_rejected_by_etcd_reports_the_reason() {
     let credentials_distrusting_etcd =
         CredentialFiles { ca_path: foreign_credentials.ca_path.clone(), ..own_credentials.clone() };
     for (name, files, expected) in [
-        ("foreign", credentials_untrusted_by_etcd, "etcd refuses our certificate, or that we show none"),
+        ("foreign", credentials_untrusted_by_etcd, "etcd rejects our certificate, or that we show none"),
         ("misled", credentials_distrusting_etcd, "its certificate is signed by no authority in `ca`"),
     ] {
         assert_rejection_is_reported(&env, &env.write_etcd_config(name, 1, &files), expected);
@@ -399,8 +399,8 @@ fn controller_rejected_by_etcd_reports_the_reason() {
         &CredentialFiles { ca_path: own_credentials.ca_path.clone(), ..foreign_credentials.clone() },
     );
     let _controller = env.start_controller(&config_path);
-    eventually(TAKEOVER_TIMEOUT, "it is refused", || {
-        read_controller_log(&config_path).contains("etcd refuses our certificate")
+    eventually(TAKEOVER_TIMEOUT, "it is rejected", || {
+        read_controller_log(&config_path).contains("etcd rejects our certificate")
     });
     fs::copy(&own_credentials.certificate_path, &foreign_credentials.certificate_path).unwrap();
     fs::copy(&own_credentials.key_path, &foreign_credentials.key_path).unwrap();

@@ -13,10 +13,10 @@ use coreward_testbed::fleet::{Fleet, FleetOptions, first_controller_address};
 use coreward_testbed::rss_emulation::attach_xdp_pass;
 use coreward_testbed::{Namespace, Process, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use libbpf_rs::{MapHandle, MapType, libbpf_sys};
-use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
+use crate::mounted_disk::MountedDisk;
 use crate::support::eventually;
 
 /// Shell commands that set up a new mount namespace, so that doctor does not use the host's files. The namespace gets
@@ -563,13 +563,8 @@ fn check_controller_settings(env: &TestEnv, controller: &CheckedHost) {
     let missing_store_path = store_path.with_file_name("no/controller.redb");
     let host_with_missing_store = controller
         .with_replaced_config_text(&[(store_path.to_str().unwrap(), missing_store_path.to_str().unwrap())], "");
-    host_with_missing_store.assert_only_new_finding(
-        env,
-        "the store's directory is missing",
-        "store",
-        DoctorConditions::Normal,
-        &[],
-    );
+    let missing_directory = "no directory for the store";
+    host_with_missing_store.assert_only_new_finding(env, missing_directory, "store", DoctorConditions::Normal, &[]);
     check_store_on_another_disk(env, controller, &store_path);
     let address_replacement = [(first_controller_address(), "192.0.2.1:7400")];
     let host_with_wrong_address =
@@ -600,22 +595,4 @@ fn check_store_on_another_disk(env: &TestEnv, controller: &CheckedHost, store: &
     );
     let remount_command = |mode: &str| format!("mount -o remount,{mode} {}", mounted_disk.0.display());
     host_with_store_on_disk.assert_fault_detected(env, "store", &remount_command("ro"), &remount_command("rw"));
-}
-
-/// Small file system of 16 MiB, which is unmounted when dropped.
-struct MountedDisk(PathBuf);
-
-impl MountedDisk {
-    fn mount(mount_point: PathBuf) -> Self {
-        fs::create_dir_all(&mount_point).unwrap();
-        let options = Some("size=16m,mode=700");
-        mount(Some("tmpfs"), &mount_point, Some("tmpfs"), MsFlags::empty(), options).unwrap();
-        Self(mount_point)
-    }
-}
-
-impl Drop for MountedDisk {
-    fn drop(&mut self) {
-        umount2(&self.0, MntFlags::MNT_DETACH).unwrap();
-    }
 }

@@ -138,8 +138,8 @@ fn drain_ends_when_the_last_connection_closes() {
     assert!(is_success && output.ends_with("s1 is drained: no connection remains\n"), "{output}");
 
     // s1 is drained, so s2 is the last server of web0 and cannot be drained.
-    let refusal = env.run_coreward(&["drain", "s2"]).unwrap_err();
-    assert!(refusal.contains("no other server of web0 takes new connections"), "{refusal}");
+    let rejection = env.run_coreward(&["drain", "s2"]).unwrap_err();
+    assert!(rejection.contains("no other server of web0 takes new connections"), "{rejection}");
     assert_eq!(
         env.run_coreward(&["drain", "s1"]).unwrap(),
         "s1 is drained: no connection remains\n",

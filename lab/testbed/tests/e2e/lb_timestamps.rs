@@ -45,7 +45,7 @@ fn query_server_clock_state_and_fault(env: &TestEnv, server: &str) -> (String, S
     let server_clocks = lb_state["server_clocks"].as_array().cloned().unwrap_or_default();
     let server_clock = server_clocks.iter().find(|clock| clock["server"] == server);
     let text = |key: &str| server_clock.and_then(|clock| clock[key].as_str()).unwrap_or_default().to_owned();
-    (text("state"), text("problem"))
+    (text("clock_state"), text("problem"))
 }
 
 fn set_kernel_forwarding(env: &TestEnv, value: &str) {
@@ -102,7 +102,7 @@ fn plain_linux_servers_join_and_leave_without_breaking_connections() {
 /// Returns the numbers of packets of established connections whose server was found by cookie and by flow table.
 fn query_packets_by_decision(env: &TestEnv) -> [u64; 2] {
     let stamped_services = query_lb_state(env)["stamped_services"].clone();
-    ["by_cookie", "by_flow_table"].map(|decision| stamped_services[0][decision].as_u64().unwrap())
+    ["cookie_packets", "flow_table_packets"].map(|decision| stamped_services[0][decision].as_u64().unwrap())
 }
 
 /// Asserts that the server of at least 99 % of the packets of established connections since `packet_counts_before` was

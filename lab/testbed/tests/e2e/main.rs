@@ -22,6 +22,7 @@ mod load_connections;
 mod lost_frames;
 mod lost_store;
 mod metrics;
+mod mounted_disk;
 mod mptcp;
 mod no_timestamps;
 mod orchestrate;

@@ -73,7 +73,7 @@ fn assert_documented_metrics_are_served(component: Component, values: &SampleVal
             "coreward_etcd_",
             "coreward_certificate_",
         ];
-        optional_prefixes.iter().any(|prefix| name.starts_with(prefix)) || name == "coreward_reports_refused_total"
+        optional_prefixes.iter().any(|prefix| name.starts_with(prefix)) || name == "coreward_reports_rejected_total"
     };
     for metric in METRICS.iter().filter(|metric| metric.components.contains(&component) && !is_optional(metric.name)) {
         assert!(served_names.contains(metric.name), "{} is not served by {}", metric.name, component.name());
@@ -101,18 +101,18 @@ fn start_env() -> TestEnv {
     env
 }
 
-/// Asserts that the controller's metrics and `coreward status` count the same refused reports.
-fn assert_refused_reports_are_counted(env: &TestEnv, controller_samples: &SampleValues) {
+/// Asserts that the controller's metrics and `coreward status` count the same rejected reports.
+fn assert_rejected_reports_are_counted(env: &TestEnv, controller_samples: &SampleValues) {
     let status = env.fleet.query_status(&env.testbed).unwrap();
-    let refused_report_count: u64 = status["refused_reports"]
+    let rejected_report_count: u64 = status["rejected_reports"]
         .as_object()
         .map_or(0, |reasons| reasons.values().filter_map(|count| count.as_u64()).sum());
-    let refused_report_count_in_metrics: f64 = controller_samples
+    let rejected_report_count_in_metrics: f64 = controller_samples
         .iter()
-        .filter(|((name, _), _)| name == "coreward_reports_refused_total")
+        .filter(|((name, _), _)| name == "coreward_reports_rejected_total")
         .map(|(_, value)| value)
         .sum();
-    assert_eq!(refused_report_count_in_metrics, refused_report_count as f64);
+    assert_eq!(rejected_report_count_in_metrics, rejected_report_count as f64);
 }
 
 /// Asserts that the agent, the controller and `status` count the same warnings, including one that this test causes.
@@ -169,6 +169,6 @@ fn endpoints_serve_the_documented_metrics() {
         sum_samples_with_label(&controller_samples, "coreward_servers", ("state", "active")) == 2.0,
         "{controller_samples:?}"
     );
-    assert_refused_reports_are_counted(&env, &controller_samples);
+    assert_rejected_reports_are_counted(&env, &controller_samples);
     assert_warnings_are_counted(&env);
 }

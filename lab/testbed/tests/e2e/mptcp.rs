@@ -47,8 +47,8 @@ fn join_service_configs() -> String {
         let join_port = FIRST_JOIN_PORT + number;
         write!(
             text,
-            "\n[[service]]\nname = \"join{number}\"\nvip = \"{FIRST_IPV4_VIP}:{join_port}\"\npolicy = \"hash\"\nservers = \
-             [\"s{number}\"]\n"
+            "\n[[service]]\nname = \"join{number}\"\nvip = \"{FIRST_IPV4_VIP}:{join_port}\"\npolicy = \
+             \"hash\"\nservers = [\"s{number}\"]\n"
         )
         .unwrap();
         text

@@ -391,8 +391,8 @@ fn rack_controller_reports_only_for_its_own_servers() {
     eventually(*DEFAULT_TIMEOUT, "s2 is connected directly", || {
         env.query_agent_rack("s2").is_some_and(|rack| rack.is_empty())
     });
-    let refused_reports = &env.fleet.query_status(&env.testbed).unwrap()["refused_reports"]["foreign_rack"];
-    assert!(refused_reports.as_u64().unwrap() >= 1, "{refused_reports}");
+    let rejected_reports = &env.fleet.query_status(&env.testbed).unwrap()["rejected_reports"]["foreign_rack"];
+    assert!(rejected_reports.as_u64().unwrap() >= 1, "{rejected_reports}");
     env.assert_idle_server_gets_all_connections(2);
 
     assert_document_disconnects_forbidden_agent(&mut env, options);

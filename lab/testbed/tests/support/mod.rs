@@ -94,7 +94,7 @@ impl TestEnv {
         Self { fleet, _stream_servers: stream_servers, testbed }
     }
 
-    /// Asserts that load balancers have counted no more packets than the client's host has sent resets, which have no
+    /// Asserts that load balancers have counted at most as many packets as the client has sent resets. A reset has no
     /// cookie. The host sends a reset when a busy server repeats a segment after the connection's end.
     pub fn assert_counts_only_resets(&self, counter: &str) {
         let counted_packet_count = self.sum_counter(counter);

@@ -319,7 +319,7 @@ $("login").addEventListener("submit", async (submitted) => {
   submitted.preventDefault();
   const answer = await fetch("/v1/session", { method: "POST", headers: { Authorization: "Bearer " + $("token").value.trim() } }).catch(() => null);
   $("token").value = "";
-  $("refusal").textContent = answer && answer.ok ? "" : answer && answer.status === 401 ? "This token is not valid." : "The controller does not answer.";
+  $("rejection").textContent = answer && answer.ok ? "" : answer && answer.status === 401 ? "This token is not valid." : "The controller does not answer.";
   if (answer && answer.ok) watch();
 });
 

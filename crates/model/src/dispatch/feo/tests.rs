@@ -168,8 +168,12 @@ proptest! {
                 // The lowest priority is the highest index.
                 let is_full = model.iter().map(VecDeque::len).sum::<usize>() > capacity;
                 let victim_service = (0..model.len()).rfind(|service| is_full && !model[*service].is_empty());
-                let expected_dropped_request = victim_service.map(|victim| (victim as u8, model[victim].pop_back().unwrap().1));
-                prop_assert_eq!(scheduler.push(now, service % rank_parameters.len() as u8, index), expected_dropped_request);
+                let expected_dropped_request =
+                    victim_service.map(|victim| (victim as u8, model[victim].pop_back().unwrap().1));
+                prop_assert_eq!(
+                    scheduler.push(now, service % rank_parameters.len() as u8, index),
+                    expected_dropped_request,
+                );
             } else {
                 let rank = |service: &usize| {
                     let (arrival_time, _) = model[*service].front()?;
@@ -178,7 +182,8 @@ proptest! {
                 let is_eligible = |service: &usize| eligible_service_mask >> service & 1 == 1;
                 let is_considered = |service: &usize| rank(service).is_some() && (is_pifo || is_eligible(service));
                 let first_service = (0..model.len()).filter(is_considered).min_by_key(rank).filter(is_eligible);
-                let expected_request = first_service.map(|service| (service as u8, model[service].pop_front().unwrap().1));
+                let expected_request =
+                    first_service.map(|service| (service as u8, model[service].pop_front().unwrap().1));
                 prop_assert_eq!(scheduler.pop(now, eligible_service_mask), expected_request);
             }
             for (service, queue) in model.iter().enumerate() {

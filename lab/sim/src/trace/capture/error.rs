@@ -14,7 +14,8 @@ pub enum CaptureError {
     UnknownFormat { first_bytes: Vec<u8> },
     /// The file ends in the middle of a record.
     #[error(
-        "cut off in packet {packet_number}: {packets_before} packets were read before, up to {last_s:.6} s after the first"
+        "cut off in packet {packet_number}: {packets_before} packets were read before, up to {last_s:.6} s after the \
+         first"
     )]
     Truncated {
         /// Number of the incomplete packet, counted from 1.
@@ -56,8 +57,8 @@ pub enum CaptureError {
     UnsupportedLinkType(u32),
     /// Packets were captured with too small a snap length to contain the ports.
     #[error(
-        "packet {packet_number} was captured up to byte {captured_bytes} of {wire_bytes}: its ports are behind; expected a snap \
-         length of at least {min_snap_length} bytes (64 is enough for most, 96 for nearly all)"
+        "packet {packet_number} was captured up to byte {captured_bytes} of {wire_bytes}: its ports are behind; \
+         expected a snap length of at least {min_snap_length} bytes (64 is enough for most, 96 for nearly all)"
     )]
     SnapLengthTooShort {
         /// Number of the packet, counted from 1.
@@ -70,8 +71,9 @@ pub enum CaptureError {
     },
     /// A packet's time stamp is much earlier than that of a packet before it.
     #[error(
-        "packet {packet_number} is of {time_s:.9} s, {:.3} ms before packet {before} of {previous_s:.9} s: expected time \
-         stamps in order, or at most {tolerated} ms back (reordercap sorts a capture)", (previous_s - time_s) * 1e3,
+        "packet {packet_number} is of {time_s:.9} s, {:.3} ms before packet {before} of {previous_s:.9} s: expected \
+         time stamps in order, or at most {tolerated} ms back (reordercap sorts a capture)",
+        (previous_s - time_s) * 1e3,
         before = packet_number - 1, tolerated = REORDER_TOLERANCE_NS / 1_000_000
     )]
     Unsorted {
