@@ -299,15 +299,14 @@ fn request_counts_stay_exact_while_workers_die_or_stop() {
         }
         (0..300).for_each(|_| env.send_request(ECHO_REQUEST));
         assert_eq!(env.eligible_worker_count(), 2, "{:?}", env.worker_counts());
-        let stopped_worker = env
-            .worker_counts()
-            .into_iter()
-            .filter(|worker| worker.queued_datagrams > 0)
-            .max_by_key(|w| w.queued_datagrams)
-            .unwrap();
+        let stopped_pid = env.worker_processes[0].0.id();
+        let worker_counts = env.worker_counts();
+        let stopped_worker = worker_counts.iter().find(|worker| worker.worker_pid == stopped_pid).unwrap();
         assert!(
-            !stopped_worker.is_eligible && stopped_worker.outstanding_requests >= stopped_worker.queued_datagrams,
-            "{stopped_worker:?}"
+            !stopped_worker.is_eligible
+                && stopped_worker.queued_datagrams > 0
+                && stopped_worker.outstanding_requests >= stopped_worker.queued_datagrams,
+            "{worker_counts:?}"
         );
         env.worker_processes[0].send_signal(Signal::SIGCONT);
         env.worker_processes.push(WorkerProcess::start());
