@@ -45,6 +45,9 @@ pub enum ProblemKind {
     /// The document in the request has mistakes (see `mistakes`).
     #[serde(rename = "urn:coreward:problem:wrong-document")]
     WrongDocument,
+    /// One address of the request is an IPv4 address, and the other an IPv6 address.
+    #[serde(rename = "urn:coreward:problem:mixed-address-families")]
+    MixedAddressFamilies,
     /// The caller's rate limit, or the limit of watchers, is exceeded. `Retry-After` contains the time until the next
     /// attempt.
     #[serde(rename = "urn:coreward:problem:too-many-requests")]
@@ -73,6 +76,7 @@ impl ProblemKind {
             Self::TooLarge => (StatusCode::PAYLOAD_TOO_LARGE, "The body is too large"),
             Self::UnsupportedMediaType => (StatusCode::UNSUPPORTED_MEDIA_TYPE, "The body is not JSON"),
             Self::WrongDocument => (StatusCode::UNPROCESSABLE_ENTITY, "The document has mistakes"),
+            Self::MixedAddressFamilies => (StatusCode::UNPROCESSABLE_ENTITY, "The address families differ"),
             Self::TooManyRequests => (StatusCode::TOO_MANY_REQUESTS, "Too many requests"),
             Self::NotLeading => (StatusCode::SERVICE_UNAVAILABLE, "Another controller leads"),
             Self::NotStored => (StatusCode::INSUFFICIENT_STORAGE, "The change cannot be stored"),

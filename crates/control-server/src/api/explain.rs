@@ -17,6 +17,8 @@ use coreward_controller::explain::{ExplainError, ExplainedPacket};
         (status = 200, description = "Destination and reason", body = Explanation),
         (status = 404, description = "No service with this address", body = Problem,
             content_type = "application/problem+json"),
+        (status = 422, description = "Client and service of different address families", body = Problem,
+            content_type = "application/problem+json"),
     )
 )]
 pub async fn explain(State(api): State<Api>, Query(query): Query<Explain>) -> Result<JsonAnswer, Problem> {
@@ -36,7 +38,7 @@ pub async fn explain(State(api): State<Api>, Query(query): Query<Explain>) -> Re
 fn explain_problem(error: ExplainError) -> Problem {
     let problem_kind = match &error {
         ExplainError::UnknownService { .. } => ProblemKind::NotFound,
-        ExplainError::MixedFamilies(_) => ProblemKind::BadRequest,
+        ExplainError::MixedFamilies(_) => ProblemKind::MixedAddressFamilies,
     };
     Problem::new(problem_kind, error.to_string())
 }

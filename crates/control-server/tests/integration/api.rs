@@ -151,7 +151,7 @@ async fn invalid_request_is_answered_with_problem_json() {
             "GET",
             "/v1/explain?vip=10.200.0.1:80&client=%5B2001:db8::7%5D:1",
             None,
-            400,
+            422,
             "expected a client with an IPv4 address",
         ),
         ("GET", "/v1/watch?interval_ms=1", None, 400, "expected 250 to 60000"),
